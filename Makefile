@@ -1,0 +1,42 @@
+# The two commands of the README: `make demo` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: install demo test test-all lint types layers bench clean
+.DEFAULT_GOAL := demo
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,flower,bench]'
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/bqsgd demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+layers: install
+	$(BIN)/lint-imports
+
+test: lint types layers
+	$(BIN)/pytest -n 2
+
+test-all: lint types layers
+	$(BIN)/pytest -n 2 -m 'slow or not slow'
+
+bench: install
+	$(BIN)/python -m benchmarks.mechanism
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""The `bqsgd` command: one file a command, registered in `app`."""

@@ -1,0 +1,1 @@
+"""Data sets from wherever they can be found, checked by hash, and their partition over clients."""

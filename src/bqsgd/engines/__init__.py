@@ -1,0 +1,1 @@
+"""Engines carry frames between clients and server; they hold no algorithm."""

@@ -1,0 +1,1 @@
+"""Clip, quantise, add binomial noise (paper Section IV-A): values in, integer codes out, and back."""

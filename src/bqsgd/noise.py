@@ -1,0 +1,170 @@
+"""The one binomial law and the one source of noise.
+
+The accountant, the sampler and the entropy coder all read Bin(m, 1/2) from `binomial_pmf`. Randomness is an AES-256-CTR
+keystream: keyed by the operating system (`privacy_rng`), or by a seed for tests and reproductions (`seeded_rng`), in
+which case everything made from it carries the mark "seeded" and no privacy claim.
+
+The law is cut where both tails together weigh less than 2^-80 (never for m <= 80), so that one table serves m up to
+2^20. The sampler's whole distance from the exact binomial is `sampler_tv_distance`; accountants charge it to delta.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import MAX_TRIALS, check_int
+
+TAIL_BITS = 80
+_WEIGHT_BITS = 256
+ROUND_BITS = 24
+"""Low bits of a coordinate's 64-bit word: the stochastic rounding draw. The rest choose the binomial value."""
+NOISE_BITS = 64 - ROUND_BITS
+REFINE_BITS = 64
+"""Extra bits of an alias threshold, looked at only when the first NOISE_BITS tie with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinomialPmf:
+    """Bin(m, 1/2) on {first, ..., first + len(pmf) - 1}; `cut` bounds the mass left out."""
+
+    trials: int
+    first: int
+    pmf: npt.NDArray[np.float64]
+    cut: float
+
+
+def _weights(trials: int) -> tuple[int, list[int]]:
+    """First kept outcome and integer weights proportional to C(m, k), each exact to a relative 2^-230."""
+    centre = trials // 2
+    right = [1 << _WEIGHT_BITS]
+    # w_{k+1} = w_k (m - k) / (k + 1); the ratio falls with k, so what lies beyond k weighs at most w r / (1 - r).
+    k = centre
+    while k < trials:
+        following = right[-1] * (trials - k) // (k + 1)
+        k += 1
+        right.append(following)
+        a, b = trials - k, k + 1
+        if trials > TAIL_BITS and a < b and (following * a // (b - a)) << (TAIL_BITS + 2) < right[0]:
+            break
+    lowest = trials - k  # symmetric window
+    left = [right[j - centre] for j in range(trials - lowest, centre, -1) if trials - j < centre]
+    return lowest, left + right
+
+
+@lru_cache(maxsize=256)
+def binomial_pmf(trials: int) -> BinomialPmf:
+    """The probabilities of Bin(m, 1/2) on its effective support, each correctly rounded to float64.
+
+    >>> binomial_pmf(2).pmf.tolist()
+    [0.25, 0.5, 0.25]
+    """
+    check_int("trials", trials, 0, MAX_TRIALS)
+    first, weights = _weights(trials)
+    total = sum(weights)
+    pmf = np.array([w / total for w in weights])
+    pmf.setflags(write=False)
+    return BinomialPmf(trials=trials, first=first, pmf=pmf, cut=0.0 if first == 0 else 2.0**-TAIL_BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AliasTable:
+    """Walker's alias table of Bin(m, 1/2) in fixed point, for a 2^index_bits-entry look-up.
+
+    Entry i is kept when the draw's remaining NOISE_BITS - index_bits bits are below `threshold[i]`, replaced by
+    `alias[i]` when above; on a tie (once in 2^(NOISE_BITS - index_bits) draws) REFINE_BITS fresh bits are compared with
+    `refine[i]`. Outcomes are `first` + entry.
+    """
+
+    first: int
+    index_bits: int
+    threshold: npt.NDArray[np.uint64]
+    refine: npt.NDArray[np.uint64]
+    alias: npt.NDArray[np.uint32]
+    tv_distance: float
+
+
+@lru_cache(maxsize=64)
+def alias_table(trials: int) -> AliasTable:
+    """Build the sampler's table from the exact integer weights (Walker's method in exact integers)."""
+    check_int("trials", trials, 0, MAX_TRIALS)
+    first, weights = _weights(trials)
+    index_bits = max(1, (len(weights) - 1).bit_length())
+    entries = 1 << index_bits
+    unit = 1 << (NOISE_BITS - index_bits + REFINE_BITS)  # capacity of one entry
+    total = sum(weights)
+    share = [w * entries * unit // total for w in weights] + [0] * (entries - len(weights))
+    share[trials // 2 - first] += entries * unit - sum(share)  # floors lose less than one unit an outcome
+    keep, alias = [unit] * entries, list(range(entries))
+    small = [i for i, mass in enumerate(share) if mass < unit]
+    large = [i for i, mass in enumerate(share) if mass >= unit]
+    while small:
+        i, j = small.pop(), large[-1]
+        keep[i], alias[i] = share[i], j
+        share[j] -= unit - share[i]
+        if share[j] < unit:
+            small.append(large.pop())
+    rounding = len(weights) / (entries * unit)
+    return AliasTable(
+        first=first,
+        index_bits=index_bits,
+        threshold=np.array([k >> REFINE_BITS for k in keep], dtype=np.uint64),
+        refine=np.array([k & ((1 << REFINE_BITS) - 1) for k in keep], dtype=np.uint64),
+        alias=np.array(alias, dtype=np.uint32),
+        tv_distance=rounding + (0.0 if first == 0 else 2.0**-TAIL_BITS),
+    )
+
+
+def sampler_tv_distance(trials: int) -> float:
+    """Upper bound on the total variation distance between the sampler's law and Bin(m, 1/2)."""
+    return alias_table(trials).tv_distance
+
+
+class NoiseSource:
+    """An AES-256-CTR keystream with a position; use `privacy_rng()` or `seeded_rng(seed=...)`.
+
+    A forked process gets a fresh key (privacy) or an error (seeded), so that no keystream is ever used twice. The
+    source cannot be copied or pickled, for the same reason.
+    """
+
+    def __init__(self, key: bytes, *, seeded: bool) -> None:
+        self._key = key
+        self._pid = os.getpid()
+        self._block = 0
+        self.seeded = seeded
+
+    def reserve(self, blocks: int) -> int:
+        """Take the next `blocks` 16-byte blocks of the keystream for the caller; returns the first one's number."""
+        if os.getpid() != self._pid:
+            if self.seeded:
+                raise InvalidParameter("a seeded noise source does not survive a fork; make one a process")
+            self._key, self._pid, self._block = os.urandom(32), os.getpid(), 0
+        start, self._block = self._block, self._block + blocks
+        return start
+
+    def fill(self, words: npt.NDArray[np.uint64], *, block: int, zeros: memoryview) -> None:
+        """Write the keystream from `block` on into `words`; `zeros` is as long in bytes, all zero. Thread-safe."""
+        cipher = Cipher(algorithms.AES256(self._key), modes.CTR(block.to_bytes(16, "big")))
+        # The library asks for room for one block more than it writes only in block modes; CTR needs none.
+        cipher.encryptor().update_into(zeros[: words.nbytes], memoryview(words).cast("B"))
+
+    def __reduce__(self) -> str:
+        raise TypeError("a noise source cannot be copied or pickled: its keystream must not be used twice")
+
+
+def privacy_rng() -> NoiseSource:
+    """A noise source keyed by the operating system: the only kind that supports a privacy claim."""
+    return NoiseSource(os.urandom(32), seeded=False)
+
+
+def seeded_rng(*, seed: int) -> NoiseSource:
+    """A reproducible noise source. Whoever knows the seed can remove the noise: no privacy claim."""
+    check_int("seed", seed, 0, 2**63 - 1)
+    return NoiseSource(hashlib.sha256(b"bqsgd.seeded.v1" + seed.to_bytes(8, "little")).digest(), seeded=True)

@@ -1,0 +1,92 @@
+"""The integer parameters of the BQ mechanism, and the digest that binds a frame to them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import InvalidParameter
+
+MAX_TRIALS = 1 << 20
+MAX_LEVELS = 1 << 20
+DIGEST_BYTES = 16
+
+Clip = float | npt.NDArray[np.float64]
+"""One range C for every coordinate, or one C_j a coordinate (1-D, positive, finite)."""
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` as an int in [low, high]; bools, floats and strings are refused."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise InvalidParameter(f"{name} must be an integer from {low} to {high}, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidParameter(f"{name} must be from {low} to {high}, got {value}")
+    return int(value)
+
+
+def check_positive(name: str, value: object) -> float:
+    """Return `value` as a finite float above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidParameter(f"{name} must be a positive finite number, got {value!r}")
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise InvalidParameter(f"{name} must be a positive finite number, got {value!r}")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """Levels s and trials m of one BQ encoder: codes lie in {0, ..., 2s + m}.
+
+    A coordinate x in [-C, C] becomes the code s + round(x s / C) + Bin(m, 1/2), with stochastic rounding
+    (paper Eqs. 8 to 12, shifted by s so that codes start at 0). trials = 0 is plain QSGD: no noise, no privacy.
+
+    >>> Mechanism(levels=2, trials=251).code_count
+    256
+    """
+
+    levels: int
+    trials: int
+
+    def __post_init__(self) -> None:
+        check_int("levels", self.levels, 1, MAX_LEVELS)
+        check_int("trials", self.trials, 0, MAX_TRIALS)
+
+    @property
+    def code_count(self) -> int:
+        """Number of values a code can take, 2s + m + 1."""
+        return 2 * self.levels + self.trials + 1
+
+    @property
+    def bits_per_coordinate(self) -> float:
+        """log2(2s + m + 1), the fractional figure of the paper's communication constraint."""
+        return math.log2(self.code_count)
+
+
+def check_clip(clip: Clip, dimension: int | None = None) -> Clip:
+    """Return `clip` as a positive finite float or a 1-D float64 array (of length `dimension` if given)."""
+    if not isinstance(clip, np.ndarray):
+        return check_positive("clip", clip)
+    vector = np.ascontiguousarray(clip, dtype=np.float64)
+    if vector.ndim != 1 or (dimension is not None and vector.size != dimension):
+        raise InvalidParameter(f"a clip vector must be 1-D with one entry a coordinate ({dimension}), got {clip.shape}")
+    if not bool(np.all(np.isfinite(vector) & (vector > 0))):
+        raise InvalidParameter("every entry of a clip vector must be positive and finite")
+    return vector
+
+
+def parameters_digest(mechanism: Mechanism, *, clip: Clip, dimension: int) -> bytes:
+    """First 16 bytes of SHA-256 over (levels, trials, dimension, clip), little-endian; see docs/wire.md."""
+    clip = check_clip(clip, dimension)
+    state = hashlib.sha256(b"bqsgd.parameters.v1")
+    state.update(struct.pack("<IIQ", mechanism.levels, mechanism.trials, check_int("dimension", dimension, 1, 2**63 - 1)))
+    if isinstance(clip, float):
+        state.update(b"\x00" + struct.pack("<d", clip))
+    else:
+        state.update(b"\x01" + clip.astype("<f8").tobytes())
+    return state.digest()[:DIGEST_BYTES]

@@ -1,0 +1,1 @@
+"""Per-sample clipped gradients of ordinary torch modules: the input of the mechanism."""

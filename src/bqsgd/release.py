@@ -1,0 +1,141 @@
+"""What one client message reveals, as the accountant sees it: mechanism, dimension, sensitivity, sampling.
+
+`Release` is the value that the planner plans, the ledger stores, the accountant reads and the audit tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import Mechanism, check_int, check_positive
+
+
+class Relation(StrEnum):
+    """Which data sets are neighbours."""
+
+    ADD_REMOVE = "add/remove one"
+    REPLACE = "replace one"
+
+
+class Unit(StrEnum):
+    """Whose presence is hidden."""
+
+    SAMPLE = "sample"
+    CLIENT = "client"
+
+
+class Trust(StrEnum):
+    """What the adversary sees."""
+
+    EACH_CLIENT = "server sees each client's messages"
+    SUMS_ONLY = "server sees only sums over clients"
+
+
+class Scheme(StrEnum):
+    """How a round's batch is drawn."""
+
+    POISSON = "poisson"
+    FIXED_SIZE = "fixed-size without replacement"
+    FULL = "no sampling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The batch scheme and the rate at which one record takes part in a round.
+
+    Poisson sampling is accounted under add/remove, fixed-size batches under replace-one, no sampling under either.
+    """
+
+    scheme: Scheme
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", Scheme(self.scheme))
+        if check_positive("rate", self.rate) > 1:
+            raise InvalidParameter(f"rate must be at most 1, got {self.rate}")
+        if self.scheme is Scheme.FULL and self.rate != 1:
+            raise InvalidParameter(f"no sampling means rate 1, got {self.rate}")
+
+    @classmethod
+    def of_batch(cls, scheme: Scheme | str, *, batch_size: int, dataset_size: int) -> Sampling:
+        """Rate = batch_size / dataset_size (1 for no sampling)."""
+        scheme = Scheme(scheme)
+        check_int("dataset_size", dataset_size, 1, 2**53)
+        check_int("batch_size", batch_size, 1, dataset_size)
+        return cls(scheme=scheme, rate=1.0 if scheme is Scheme.FULL else batch_size / dataset_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How far one record moves the encoder's input, as a fraction of the encoder's range C.
+
+    linf: max over coordinates of |change_j| / C_j. l2: the Euclidean norm of (change_j / C_j), or None when only the
+    L-infinity bound is known. Times `levels` they are shifts in quantiser steps.
+    Per-sample clamp at C and a mean over a public L: linf = 1/L for add/remove, 2/L for replace-one.
+    """
+
+    linf: float
+    l2: float | None = None
+    relation: Relation = Relation.ADD_REMOVE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "relation", Relation(self.relation))
+        check_positive("linf", self.linf)
+        if self.l2 is not None:
+            check_positive("l2", self.l2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """One message of one client: everything an epsilon depends on, and nothing else."""
+
+    mechanism: Mechanism
+    dimension: int
+    sensitivity: Sensitivity
+    sampling: Sampling
+    unit: Unit = Unit.SAMPLE
+    trust: Trust = Trust.EACH_CLIENT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit", Unit(self.unit))
+        object.__setattr__(self, "trust", Trust(self.trust))
+        check_int("dimension", self.dimension, 1, 2**53)
+        scheme, relation = self.sampling.scheme, self.sensitivity.relation
+        if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
+            raise InvalidParameter("Poisson sampling is accounted under add/remove; give the add/remove sensitivity")
+        if scheme is Scheme.FIXED_SIZE and relation is not Relation.REPLACE:
+            raise InvalidParameter("fixed-size batches are accounted under replace-one; give the replace-one sensitivity")
+
+    @property
+    def shift(self) -> float:
+        """Largest move of one coordinate in quantiser steps, Delta_inf = s * linf."""
+        return self.mechanism.levels * self.sensitivity.linf
+
+    @property
+    def shift_l2(self) -> float:
+        """Largest Euclidean move in quantiser steps: s * l2 where known, never above sqrt(d) * shift."""
+        bound = math.sqrt(self.dimension) * self.shift
+        return bound if self.sensitivity.l2 is None else min(bound, self.mechanism.levels * self.sensitivity.l2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, the inverse of `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Release:
+        """Rebuild and re-check a release; unknown or missing fields raise InvalidParameter."""
+        try:
+            return cls(
+                **{
+                    **fields,
+                    "mechanism": Mechanism(**fields["mechanism"]),
+                    "sensitivity": Sensitivity(**fields["sensitivity"]),
+                    "sampling": Sampling(**fields["sampling"]),
+                }
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidParameter(f"not a release: {error}") from error

@@ -1,0 +1,1 @@
+"""Records of runs, and the tables, figures and pages drawn from them."""

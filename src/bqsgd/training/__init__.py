@@ -1,0 +1,1 @@
+"""Algorithm 1 as a product: clients, server, aggregation, optimisers, rounds."""
