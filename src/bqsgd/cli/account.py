@@ -1,0 +1,6 @@
+"""Placeholder until the command lands."""
+
+
+def account() -> None:
+    """Not built yet."""
+    raise NotImplementedError

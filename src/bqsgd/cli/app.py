@@ -1,0 +1,65 @@
+"""The `bqsgd` command: one file a command, registered here by one line each.
+
+A command's module imports only typer at the top and everything heavy inside the function, so that `bqsgd --help` is quick.
+A command raises `bqsgd.errors`; `main` turns any of them into one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import click
+import typer
+
+from bqsgd import __version__
+from bqsgd.cli.account import account
+from bqsgd.cli.plan import plan
+from bqsgd.cli.tradeoffs import tradeoffs
+from bqsgd.errors import BqsgdError
+
+app = typer.Typer(name="bqsgd", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bqsgd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Private, compressed distributed learning: one integer step that quantises gradients and gives differential
+    privacy, exactly accounted."""
+
+
+app.command()(plan)
+app.command()(account)
+app.command()(tradeoffs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 done, 2 bad input (one line says what), 130 interrupted."""
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as shown:
+        shown.show()  # the help page, as asked for by giving no arguments
+        return 2
+    except click.ClickException as error:
+        return _refuse(error.format_message())
+    except BqsgdError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        print("bqsgd: interrupted", file=sys.stderr)
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(message: str) -> int:
+    print("bqsgd: " + " ".join(message.split()), file=sys.stderr)
+    return 2
