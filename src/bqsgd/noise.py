@@ -4,8 +4,10 @@ The accountant, the sampler and the entropy coder all read Bin(m, 1/2) from `bin
 keystream: keyed by the operating system (`privacy_rng`), or by a seed for tests and reproductions (`seeded_rng`), in
 which case everything made from it carries the mark "seeded" and no privacy claim.
 
-The law is cut where both tails together weigh less than 2^-80 (never for m <= 80), so that one table serves m up to
-2^20. The sampler's whole distance from the exact binomial is `sampler_tv_distance`; accountants charge it to delta.
+The law is cut where both tails together weigh less than 2^-80 (never for m <= 80) and rounded to a fixed point of about
+100 bits, so that one table serves m up to 2^20. `binomial_pmf` is the law the sampler really has, cut and rounding
+included, so an accountant that reads it owes nothing for the sampler; the distance from the textbook binomial is
+`sampler_tv_distance`.
 """
 
 from __future__ import annotations
@@ -59,6 +61,17 @@ def _weights(trials: int) -> tuple[int, list[int]]:
     return lowest, left + right
 
 
+@lru_cache(maxsize=64)
+def _shares(trials: int) -> tuple[int, int, list[int]]:
+    """First kept outcome, index bits of the alias table, and the law itself: integers that sum to 2^104."""
+    check_int("trials", trials, 0, MAX_TRIALS)
+    first, weights = _weights(trials)
+    total, whole = sum(weights), 1 << (NOISE_BITS + REFINE_BITS)
+    shares = [w * whole // total for w in weights]
+    shares[trials // 2 - first] += whole - sum(shares)  # floors lose less than one unit an outcome
+    return first, max(1, (len(shares) - 1).bit_length()), shares
+
+
 @lru_cache(maxsize=256)
 def binomial_pmf(trials: int) -> BinomialPmf:
     """The probabilities of Bin(m, 1/2) on its effective support, each correctly rounded to float64.
@@ -66,10 +79,8 @@ def binomial_pmf(trials: int) -> BinomialPmf:
     >>> binomial_pmf(2).pmf.tolist()
     [0.25, 0.5, 0.25]
     """
-    check_int("trials", trials, 0, MAX_TRIALS)
-    first, weights = _weights(trials)
-    total = sum(weights)
-    pmf = np.array([w / total for w in weights])
+    first, _, shares = _shares(trials)
+    pmf = np.array([share / (1 << (NOISE_BITS + REFINE_BITS)) for share in shares])
     pmf.setflags(write=False)
     return BinomialPmf(trials=trials, first=first, pmf=pmf, cut=0.0 if first == 0 else 2.0**-TAIL_BITS)
 
@@ -94,14 +105,10 @@ class AliasTable:
 @lru_cache(maxsize=64)
 def alias_table(trials: int) -> AliasTable:
     """Build the sampler's table from the exact integer weights (Walker's method in exact integers)."""
-    check_int("trials", trials, 0, MAX_TRIALS)
-    first, weights = _weights(trials)
-    index_bits = max(1, (len(weights) - 1).bit_length())
+    first, index_bits, shares = _shares(trials)
     entries = 1 << index_bits
     unit = 1 << (NOISE_BITS - index_bits + REFINE_BITS)  # capacity of one entry
-    total = sum(weights)
-    share = [w * entries * unit // total for w in weights] + [0] * (entries - len(weights))
-    share[trials // 2 - first] += entries * unit - sum(share)  # floors lose less than one unit an outcome
+    share = shares + [0] * (entries - len(shares))
     keep, alias = [unit] * entries, list(range(entries))
     small = [i for i, mass in enumerate(share) if mass < unit]
     large = [i for i, mass in enumerate(share) if mass >= unit]
@@ -111,7 +118,7 @@ def alias_table(trials: int) -> AliasTable:
         share[j] -= unit - share[i]
         if share[j] < unit:
             small.append(large.pop())
-    rounding = len(weights) / (entries * unit)
+    rounding = len(shares) / (entries * unit)
     return AliasTable(
         first=first,
         index_bits=index_bits,
