@@ -1,0 +1,78 @@
+"""A guarantee: an epsilon with everything that must be stated beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.release import Relation, Trust, Unit
+
+MEANINGLESS_EPSILON = 1000.0
+"""Beyond this figure no effort is spent: the bound is shown as "no meaningful guarantee"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """(epsilon, delta)-differential privacy of everything one client has sent, worst case over data.
+
+    epsilon is an upper bound (infinity when nothing finite is proven); `delta_floor` is the least delta at which the
+    method can give a finite epsilon; `seeded` marks noise that whoever knows the seed can remove.
+    """
+
+    epsilon: float
+    delta: float
+    relation: Relation
+    unit: Unit
+    trust: Trust
+    sampling: str
+    method: str
+    delta_floor: float
+    seeded: bool = False
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.epsilon) or self.epsilon < 0:
+            raise InvalidParameter(f"epsilon must be at least 0 (or infinite), got {self.epsilon}")
+        if not 0 < self.delta < 1:
+            raise InvalidParameter(f"delta must lie strictly between 0 and 1, got {self.delta}")
+
+    @property
+    def epsilon_text(self) -> str:
+        """The figure as people should read it."""
+        if self.epsilon > MEANINGLESS_EPSILON:
+            return f"> {MEANINGLESS_EPSILON:.0f}: no meaningful guarantee"
+        return f"{self.epsilon:.4g}"
+
+    def __str__(self) -> str:
+        text = (
+            f"epsilon {self.epsilon_text} at delta {self.delta:g} ({self.relation} {self.unit}; {self.trust}; "
+            f"{self.sampling}; {self.method})"
+        )
+        return f"{text} [seeded noise: no privacy claim]" if self.seeded else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; an infinite epsilon becomes the string "inf"."""
+        return {
+            "epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf",
+            "delta": self.delta,
+            "relation": str(self.relation),
+            "unit": str(self.unit),
+            "trust": str(self.trust),
+            "sampling": self.sampling,
+            "method": self.method,
+            "delta_floor": self.delta_floor,
+            "seeded": self.seeded,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Guarantee:
+        """The inverse of `to_dict`, re-checked."""
+        try:
+            values = {**fields, "epsilon": float(fields["epsilon"])}
+            return cls(
+                **{**values, "relation": Relation(fields["relation"]), "unit": Unit(fields["unit"])}
+                | {"trust": Trust(fields["trust"])}
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidParameter(f"not a guarantee: {error}") from error
