@@ -1,0 +1,200 @@
+"""Kernels of the fixed-width coding: a stream of bits, the first in the lowest bit of the first byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+
+Codes = npt.NDArray[np.unsignedinteger]
+Bytes = npt.NDArray[np.uint8]
+_jit = nb.njit(cache=True, nogil=True)
+_inline = nb.njit(cache=True, nogil=True, inline="always")
+_U8, _U64 = np.uint8, np.uint64
+
+
+def readonly(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A read-only view, so that each kernel is compiled for one kind of array only."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def digit_table(base: int, digits: int) -> npt.NDArray[np.uint64]:
+    """(base^half, multiplier, shift, base^0, ..., base^digits): how `unpack_mixed` divides.
+
+    A word is divided once by base^half; each half, below 2^31, then gives its digits by v // base =
+    (v * multiplier) >> shift, exact for v < 2^31 with shift = 31 + bits(base - 1), multiplier = ceil(2^shift / base):
+    the error v * (multiplier * base - 2^shift) / (base * 2^shift) stays below 1 / base, and v * multiplier below 2^63.
+    """
+    half = (digits + 1) // 2
+    shift = 31 + (base - 1).bit_length()
+    powers = [base**i for i in range(digits + 1)] if base > 1 else [1, 1]
+    return np.array([base**half, -(-(1 << shift) // base), shift, *powers], dtype=np.uint64)
+
+
+@_jit
+def largest(codes: Codes) -> int:
+    """The largest code, 0 if there is none."""
+    top = codes.dtype.type(0)
+    for code in codes:
+        top = max(top, code)
+    return int(top)
+
+
+@_inline
+def _put32(out: Bytes, at: int, word: np.uint64) -> None:
+    out[at] = _U8(word & _U64(255))
+    out[at + 1] = _U8((word >> _U64(8)) & _U64(255))
+    out[at + 2] = _U8((word >> _U64(16)) & _U64(255))
+    out[at + 3] = _U8((word >> _U64(24)) & _U64(255))
+
+
+@_inline
+def _get32(data: Bytes, at: int) -> np.uint64:
+    return (
+        _U64(data[at])
+        | (_U64(data[at + 1]) << _U64(8))
+        | (_U64(data[at + 2]) << _U64(16))
+        | (_U64(data[at + 3]) << _U64(24))
+    )
+
+
+@_inline
+def _flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
+    while fill > 0:
+        out[at] = _U8(held & _U64(255))
+        held >>= _U64(8)
+        at += 1
+        fill -= 8
+
+
+@_jit
+def pack_plain(codes: Codes, out: Bytes, width: int) -> int:
+    """Write each code on `width` bits; return the largest code (bits of a code above `width` spoil its neighbours)."""
+    held, fill, at, top = _U64(0), 0, 0, _U64(0)
+    for i in range(codes.size):
+        code = _U64(codes[i])
+        top = max(top, code)
+        held |= code << _U64(fill)
+        fill += width
+        if fill >= 32:
+            _put32(out, at, held)
+            held >>= _U64(32)
+            at += 4
+            fill -= 32
+    _flush(out, at, held, fill)
+    return int(top)
+
+
+@_jit
+def unpack_plain(data: Bytes, codes: Codes, width: int) -> tuple[int, bool]:
+    """Read codes of `width` <= 25 bits; return the largest, and whether a bit after the last is set."""
+    kind = codes.dtype.type
+    mask = _U64((1 << width) - 1)
+    top = kind(0)
+    fast = min(codes.size, max(0, (data.size - 4) * 8 // width + 1)) if data.size >= 4 else 0
+    for i in range(fast):
+        bit = i * width
+        code = kind((_get32(data, bit >> 3) >> _U64(bit & 7)) & mask)
+        top = max(top, code)
+        codes[i] = code
+    for i in range(fast, codes.size):
+        bit = i * width
+        code = kind(_read(data, bit, width))
+        top = max(top, code)
+        codes[i] = code
+    return int(top), _read(data, codes.size * width, data.size * 8 - codes.size * width) != 0
+
+
+@_jit
+def _read(data: Bytes, bit: int, width: int) -> np.uint64:
+    """Bits [bit, bit + width) as a number, width <= 56: the slow way, for the end of the data."""
+    value, got, at = _U64(0), 0, bit >> 3
+    while got < width + (bit & 7):
+        value |= _U64(data[at]) << _U64(got)
+        got += 8
+        at += 1
+    return (value >> _U64(bit & 7)) & ((_U64(1) << _U64(width)) - _U64(1))
+
+
+@_jit
+def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
+    """Write groups of `digits` codes: one word of high digits (the first code lowest), then `low` bits a code."""
+    held, fill, at, top = _U64(0), 0, 0, _U64(0)
+    mask, half_bits = _U64((1 << low) - 1), min(word_bits, 31)
+    for start in range(0, codes.size, digits):
+        stop = min(start + digits, codes.size)
+        word = _U64(0)
+        for i in range(stop - 1, start - 1, -1):
+            code = _U64(codes[i])
+            top = max(top, code)
+            word = word * _U64(base) + (code >> _U64(low))
+        # The word goes out in two pieces so that the 64 held bits never overflow.
+        for piece in range(2):
+            held |= (word & _U64((1 << 31) - 1)) << _U64(fill)
+            word >>= _U64(31)
+            fill += half_bits if piece == 0 else word_bits - half_bits
+            if fill >= 32:
+                _put32(out, at, held)
+                held >>= _U64(32)
+                at += 4
+                fill -= 32
+        for i in range(start, stop):
+            held |= (_U64(codes[i]) & mask) << _U64(fill)
+            fill += low
+            if fill >= 32:
+                _put32(out, at, held)
+                held >>= _U64(32)
+                at += 4
+                fill -= 32
+    _flush(out, at, held, fill)
+    return int(top)
+
+
+@_jit
+def unpack_mixed(
+    data: Bytes,
+    codes: Codes,
+    low: int,
+    base: int,
+    digits: int,
+    word_bits: int,
+    table: npt.NDArray[np.uint64],
+) -> tuple[int, bool]:
+    """Read what `pack_mixed` wrote; return the largest code, and whether a word or a bit beyond the last code is set.
+
+    A full word that is base^digits or more counts as a code of (base << low): out of range in any case.
+    """
+    kind = codes.dtype.type
+    half, multiplier, shift = table[0], table[1], table[2]
+    middle, mask = (digits + 1) // 2, _U64((1 << low) - 1)
+    top, bit = _U64(0), 0
+    piece_bits = min(word_bits, 31)
+    for start in range(0, codes.size, digits):
+        count = min(digits, codes.size - start)
+        safe = ((bit + word_bits + count * low) >> 3) + 8 <= data.size
+        word = _read(data, bit, piece_bits) | (_read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
+        bit += word_bits
+        if word >= table[3 + count]:
+            if count == digits:
+                return base << low, False
+            return 0, True
+        lower = word % half
+        upper = word // half
+        for i in range(count):
+            if i == middle:
+                lower = upper
+            quotient = (lower * multiplier) >> shift
+            code = (lower - quotient * _U64(base)) << _U64(low)
+            lower = quotient
+            if safe:
+                code |= (_get32(data, bit >> 3) >> _U64(bit & 7)) & mask
+            else:
+                code |= _read(data, bit, low)
+            bit += low
+            top = max(top, code)
+            codes[start + i] = kind(code)
+    return int(top), _read(data, bit, data.size * 8 - bit) != 0

@@ -1,0 +1,183 @@
+"""Fixed-width coding: log2(code_count) bits a coordinate, a length that does not depend on the codes.
+
+Where ceil(log2 K) is at most 0.9 % above log2 K, codes are bit-packed at that width (8, 16: the codes themselves).
+Otherwise a code is split into hi * 2^k + lo, and n digits hi of base H = ceil(K / 2^k) share one w-bit word. The layout
+is a function of K alone (see `layout`), so a frame need not carry it. One byte string a code vector: whatever bits a
+payload has left over must be zero.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import MAX_LEVELS, MAX_TRIALS, check_int
+from bqsgd.wire import bits
+from bqsgd.wire.errors import BadPayload, CodeOutOfRange
+
+MAX_CODE_COUNT = 2 * MAX_LEVELS + MAX_TRIALS + 1
+WORD_BITS = 62
+"""Longest word of digits; its two halves then fit the 31 bits that one multiplication can divide exactly."""
+
+Codes = npt.NDArray[np.unsignedinteger]
+Payload = npt.NDArray[np.uint8]
+
+
+def code_dtype(code_count: int) -> np.dtype[np.unsignedinteger]:
+    """The unsigned type of codes 0 to code_count - 1: uint8, uint16 or uint32."""
+    return np.dtype(np.uint8 if code_count <= 1 << 8 else np.uint16 if code_count <= 1 << 16 else np.uint32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """`digits` codes make a group: one word of `word_bits`, then `low_bits` raw bits a code.
+
+    Plain bit packing has base 1: no word, digits = 1, low_bits = the width.
+    """
+
+    low_bits: int
+    base: int
+    digits: int
+    word_bits: int
+
+    @property
+    def group_bits(self) -> int:
+        """Bits of a full group."""
+        return self.word_bits + self.digits * self.low_bits
+
+    def payload_bytes(self, dimension: int) -> int:
+        """Bytes of `dimension` codes; the last group ends with the low bits of the last code."""
+        groups, rest = divmod(dimension, self.digits)
+        last = self.word_bits + rest * self.low_bits if rest else 0
+        return (groups * self.group_bits + last + 7) // 8
+
+
+@lru_cache(maxsize=1024)
+def layout(code_count: int) -> Layout:
+    """The layout of codes 0 to K - 1: the fewest bits a code, ties to the smaller group, then to more raw bits.
+
+    All comparisons are between integers, so that every implementation finds the same layout.
+
+    >>> layout(256)
+    Layout(low_bits=8, base=1, digits=1, word_bits=0)
+    >>> layout(3)  # 29 ternary digits in 46 bits: 1.586 bits a code, log2(3) = 1.585
+    Layout(low_bits=0, base=3, digits=29, word_bits=46)
+    """
+    check_int("code_count", code_count, 2, MAX_CODE_COUNT)
+    width = (code_count - 1).bit_length()
+    # ceil(log2 K) <= 1.009 log2 K  <=>  2^(1000 ceil(log2 K)) <= K^1009: exact in integers.
+    if 1 << (1000 * width) <= code_count**1009:
+        return Layout(low_bits=width, base=1, digits=1, word_bits=0)
+    best = Layout(low_bits=width, base=1, digits=1, word_bits=0)
+    for low_bits in range(width - 1, -1, -1):
+        base = -(-code_count >> low_bits)
+        digits, power = 1, base
+        while (word_bits := (power - 1).bit_length()) <= WORD_BITS and base ** -(-digits // 2) <= 1 << 31:
+            found = Layout(low_bits=low_bits, base=base, digits=digits, word_bits=word_bits)
+            ours, theirs = found.group_bits * best.digits, best.group_bits * digits
+            if ours < theirs or (ours == theirs and digits < best.digits):
+                best = found
+            digits, power = digits + 1, power * base
+    return best
+
+
+class FixedWidth:
+    """The fixed-width coder of codes 0 to code_count - 1.
+
+    Any multiple of `block_codes` codes starts on a byte boundary, so a long vector can be packed and unpacked piece by
+    piece: piece [start, stop) lives at bytes [payload_bytes(start), payload_bytes(stop)).
+
+    >>> coder = FixedWidth(256)
+    >>> coder.payload_bytes(1000), coder.block_codes
+    (1000, 1)
+    """
+
+    def __init__(self, code_count: int) -> None:
+        self.layout = layout(code_count)
+        self.code_count = int(code_count)
+        self.dtype = code_dtype(code_count)
+        group = self.layout.group_bits
+        self.block_codes = self.layout.digits * (8 // math.gcd(8, group))
+        """Every multiple of this many codes starts on a byte boundary."""
+        self.direct = self.layout.base == 1 and self.layout.low_bits == 8 * self.dtype.itemsize
+        """True where the payload is the little-endian codes themselves: an encoder may write them in place."""
+        self._table = bits.digit_table(self.layout.base, self.layout.digits)
+
+    @property
+    def bits_per_coordinate(self) -> float:
+        """Bits of payload a coordinate, without the rounding up of the last group."""
+        return self.layout.group_bits / self.layout.digits
+
+    def payload_bytes(self, dimension: int) -> int:
+        """Bytes of `dimension` codes, exact whatever the dimension."""
+        return self.layout.payload_bytes(dimension)
+
+    def pack(self, codes: Codes, out: Payload) -> None:
+        """Write the codes into `out`, whose length must be payload_bytes(len(codes)); every byte of it is written.
+
+        Raises:
+            CodeOutOfRange: a code is code_count or more (`out` is then undefined).
+        """
+        if codes.ndim != 1 or codes.dtype != self.dtype:
+            raise InvalidParameter(f"codes must be 1-D of dtype {self.dtype}, got {codes.ndim}-D of {codes.dtype}")
+        if out.dtype != np.uint8 or out.ndim != 1 or out.size != self.payload_bytes(codes.size):
+            raise InvalidParameter(
+                f"out must be {self.payload_bytes(codes.size)} bytes (uint8), got {out.size} of {out.dtype}"
+            )
+        codes, shape = np.ascontiguousarray(codes), self.layout
+        if self.direct:
+            top = bits.largest(codes) if self.code_count < 1 << shape.low_bits else 0
+            out[:] = codes.astype(codes.dtype.newbyteorder("<"), copy=False).view(np.uint8)
+        elif shape.base == 1:
+            top = bits.pack_plain(codes, out, shape.low_bits)
+        else:
+            top = bits.pack_mixed(codes, out, shape.low_bits, shape.base, shape.digits, shape.word_bits)
+        if top >= self.code_count:
+            raise CodeOutOfRange(f"codes must be below {self.code_count}, got {top}")
+
+    def unpack(self, payload: Payload, dimension: int, start: int = 0, stop: int | None = None) -> Codes:
+        """Return codes [start, stop) of a payload of `dimension` codes, all of them checked.
+
+        `start` is a multiple of `block_codes`; so is `stop`, unless it is the dimension. Where `direct` holds the
+        result is a view of the payload, not a copy.
+
+        Raises:
+            BadPayload: the payload has another length than payload_bytes(dimension), or leftover bits are not zero.
+            CodeOutOfRange: a code is code_count or more.
+        """
+        stop = dimension if stop is None else stop
+        if payload.size != self.payload_bytes(dimension):
+            size = self.payload_bytes(dimension)
+            raise BadPayload(f"{dimension} codes below {self.code_count} take {size} bytes, got {payload.size}")
+        whole = stop == dimension or stop % self.block_codes == 0
+        if not (0 <= start <= stop <= dimension and start % self.block_codes == 0 and whole):
+            raise InvalidParameter(
+                f"[start, stop) must lie in [0, {dimension}] on multiples of {self.block_codes}, got [{start}, {stop})"
+            )
+        piece = payload[self.payload_bytes(start) : self.payload_bytes(stop)]
+        shape = self.layout
+        if self.direct:
+            codes: Codes = piece.view(self.dtype.newbyteorder("<"))
+            if sys.byteorder != "little" or not codes.flags.aligned:
+                codes = codes.astype(self.dtype)
+            top = bits.largest(bits.readonly(codes)) if self.code_count < 1 << shape.low_bits else 0
+            spare = False
+        else:
+            codes = np.empty(stop - start, self.dtype)
+            if shape.base == 1:
+                top, spare = bits.unpack_plain(bits.readonly(piece), codes, shape.low_bits)
+            else:
+                top, spare = bits.unpack_mixed(
+                    bits.readonly(piece), codes, shape.low_bits, shape.base, shape.digits, shape.word_bits, self._table
+                )
+        if top >= self.code_count:
+            raise CodeOutOfRange(f"codes must be below {self.code_count}, found {top}")
+        if spare:
+            raise BadPayload("the bits after the last code must be zero, found a one")
+        return codes
