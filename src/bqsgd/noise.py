@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,7 +27,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import MAX_TRIALS, check_int
 
 TAIL_BITS = 80
-_WEIGHT_BITS = 256
+_WEIGHT_BITS = 320
 ROUND_BITS = 24
 """Low bits of a coordinate's 64-bit word: the stochastic rounding draw. The rest choose the binomial value."""
 NOISE_BITS = 64 - ROUND_BITS
@@ -44,7 +46,7 @@ class BinomialPmf:
 
 
 def _weights(trials: int) -> tuple[int, list[int]]:
-    """First kept outcome and integer weights proportional to C(m, k), each exact to a relative 2^-230."""
+    """First kept outcome and integer weights proportional to C(m, k), each exact to a relative 2^-220."""
     centre = trials // 2
     right = [1 << _WEIGHT_BITS]
     # w_{k+1} = w_k (m - k) / (k + 1); the ratio falls with k, so what lies beyond k weighs at most w r / (1 - r).
@@ -119,12 +121,17 @@ def alias_table(trials: int) -> AliasTable:
         if share[j] < unit:
             small.append(large.pop())
     rounding = len(shares) / (entries * unit)
+    threshold = np.array([k >> REFINE_BITS for k in keep], dtype=np.uint64)
+    refine = np.array([k & ((1 << REFINE_BITS) - 1) for k in keep], dtype=np.uint64)
+    alias_of = np.array(alias, dtype=np.uint32)
+    for column in (threshold, refine, alias_of):
+        column.setflags(write=False)  # the table is cached and shared
     return AliasTable(
         first=first,
         index_bits=index_bits,
-        threshold=np.array([k >> REFINE_BITS for k in keep], dtype=np.uint64),
-        refine=np.array([k & ((1 << REFINE_BITS) - 1) for k in keep], dtype=np.uint64),
-        alias=np.array(alias, dtype=np.uint32),
+        threshold=threshold,
+        refine=refine,
+        alias=alias_of,
         tv_distance=rounding + (0.0 if first == 0 else 2.0**-TAIL_BITS),
     )
 
@@ -134,36 +141,83 @@ def sampler_tv_distance(trials: int) -> float:
     return alias_table(trials).tv_distance
 
 
+_ZEROS = memoryview(bytes(1 << 18))
+
+
+class Keystream:
+    """The keystream of one source from one block on, read in order; see `NoiseSource.keystream`."""
+
+    def __init__(self, key: bytes, block: int) -> None:
+        self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+
+    def fill(self, words: npt.NDArray[np.uint64]) -> None:
+        """Write the next `words.nbytes` bytes into `words`."""
+        room = words.view(np.uint8).data
+        for start in range(0, len(room), len(_ZEROS)):
+            part = room[start : start + len(_ZEROS)]
+            self._encryptor.update_into(_ZEROS[: len(part)], part)
+
+
 class NoiseSource:
     """An AES-256-CTR keystream with a position; use `privacy_rng()` or `seeded_rng(seed=...)`.
 
-    A forked process gets a fresh key (privacy) or an error (seeded), so that no keystream is ever used twice. The
-    source cannot be copied or pickled, for the same reason.
+    Threads may share a source: `reserve` hands every caller blocks of its own. A forked process gets a fresh key
+    (privacy) or an error (seeded), so that no keystream is ever used twice. The source cannot be copied or pickled,
+    for the same reason.
     """
 
     def __init__(self, key: bytes, *, seeded: bool) -> None:
-        self._key = key
-        self._pid = os.getpid()
+        self._key: bytes | None = key
+        self._lock = threading.Lock()
         self._block = 0
         self.seeded = seeded
+        _alive.add(self)
+
+    def _enter_child(self) -> None:
+        self._lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
+        self._key, self._block = None if self.seeded else os.urandom(32), 0
+
+    def _live_key(self) -> bytes:
+        if self._key is None:
+            raise InvalidParameter("a seeded noise source does not survive a fork; make one in each process")
+        return self._key
 
     def reserve(self, blocks: int) -> int:
         """Take the next `blocks` 16-byte blocks of the keystream for the caller; returns the first one's number."""
-        if os.getpid() != self._pid:
-            if self.seeded:
-                raise InvalidParameter("a seeded noise source does not survive a fork; make one a process")
-            self._key, self._pid, self._block = os.urandom(32), os.getpid(), 0
-        start, self._block = self._block, self._block + blocks
+        check_int("blocks", blocks, 0, 2**63)
+        self._live_key()
+        with self._lock:
+            start, self._block = self._block, self._block + blocks
         return start
 
-    def fill(self, words: npt.NDArray[np.uint64], *, block: int, zeros: memoryview) -> None:
-        """Write the keystream from `block` on into `words`; `zeros` is as long in bytes, all zero. Thread-safe."""
-        cipher = Cipher(algorithms.AES256(self._key), modes.CTR(block.to_bytes(16, "big")))
-        # The library asks for room for one block more than it writes only in block modes; CTR needs none.
-        cipher.encryptor().update_into(zeros[: words.nbytes], memoryview(words).cast("B"))
+    def keystream(self, block: int) -> Keystream:
+        """The keystream from `block` on. Read only blocks you reserved."""
+        return Keystream(self._live_key(), block)
+
+    def fill(self, words: npt.NDArray[np.uint64], *, block: int) -> None:
+        """Write the keystream from `block` on into `words`. Thread-safe."""
+        self.keystream(block).fill(words)
+
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
+        """`count` fresh uniform 64-bit words, never handed out before."""
+        fresh = np.empty(check_int("count", count, 0, 2**40), dtype=np.uint64)
+        self.fill(fresh, block=self.reserve((count + 1) // 2))
+        return fresh
 
     def __reduce__(self) -> str:
         raise TypeError("a noise source cannot be copied or pickled: its keystream must not be used twice")
+
+
+_alive: weakref.WeakSet[NoiseSource] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for source in list(_alive):
+        source._enter_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def privacy_rng() -> NoiseSource:

@@ -75,7 +75,7 @@ def check_clip(clip: Clip, dimension: int | None = None) -> Clip:
     vector = np.ascontiguousarray(clip, dtype=np.float64)
     if vector.ndim != 1 or (dimension is not None and vector.size != dimension):
         raise InvalidParameter(f"a clip vector must be 1-D with one entry a coordinate ({dimension}), got {clip.shape}")
-    if not bool(np.all(np.isfinite(vector) & (vector > 0))):
+    if vector.size and not (vector.min() > 0 and vector.max() < np.inf):  # NaN fails both; no array is allocated
         raise InvalidParameter("every entry of a clip vector must be positive and finite")
     return vector
 
@@ -84,7 +84,8 @@ def parameters_digest(mechanism: Mechanism, *, clip: Clip, dimension: int) -> by
     """First 16 bytes of SHA-256 over (levels, trials, dimension, clip), little-endian; see docs/wire.md."""
     clip = check_clip(clip, dimension)
     state = hashlib.sha256(b"bqsgd.parameters.v1")
-    state.update(struct.pack("<IIQ", mechanism.levels, mechanism.trials, check_int("dimension", dimension, 1, 2**63 - 1)))
+    check_int("dimension", dimension, 1, 2**63 - 1)
+    state.update(struct.pack("<IIQ", mechanism.levels, mechanism.trials, dimension))
     if isinstance(clip, float):
         state.update(b"\x00" + struct.pack("<d", clip))
     else:
