@@ -20,6 +20,8 @@ from bqsgd.data.catalogue import Entry, File
 TIMEOUT_SECONDS = 6.0
 TOOL_TIMEOUT_SECONDS = 120.0
 _CHUNK_BYTES = 1 << 16
+_GZIP_SLACK_BYTES = 4096
+"""A .gz of something incompressible is a little longer than what it holds."""
 
 Progress = Callable[[str, int], None]
 """Called with a line to show and the bytes that have just arrived."""
@@ -62,7 +64,7 @@ def _local(file: File, place: Path) -> bytes:
             with open(place / file.name, "rb") as stream:
                 return checked(file, stream.read(file.size_bytes + 1))
         with open(place / f"{file.name}.gz", "rb") as stream:
-            return checked(file, inflate(file, stream.read(file.size_bytes + 1)))
+            return checked(file, inflate(file, stream.read(file.size_bytes + _GZIP_SLACK_BYTES)))
     except OSError as error:
         raise SourceFailed(f"{file.name}: {error.strerror or error}") from error
 
@@ -79,7 +81,7 @@ def _download(file: File, address: str, progress: Progress) -> bytes:
             while chunk := answer.read(_CHUNK_BYTES):
                 received += chunk
                 progress(f"downloading {file.name}", len(chunk))
-                if len(received) > file.size_bytes:
+                if len(received) > file.size_bytes + _GZIP_SLACK_BYTES:
                     raise SourceFailed(f"{file.name}.gz is longer than the file it should hold")
     except (OSError, ValueError) as error:
         raise SourceFailed(f"{file.name}.gz: {error}") from error

