@@ -58,7 +58,7 @@ def trimmed_mean(updates: npt.ArrayLike, *, byzantine: int) -> Array:
     [2.0]
     """
     array = _checked(updates)
-    f = check_int("byzantine", byzantine, 0, len(array))
+    f = check_int("byzantine", byzantine, 0, 2**31)
     if len(array) <= 2 * f:
         raise InvalidParameter(f"trimmed mean with byzantine={f} needs at least {2 * f + 1} updates, got {len(array)}")
     if f:
@@ -84,14 +84,14 @@ def _krum_scores(array: Array, f: int) -> Array:
 def krum(updates: npt.ArrayLike, *, byzantine: int) -> Array:
     """The one update closest to its n - f - 2 nearest others; needs n >= 2 f + 3. The first wins a tie."""
     array = _checked(updates)
-    f = check_int("byzantine", byzantine, 0, len(array))
+    f = check_int("byzantine", byzantine, 0, 2**31)
     return np.array(array[int(np.argmin(_krum_scores(array, f)))])
 
 
 def multi_krum(updates: npt.ArrayLike, *, byzantine: int, keep: int | None = None) -> Array:
     """Mean of the `keep` updates with the best Krum scores; keep is at most, and by default, n - f - 2."""
     array = _checked(updates)
-    f = check_int("byzantine", byzantine, 0, len(array))
+    f = check_int("byzantine", byzantine, 0, 2**31)
     scores = _krum_scores(array, f)
     most = len(array) - f - 2
     kept = most if keep is None else check_int("keep", keep, 1, most)
