@@ -1,7 +1,7 @@
 """The `bqsgd` command: one file a command, registered here by one line each.
 
-A command's module imports only typer at the top and everything heavy inside the function, so that `bqsgd --help` is quick.
-A command raises `bqsgd.errors`; `main` turns any of them into one line on stderr and exit code 2.
+A command's module imports only typer at the top and everything heavy inside the function, so that `bqsgd --help` is
+quick. A command raises `bqsgd.errors`; `main` turns any of them into one line on stderr and exit code 2.
 """
 
 from __future__ import annotations

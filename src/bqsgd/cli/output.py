@@ -36,7 +36,7 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, title: str, notes: tuple[s
 
 
 def to_json(fields: Mapping[str, Any]) -> str:
-    """Strict JSON: infinity becomes the string "infinity" and NaN is refused."""
+    """Strict JSON: infinity becomes the string "inf" and NaN is refused."""
     return json.dumps(_finite(fields), indent=2, allow_nan=False)
 
 
@@ -46,14 +46,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     if isinstance(value, float) and math.isinf(value):
-        return "infinity" if value > 0 else "-infinity"
+        return "inf" if value > 0 else "-inf"
     return value
 
 
 def display(value: Any) -> str:
-    """A table cell: floats to six digits, None as a dash."""
+    """A table cell: floats to six digits, None as a dash, a list by the line."""
     if value is None:
         return "-"
+    if isinstance(value, list | tuple):
+        return "\n".join(display(inner) for inner in value)
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)

@@ -1,6 +1,98 @@
-"""Placeholder until the command lands."""
+"""`bqsgd plan`: the integer (levels, trials) of least error within a budget."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from bqsgd.cli import client_options as options
+from bqsgd.cli.nominal_fields import NOMINAL_NOTE, nominal_fields
+from bqsgd.cli.output import Json, emit
+from bqsgd.errors import InvalidParameter
 
 
-def plan() -> None:
-    """Not built yet."""
-    raise NotImplementedError
+class RoundingChoice(StrEnum):
+    """Values of --rounding."""
+
+    STRICT = "strict"
+    NEAREST = "nearest"
+
+
+def plan(
+    bits: Annotated[int, typer.Option(help="Most bits a coordinate: 2 levels + trials + 1 <= 2^bits.")],
+    epsilon: Annotated[float, typer.Option(help="Privacy budget: total (exact) or nominal a round (paper).")],
+    delta: Annotated[float, typer.Option(help="Delta of the budget: total (exact) or of one round (paper).")],
+    dim: options.Dim,
+    batch: options.Batch,
+    dataset_size: options.DatasetSize,
+    rounds: Annotated[int | None, typer.Option(help="Messages the client will send (needed by exact).", min=1)] = None,
+    method: options.Method = options.MethodChoice.EXACT,
+    sampling: options.Sampling = options.SamplingChoice.POISSON,
+    linf: options.Linf = None,
+    l2: options.L2 = None,
+    rounding: Annotated[
+        RoundingChoice | None,
+        typer.Option(
+            help="Method paper only. strict: both constraints hold (default). nearest: as in the paper's tables."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Choose levels and trials: the least error within a budget of bits and privacy.
+
+    Example: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 61706 --batch 512 --dataset-size 15000 --rounds 600
+    """
+    from bqsgd.planner.plan import Budget
+
+    budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
+    if method is options.MethodChoice.PAPER:
+        from bqsgd.planner.paper import plan_paper
+
+        made = plan_paper(
+            budget,
+            dimension=dim,
+            batch_size=batch,
+            dataset_size=dataset_size,
+            rounds=1 if rounds is None else rounds,
+            scheme=sampling.scheme,
+            linf=linf,
+            l2=l2,
+            rounding=(rounding or RoundingChoice.STRICT).value,
+        )
+    else:
+        if rounds is None:
+            raise InvalidParameter("--rounds is needed by --method exact: epsilon is the total over all rounds")
+        if rounding is not None:
+            raise InvalidParameter("--rounding belongs to --method paper; exact plans always keep both constraints")
+        from bqsgd.planner.exact import plan_exact
+
+        made = plan_exact(
+            budget,
+            dimension=dim,
+            batch_size=batch,
+            dataset_size=dataset_size,
+            rounds=rounds,
+            scheme=sampling.scheme,
+            linf=linf,
+            l2=l2,
+        )
+    mechanism, guarantee = made.mechanism, made.guarantee
+    fields = {
+        "planned_by": str(made.method),
+        "levels": mechanism.levels,
+        "trials": mechanism.trials,
+        "code_count": mechanism.code_count,
+        "bits_per_coordinate": mechanism.bits_per_coordinate,
+        "variance": made.variance,
+        "rounds": made.rounds,
+        **({} if guarantee is None else guarantee.to_dict()),
+        "nominal_epsilon": made.nominal.epsilon_per_round,
+        **nominal_fields(made.nominal, totals=rounds is not None),
+    }
+    notes = [NOMINAL_NOTE]
+    if made.method == "paper" and made.nominal.epsilon_per_round > budget.epsilon:
+        notes.append(f"Rounding to the nearest passes the asked nominal epsilon {budget.epsilon}.")
+    title = f"Plan for {bits} bits, epsilon {epsilon}, delta {delta:g}"
+    emit(fields | ({"plan": made.to_dict()} if json else {}), as_json=json, title=title, notes=tuple(notes))

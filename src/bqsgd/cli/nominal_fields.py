@@ -1,0 +1,30 @@
+"""How commands name and caption the paper's privacy figures: one spelling, always with the caveat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bqsgd.privacy.nominal import NominalPrivacy
+
+NOMINAL_NOTE = "Nominal figures: as published; not a guarantee."
+
+
+def nominal_fields(nominal: NominalPrivacy, *, totals: bool = True) -> dict[str, Any]:
+    """Flat JSON fields of every published privacy figure, with the delta each goes with."""
+    per_round = {
+        "nominal_epsilon_per_round": nominal.epsilon_per_round,
+        "nominal_epsilon_per_round_exact_peak": nominal.epsilon_per_round_exact_peak,
+        "nominal_delta": nominal.setting.delta,
+        "nominal_dimension": nominal.setting.dimension,
+        "nominal_caveat": "as published; not a guarantee",
+    }
+    if not totals:
+        return per_round
+    return per_round | {
+        "nominal_epsilon_total": nominal.epsilon_total,
+        "nominal_epsilon_total_in_text": nominal.epsilon_total_in_text,
+        "nominal_delta_total": nominal.delta_total,
+        "nominal_strong_composition_epsilon": nominal.strong_epsilon,
+        "nominal_strong_composition_delta": nominal.strong_delta,
+    }

@@ -1,0 +1,139 @@
+"""The paper's Tables 1 to 3 as printed, with the rows that its own formulas contradict marked. The only copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bqsgd.params import Mechanism
+from bqsgd.planner.plan import Budget
+from bqsgd.privacy.nominal import NominalSetting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedSetting:
+    """One column of Table 1. nominal_dimension is the d_P of its footnote, not the number of parameters."""
+
+    dataset: str
+    model: str
+    nominal_dimension: int
+    clip: float
+    learning_rate: float
+    batch_size: int
+    clients: int
+    dataset_size: int
+    rounds: int
+    delta: float = 1e-4
+
+    @property
+    def nominal(self) -> NominalSetting:
+        """What Lemma 1 needs of this column."""
+        return NominalSetting(
+            dimension=self.nominal_dimension,
+            batch_size=self.batch_size,
+            dataset_size=self.dataset_size,
+            delta=self.delta,
+        )
+
+
+MNIST = PublishedSetting(
+    dataset="MNIST",
+    model="LeNet-5",
+    nominal_dimension=3_000,
+    clip=0.0015,
+    learning_rate=0.006,
+    batch_size=32,
+    clients=4,
+    dataset_size=15_000,
+    rounds=1000,
+)
+FASHION_MNIST = PublishedSetting(
+    dataset="Fashion-MNIST",
+    model="AlexNet",
+    nominal_dimension=30_000,
+    clip=0.003,
+    learning_rate=0.006,
+    batch_size=32,
+    clients=4,
+    dataset_size=15_000,
+    rounds=3000,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One row of Tables 2 and 3: the budget, the pair printed, the pair its epsilon and bits stand for, the accuracy.
+
+    misprint is True where the printed pair contradicts the printed budget; note says how, also for rows that are merely
+    rounded differently. accuracy is in per cent.
+    """
+
+    tables: tuple[int, ...]
+    setting: PublishedSetting
+    bits: int
+    epsilon: float
+    printed: Mechanism
+    corrected: Mechanism
+    accuracy: float
+    misprint: bool = False
+    note: str | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The row's constraints."""
+        return Budget(bits=self.bits, epsilon=self.epsilon, delta=self.setting.delta)
+
+
+def _row(
+    tables: tuple[int, ...],
+    setting: PublishedSetting,
+    bits: int,
+    epsilon: float,
+    printed: tuple[int, int],
+    accuracy: float,
+    *,
+    corrected: tuple[int, int] | None = None,
+    note: str | None = None,
+) -> PublishedRow:
+    levels, trials = corrected or printed
+    return PublishedRow(
+        tables=tables,
+        setting=setting,
+        bits=bits,
+        epsilon=epsilon,
+        printed=Mechanism(levels=printed[0], trials=printed[1]),
+        corrected=Mechanism(levels=levels, trials=trials),
+        accuracy=accuracy,
+        misprint=corrected is not None,
+        note=note,
+    )
+
+
+ROWS: tuple[PublishedRow, ...] = (
+    _row((2,), MNIST, 8, 1.72, (1, 251), 94.20, note="Eqs. 19 and 20 give (1, 253); both pairs print as 1.72"),
+    _row((2, 3), MNIST, 8, 3.44, (2, 251), 96.73),
+    _row((2,), MNIST, 8, 8.72, (4, 247), 97.38, corrected=(5, 245), note="(4, 247) has nominal epsilon 6.95, not 8.72"),
+    _row((3,), MNIST, 10, 3.44, (4, 1050), 96.91, corrected=(4, 1015), note="(4, 1050) needs 1059 codes, above 2^10"),
+    _row(
+        (3,),
+        MNIST,
+        12,
+        3.44,
+        (6, 4079),
+        96.99,
+        corrected=(8, 4079),
+        note="(6, 4079) has nominal epsilon 2.57, not 3.44",
+    ),
+    _row((2,), FASHION_MNIST, 10, 86.22, (10, 1003), 79.11),
+    _row((2, 3), FASHION_MNIST, 10, 112.42, (13, 997), 84.16),
+    _row((2,), FASHION_MNIST, 10, 138.79, (16, 991), 87.02),
+    _row((3,), FASHION_MNIST, 12, 112.42, (26, 4043), 84.71),
+    _row(
+        (3,),
+        FASHION_MNIST,
+        14,
+        112.42,
+        (52, 16279),
+        85.02,
+        note="s = 52.53 was rounded down; the nearest is (53, 16277)",
+    ),
+)

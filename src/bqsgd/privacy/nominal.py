@@ -1,0 +1,188 @@
+"""The paper's own privacy figures, as published: *nominal epsilon*. None of them is a guarantee.
+
+Lemma 1 averages over a prior on the gradient, replaces the dimension by a data-dependent d_P, and multiplies an
+epsilon in the hundreds by the sampling rate; docs/errata.md has the arithmetic. They are here to reproduce the paper and to
+show its figure beside the proven one (`bqsgd.privacy.accountant`).
+
+Letters: d dimension, s levels, m trials, L batch_size, D dataset_size, T rounds; logarithms are natural unless base 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.noise import binomial_pmf
+from bqsgd.params import Mechanism, check_int, check_positive
+
+CAVEAT = "as published; not a guarantee"
+REMARK_1_FACTOR = 6.4
+"""8 P_max sqrt(m) under the normal approximation is 16 / sqrt(2 pi) = 6.383; the paper rounds it up to 6.4."""
+
+
+class PeakForm(StrEnum):
+    """Which P_max enters Lemma 1."""
+
+    EXACT = "Lemma 1, exact P_max"
+    REMARK_1 = "Remark 1, 6.4 / sqrt(m)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NominalSetting:
+    """What a nominal epsilon depends on besides (s, m): d, L, D and the delta of one round.
+
+    `dimension` is whatever is put into Lemma 1; the paper's footnote puts d_P = ||gradient||_1 / C there (3,000 for
+    LeNet-5, which has 61,706 parameters).
+    """
+
+    dimension: int
+    batch_size: int
+    dataset_size: int
+    delta: float
+
+    def __post_init__(self) -> None:
+        check_int("dimension", self.dimension, 1, 2**53)
+        check_int("dataset_size", self.dataset_size, 1, 2**53)
+        check_int("batch_size", self.batch_size, 1, self.dataset_size)
+        check_delta("delta", self.delta)
+
+    @property
+    def load(self) -> float:
+        """d L / (D^2 delta), so that Lemma 1 reads epsilon = 8 s P_max * load."""
+        return self.dimension * self.batch_size / (self.dataset_size**2 * self.delta)
+
+
+def check_delta(name: str, value: object) -> float:
+    """Return `value` as a float strictly between 0 and 1."""
+    delta = check_positive(name, value)
+    if delta >= 1:
+        raise InvalidParameter(f"{name} must be above 0 and below 1, got {value!r}")
+    return delta
+
+
+def peak_probability(trials: int) -> float:
+    """P_max = max_k P_k of Bin(m, 1/2), the central binomial probability (Lemma 1).
+
+    >>> peak_probability(4)
+    0.375
+    """
+    return float(binomial_pmf(trials).pmf.max())
+
+
+def peak_probability_normal(trials: int) -> float:
+    """P_max under the normal approximation, 1 / sqrt(2 pi sigma^2) with sigma^2 = m/4 (Eq. 15).
+
+    The paper states it for m > 10. It lies above the exact P_max for every m >= 1, so that 6.4 / sqrt(m) never makes
+    the nominal epsilon smaller than Lemma 1 does; hence it is accepted from m = 1 on.
+    """
+    return 1 / math.sqrt(2 * math.pi * check_int("trials", trials, 1, 2**53) / 4)
+
+
+def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, form: PeakForm = PeakForm.REMARK_1) -> float:
+    """Nominal epsilon of one round, as published; not a guarantee.
+
+    Lemma 1: 8 d s L P_max / (D^2 delta). Remark 1 (the form of Eqs. 18 to 20): 6.4 d s L / (D^2 sqrt(m) delta).
+    With trials = 0 Lemma 1 still gives a finite figure, although the paper itself shows that quantisation alone is not
+    private; Remark 1 has no value there and raises.
+
+    >>> setting = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
+    >>> round(nominal_epsilon(Mechanism(levels=2, trials=251), setting), 3)
+    3.447
+    """
+    if form is PeakForm.EXACT:
+        return 8 * mechanism.levels * peak_probability(mechanism.trials) * setting.load
+    if mechanism.trials == 0:
+        raise InvalidParameter("trials must be at least 1 for Remark 1 (no noise has no nominal epsilon), got 0")
+    return REMARK_1_FACTOR * mechanism.levels * setting.load / math.sqrt(mechanism.trials)
+
+
+def privacy_level(epsilon: float, setting: NominalSetting) -> float:
+    """R = delta epsilon D^2 / (6.4 d L) (below Eq. 20): the privacy constraint (Eq. 18) reads s = R sqrt(m)."""
+    return check_positive("epsilon", epsilon) / (REMARK_1_FACTOR * setting.load)
+
+
+def fewest_bits(epsilon: float, setting: NominalSetting) -> float:
+    """Bits below which no (s, m) reaches a nominal epsilon: 2 log2(6.4 d L / D^2) - 2 log2(epsilon delta).
+
+    From s >= 1 and m < 2^b in Eq. 18. Remark 2 prints the factors as 1/2 (see `fewest_bits_as_printed`); solving
+    6.4 d L / (D^2 sqrt(m) delta) <= epsilon for m gives 2. May be negative when the budget is generous.
+
+    >>> setting = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
+    >>> round(fewest_bits(1.72, setting), 2)
+    7.98
+    """
+    return -2 * math.log2(privacy_level(epsilon, setting))
+
+
+def fewest_bits_as_printed(epsilon: float, setting: NominalSetting) -> float:
+    """Remark 2 word for word: (1/2) log2(6.4 d L / D^2) - (1/2) log2(epsilon delta), four times too small."""
+    return -math.log2(privacy_level(epsilon, setting)) / 2
+
+
+def theorem_1_epsilon(epsilon: float, *, delta: float, rounds: int) -> float:
+    """Total after T rounds as Theorem 1 prints it: sqrt(2 T log(1/delta)) epsilon, at delta T * delta."""
+    return math.sqrt(2) * theorem_1_epsilon_in_text(epsilon, delta=delta, rounds=rounds)
+
+
+def theorem_1_epsilon_in_text(epsilon: float, *, delta: float, rounds: int) -> float:
+    """Total as the text after Theorem 1 prints it: sqrt(T log(1/delta)) epsilon, at delta T * delta."""
+    check_int("rounds", rounds, 1, 2**53)
+    return math.sqrt(rounds * -math.log(check_delta("delta", delta))) * check_positive("epsilon", epsilon)
+
+
+def strong_composition(epsilon: float, *, delta: float, rounds: int, delta_slack: float) -> tuple[float, float]:
+    """Lemma 2, whole (Eq. 21): T uses of an (epsilon, delta) mechanism are (epsilon_T, T delta + delta') private with
+
+    epsilon_T = sqrt(-2 T ln delta') epsilon + T epsilon (e^epsilon - 1). Theorem 1 keeps the first term only.
+
+    Returns (epsilon_T, T delta + delta'); epsilon_T is infinite where e^epsilon overflows.
+    """
+    check_int("rounds", rounds, 1, 2**53)
+    check_positive("epsilon", epsilon)
+    slack = check_delta("delta_slack", delta_slack)
+    growth = math.expm1(epsilon) if epsilon < 700 else math.inf
+    total = math.sqrt(-2 * rounds * math.log(slack)) * epsilon + rounds * epsilon * growth
+    return total, rounds * check_delta("delta", delta) + slack
+
+
+@dataclass(frozen=True, kw_only=True)
+class NominalPrivacy:
+    """All of the paper's privacy figures for T rounds of one mechanism; as published, not a guarantee.
+
+    epsilon_total is Theorem 1's (sqrt(2 T log 1/delta)), epsilon_total_in_text the one of the text after it (without
+    the 2), strong_* Lemma 2 whole with delta' = delta.
+    """
+
+    setting: NominalSetting
+    rounds: int
+    epsilon_per_round: float
+    epsilon_per_round_exact_peak: float
+    epsilon_total: float
+    epsilon_total_in_text: float
+    delta_total: float
+    strong_epsilon: float
+    strong_delta: float
+
+    @classmethod
+    def of(cls, mechanism: Mechanism, setting: NominalSetting, *, rounds: int) -> NominalPrivacy:
+        """Compute every figure; trials = 0 raises, since Remark 1 has no value there."""
+        epsilon = nominal_epsilon(mechanism, setting)
+        strong = strong_composition(epsilon, delta=setting.delta, rounds=rounds, delta_slack=setting.delta)
+        return cls(
+            setting=setting,
+            rounds=rounds,
+            epsilon_per_round=epsilon,
+            epsilon_per_round_exact_peak=nominal_epsilon(mechanism, setting, form=PeakForm.EXACT),
+            epsilon_total=theorem_1_epsilon(epsilon, delta=setting.delta, rounds=rounds),
+            epsilon_total_in_text=theorem_1_epsilon_in_text(epsilon, delta=setting.delta, rounds=rounds),
+            delta_total=rounds * setting.delta,
+            strong_epsilon=strong[0],
+            strong_delta=strong[1],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types with the caveat beside them; `of` rebuilds every figure from setting and rounds."""
+        return {**asdict(self), "caveat": CAVEAT}

@@ -1,0 +1,83 @@
+"""Figures of the privacy-communication-convergence trade-off, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bqsgd.planner.tradeoffs import Curve
+
+_CAPTION = (
+    "Nominal epsilon of one round at delta {delta:g}: as published; not a guarantee. Gaps: no integers fit the budget."
+)
+_COLOURS = ("#0b6e99", "#d1495b", "#3d8c40", "#8a5aa8", "#b8860b", "#444444")
+
+
+def draw(curves: Sequence[Curve], path: Path, *, delta: float) -> None:
+    """Write one PNG with four panels (error V, its excess, levels and trials, bound of Theorem 1) for curves of one kind."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    over_bits = curves[0].fixed == "epsilon"
+    axis = "bits a coordinate" if over_bits else "nominal ε of one round"
+    figure = Figure(figsize=(11, 8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 2).ravel()
+    for panel in panels:
+        panel.set_xlabel(axis)
+        panel.set_yscale("log")
+        panel.grid(visible=True, which="major", alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        if over_bits:
+            panel.set_xticks([point.bits for point in curves[0].points])
+        else:
+            panel.set_xscale("log")
+            _plain_ticks(panel, [point.epsilon for point in curves[0].points])
+    for curve, colour in zip(curves, _cycle(len(curves)), strict=True):
+        _draw_curve(curve, panels, colour=colour, over_bits=over_bits)
+    titles = (
+        "Error V of one coordinate (in C²)",
+        "V above the floor 1/(4R²) that privacy sets, per cent",
+        "Levels s (solid) and trials m (dashed)",
+        "Theorem 1: bound (solid), quantisation part (dashed)",
+    )
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_title(title, fontsize=11)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(curves), frameon=False)
+    what = "Privacy fixed, bits vary" if over_bits else "Bits fixed, privacy varies"
+    figure.suptitle(what, fontsize=13, fontweight="bold", x=0.02, ha="left")
+    figure.supxlabel(_CAPTION.format(delta=delta), fontsize=8, color="#555555")
+    figure.savefig(path)
+
+
+def _draw_curve(curve: Curve, panels: Sequence[Any], *, colour: str, over_bits: bool) -> None:
+    error, excess, parameters, bound = panels
+    label = f"nominal ε = {curve.value:g}" if over_bits else f"{curve.value:g} bits"
+    x = [point.bits if over_bits else point.epsilon for point in curve.points]
+
+    def column(name: str) -> list[float]:
+        return [float("nan") if (value := getattr(point, name)) is None else value for point in curve.points]
+
+    style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "marker": "o", "markersize": 3}
+    error.plot(x, column("variance"), label=label, **style)
+    floors = column("variance_floor")
+    excess.plot(x, [100 * (v / f - 1) for v, f in zip(column("variance"), floors, strict=True)], **style)
+    parameters.plot(x, column("levels"), **style)
+    parameters.plot(x, column("trials"), linestyle="--", **style)
+    bound.plot(x, column("bound"), **style)
+    bound.plot(x, column("quantisation_error"), linestyle="--", **style)
+
+
+def _plain_ticks(panel: Any, values: Sequence[float]) -> None:
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    low, high = min(values), max(values)
+    ticks = [t * 10**e for e in range(-6, 7) for t in (1, 2, 5) if low * 0.99 <= t * 10**e <= high * 1.01]
+    panel.set_xticks(ticks or [low, high])
+    panel.xaxis.set_major_formatter(ScalarFormatter())
+    panel.xaxis.set_minor_locator(NullLocator())
+
+
+def _cycle(count: int) -> list[str]:
+    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
