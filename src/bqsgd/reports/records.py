@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
 
 def number(name: str, value: object) -> float:
     """A float, with "inf", "-inf" and "nan" read back."""
-    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+    if isinstance(value, str) and value in ("inf", "-inf", "nan", "infinity", "-infinity"):
         return float(value)
     if hasattr(value, "item") and not isinstance(value, (bool, int, float)):
         value = value.item()

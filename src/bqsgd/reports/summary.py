@@ -63,9 +63,11 @@ class Summary:
     def from_dict(cls, fields: object) -> Summary:
         """Read and check summary.json; unknown fields are ignored."""
         table = mapping("summary.json", fields)
-        seeded = table.get("seeded", False)
-        if not isinstance(seeded, bool):
-            raise RunFolderError("seeded must be true or false")
+        # Fail closed: a guarantee whose noise may have been seeded is not shown as one.
+        claimed = table.get("guarantee")
+        marks = [part["seeded"] for part in (table, claimed) if isinstance(part, Mapping) and "seeded" in part]
+        if not all(isinstance(mark, bool) for mark in marks) or (claimed is not None and not marks):
+            raise RunFolderError("seeded must be true or false, and must be there beside a guarantee")
         optional = {name: number(name, table[name]) for name in ("accuracy", "seconds") if table.get(name) is not None}
         counts = {
             name: count(name, table[name])
@@ -76,7 +78,7 @@ class Summary:
             name: Claim.from_dict(table[name]) for name in ("guarantee", "nominal") if table.get(name) is not None
         }
         tables = {name: mapping(name, table[name]) for name in ("versions", "config") if table.get(name) is not None}
-        return cls(seeded=seeded, **optional, **counts, **claims, **tables)  # type: ignore[arg-type]
+        return cls(seeded=any(marks), **optional, **counts, **claims, **tables)  # type: ignore[arg-type]
 
 
 def _words(name: str, value: object) -> str:

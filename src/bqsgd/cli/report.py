@@ -1,0 +1,31 @@
+"""`bqsgd report`: the page of one run, or the comparison of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bqsgd.cli.output import Json, emit
+
+COMPARISON = "comparison.html"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    out: Annotated[
+        Path | None, typer.Option(help=f"Where to write. Default: RUN/report.html; {COMPARISON} for several runs.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a self-contained HTML page about one run, or comparing several."""
+    from bqsgd.errors import InvalidParameter
+    from bqsgd.reports.compare import write_comparison
+    from bqsgd.reports.page import write_report
+
+    try:
+        path = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path(COMPARISON))
+    except OSError as error:
+        raise InvalidParameter(f"the report cannot be written: {error}") from error
+    emit({"report": str(path), "runs": len(runs), "bytes": path.stat().st_size}, as_json=json, title="report")

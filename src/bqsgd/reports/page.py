@@ -1,0 +1,193 @@
+"""The report of one run: one self-contained HTML file, every text from the run folder escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from bqsgd import __version__
+from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
+from bqsgd.reports.figures import run_figures
+from bqsgd.reports.folder import REPORT, write_atomic
+from bqsgd.reports.records import Status
+from bqsgd.reports.run import ClientTally, Run, read_run
+from bqsgd.reports.summary import Claim
+from bqsgd.reports.units import Unit, short
+
+MAX_CLIENT_ROWS = 40
+MAX_SETTINGS = 300
+MAX_SETTING_TEXT = 200
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Read a run folder and write its report, by default as report.html inside it."""
+    target = Path(folder) / REPORT if out is None else Path(out)
+    write_atomic(target, run_page(read_run(folder)).encode())
+    return target
+
+
+def run_page(run: Run) -> str:
+    """The report of `run` as HTML."""
+    summary = run.summary
+    claim = summary.guarantee if summary is not None else None
+    nominal = summary.nominal if summary is not None else None
+    statuses: Counter[Status] = Counter()
+    for tally in run.clients:
+        statuses.update(tally.counts)
+    up, plain_up = run.total("bytes_up"), run.total("bytes_up_float32")
+    longest = max(up, plain_up, 1)
+    mechanism = run.mechanism
+    return render(
+        "run.html",
+        title=run.name,
+        run=run,
+        lead=_lead(run),
+        seeded=summary is not None and summary.seeded,
+        notices=_notices(run),
+        accuracy=short(run.accuracy, Unit.PERCENT, 4),
+        rounds=short(run.round_count, Unit.COUNT),
+        seconds="" if run.seconds is None else short(run.seconds, Unit.SECONDS),
+        claim=claim,
+        epsilon="" if claim is None else epsilon_text(claim),
+        delta="" if claim is None else short(claim.delta),
+        claim_terms=[] if claim is None else claim_terms(claim),
+        nominal="" if nominal is None else f"{short(nominal.epsilon)} at δ = {short(nominal.delta)} ({nominal.method})",
+        bits=short(run.bits_per_coordinate, digits=4),
+        mechanism=mechanism,
+        mechanism_bits="" if mechanism is None else short(mechanism.bits_per_coordinate, digits=3),
+        bytes_up=short(up, Unit.BYTES),
+        bytes_float=short(plain_up, Unit.BYTES),
+        bytes_down=short(run.total("bytes_down"), Unit.BYTES),
+        saving="" if run.saving is None else short(run.saving),
+        bar_sent=100 * up / longest,
+        bar_float=100 * plain_up / longest,
+        client_count=len(run.clients) or "–",
+        used=short(statuses[Status.OK], Unit.COUNT),
+        unused=[(str(status), statuses[status]) for status in Status if status is not Status.OK and statuses[status]],
+        charts=run_figures(run),
+        clients=_client_rows(run.clients),
+        clients_hidden=len(run.clients) > MAX_CLIENT_ROWS,
+        tables=_tables(run),
+    )
+
+
+def epsilon_text(claim: Claim) -> str:
+    """ "= 2.94", or "> 1000" where no effort is spent on the figure."""
+    return (
+        f"= {short(claim.epsilon, digits=4)}"
+        if claim.epsilon <= MEANINGLESS_EPSILON
+        else f"> {MEANINGLESS_EPSILON:.0f}"
+    )
+
+
+def claim_terms(claim: Claim) -> list[tuple[str, str]]:
+    """What stands beside an epsilon, named."""
+    floor = [] if not claim.delta_floor else [("delta floor", short(claim.delta_floor))]
+    return [
+        ("neighbours", claim.relation),
+        ("unit", claim.unit),
+        ("trust", claim.trust),
+        ("sampling", claim.sampling),
+        ("method", claim.method),
+        *floor,
+    ]
+
+
+def render(template: str, **fields: Any) -> str:
+    """Fill a template; the page allows itself one script, by its hash, and no request at all."""
+    script = (files("bqsgd.reports") / "templates" / "page.js").read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    css = (files("bqsgd.reports") / "templates" / "page.css").read_text("utf-8")
+    trusted = {"css": Markup(css), "script": Markup(script), "script_hash": digest}
+    return _environment().get_template(template).render(version=__version__, **trusted, **fields)
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("bqsgd.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _lead(run: Run) -> str:
+    """Data, model and clients in one line, where the settings name them."""
+    settings = dict(flatten(run.config))
+    named = []
+    for word in ("dataset", "model", "aggregation", "optimiser"):
+        value = settings.get(word) or next(
+            (v for key, v in settings.items() if key.endswith((f".{word}", f"{word}.name"))), None
+        )
+        if value:
+            named.append(f"{word} {value}")
+    return " · ".join(named)
+
+
+def _notices(run: Run) -> list[tuple[str, str]]:
+    notices = []
+    if run.summary is None:
+        notices.append(("Unfinished run", "It has written no summary yet, so nothing is claimed about its privacy."))
+    if run.repeated_rounds:
+        notices.append(
+            ("Resumed", f"{run.repeated_rounds} rounds were run again after a resume; the later records are shown.")
+        )
+    claim = run.summary.guarantee if run.summary is not None else None
+    if claim is not None and not claim.epsilon <= MEANINGLESS_EPSILON:
+        notices.append(
+            ("No meaningful guarantee", f"The epsilon proven at this delta is above {MEANINGLESS_EPSILON:.0f}.")
+        )
+    return notices
+
+
+def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
+    """The clients with most trouble first when there are too many to show, else in order."""
+    if len(clients) > MAX_CLIENT_ROWS:
+        worst = sorted(clients, key=lambda tally: (tally.counts[Status.OK] - tally.counts.total(), tally.client))
+        clients = tuple(worst[:MAX_CLIENT_ROWS])
+    return [
+        {
+            "client": tally.client,
+            "counts": [tally.counts[status] for status in Status],
+            "sent": short(tally.frame_bytes, Unit.BYTES),
+            "mechanisms": "; ".join(f"{s}, {m}" for (s, m), _ in tally.mechanisms.most_common(3)) or "–",
+            "reasons": "; ".join(f"{_cut(reason)} ({n})" for reason, n in tally.reasons.most_common(3)),
+        }
+        for tally in clients
+    ]
+
+
+def _tables(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    settings = run.config or (run.summary.config if run.summary is not None else {})
+    versions = run.summary.versions if run.summary is not None else {}
+    named = [("Settings", flatten(settings)), ("Versions", flatten(versions))]
+    return [(name, rows) for name, rows in named if rows]
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
+    """Nested tables as dotted names, at most 300 rows of 200 characters, eight tables deep."""
+    rows: list[tuple[str, str]] = []
+    for key, value in table.items():
+        name = _cut(f"{prefix}{key}")
+        if isinstance(value, Mapping) and depth < 8:
+            rows += flatten(value, f"{name}.", depth + 1)
+        else:
+            rows.append((name, _cut(short(value, digits=6) if isinstance(value, float) else str(value))))
+        if len(rows) >= MAX_SETTINGS:
+            break
+    return rows[:MAX_SETTINGS]
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= MAX_SETTING_TEXT else words[: MAX_SETTING_TEXT - 1] + "…"

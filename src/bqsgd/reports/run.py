@@ -1,0 +1,137 @@
+"""One run as the report sees it: its rounds, its headline, and a tally of its clients."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import Mechanism
+from bqsgd.reports.folder import CONFIG, ROUNDS, SUMMARY, read_config, read_rounds, read_summary
+from bqsgd.reports.records import ClientRecord, RoundRecord, RunFolderError, Status
+from bqsgd.reports.summary import Summary
+
+MAX_REASONS = 8
+
+
+@dataclass
+class ClientTally:
+    """What one client did over the run; at most 8 different reasons are kept."""
+
+    client: int
+    counts: Counter[Status] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    frame_bytes: int = 0
+    mechanisms: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def add(self, record: ClientRecord) -> None:
+        """Count one round of this client."""
+        self.counts[record.status] += 1
+        self.frame_bytes += record.frame_bytes
+        if record.status is Status.OK and len(self.mechanisms) < MAX_REASONS:
+            self.mechanisms[record.levels, record.trials] += 1
+        reason = record.reason
+        if reason is not None and (reason in self.reasons or len(self.reasons) < MAX_REASONS):
+            self.reasons[reason] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run folder, read and checked. `summary` is None while the run has not ended: then nothing is claimed."""
+
+    name: str
+    rounds: tuple[RoundRecord, ...]
+    summary: Summary | None
+    config: Mapping[str, Any]
+    clients: tuple[ClientTally, ...]
+    repeated_rounds: int = 0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy: the summary's, else the last one measured."""
+        if self.summary is not None and self.summary.accuracy is not None:
+            return self.summary.accuracy
+        measured = [record.test_accuracy for record in self.rounds if record.test_accuracy is not None]
+        return measured[-1] if measured else None
+
+    @property
+    def round_count(self) -> int:
+        """Rounds run: the summary's figure, else the last round on record."""
+        if self.summary is not None and self.summary.rounds:
+            return self.summary.rounds
+        return self.rounds[-1].round if self.rounds else 0
+
+    def total(self, name: str) -> int:
+        """Total of bytes_up, bytes_down or bytes_up_float32: the summary's, else summed from the rounds."""
+        stated: int = getattr(self.summary, name) if self.summary is not None else 0
+        return stated or sum(getattr(record, name) for record in self.rounds)
+
+    @property
+    def saving(self) -> float | None:
+        """How many times fewer bytes went up than as 32-bit floats."""
+        up, plain = self.total("bytes_up"), self.total("bytes_up_float32")
+        return plain / up if up and plain else None
+
+    @property
+    def bits_per_coordinate(self) -> float | None:
+        """Measured: 32 * bytes_up / bytes_up_float32, headers included."""
+        return None if self.saving is None else 32 / self.saving
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time: the summary's, else the time of the last round on record."""
+        if self.summary is not None and self.summary.seconds is not None:
+            return self.summary.seconds
+        return self.rounds[-1].time if self.rounds and math.isfinite(self.rounds[-1].time) else None
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """The (levels, trials) most frames were encoded with, or None when no frame says."""
+        pairs: Counter[tuple[int, int]] = Counter()
+        for tally in self.clients:
+            pairs.update(tally.mechanisms)
+        for (levels, trials), _ in pairs.most_common(1):
+            try:
+                return Mechanism(levels=levels, trials=trials)
+            except InvalidParameter as error:
+                raise RunFolderError(f"{ROUNDS}: {error}") from error
+        return None
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run folder, finished or not.
+
+    A round that appears again was run again after a resume: the later line stands, and those after it are dropped.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise RunFolderError(f"{path} is not a folder; give the folder a run wrote (it holds {CONFIG} and {ROUNDS})")
+    rounds: list[RoundRecord] = []
+    tallies: dict[int, ClientTally] = {}
+    repeated = 0
+    for record in read_rounds(path):
+        while rounds and rounds[-1].round >= record.round:
+            rounds.pop()
+            repeated += 1
+        for entry in record.clients:
+            tallies.setdefault(entry.client, ClientTally(client=entry.client)).add(entry)
+        rounds.append(replace(record, clients=()))
+    fields = read_summary(path)
+    try:
+        summary = None if fields is None else Summary.from_dict(fields)
+    except RunFolderError as error:
+        raise RunFolderError(f"{path / SUMMARY}: {error}") from error
+    if not rounds and summary is None:
+        raise RunFolderError(f"{path} holds no round and no {SUMMARY}: nothing to report")
+    return Run(
+        name=path.resolve().name,
+        rounds=tuple(rounds),
+        summary=summary,
+        config=read_config(path),
+        clients=tuple(tallies[client] for client in sorted(tallies)),
+        repeated_rounds=repeated,
+    )
