@@ -51,7 +51,7 @@ def strict_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
     wanted = (levels / privacy_level(budget.epsilon, setting)) ** 2
     levels, wanted = levels[wanted < top], wanted[wanted < top]
     trials = np.maximum(np.ceil(wanted).astype(np.int64), 1)
-    # The square root above may be off by an ulp at a whole number; the published formula itself decides.
+    # The quotient above may be off by an ulp at a whole number; the published formula itself decides.
 
     def meets(count: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         return np.asarray(REMARK_1_FACTOR * levels * setting.load / np.sqrt(count) <= budget.epsilon)

@@ -1,8 +1,8 @@
 """The paper's own privacy figures, as published: *nominal epsilon*. None of them is a guarantee.
 
 Lemma 1 averages over a prior on the gradient, replaces the dimension by a data-dependent d_P, and multiplies an
-epsilon in the hundreds by the sampling rate; docs/errata.md has the arithmetic. They are here to reproduce the paper and to
-show its figure beside the proven one (`bqsgd.privacy.accountant`).
+epsilon in the hundreds by the sampling rate; docs/errata.md has the arithmetic. They are here to reproduce the paper
+and to show its figure beside the proven one (`bqsgd.privacy.accountant`).
 
 Letters: d dimension, s levels, m trials, L batch_size, D dataset_size, T rounds; logarithms are natural unless base 2.
 """

@@ -15,7 +15,7 @@ _COLOURS = ("#0b6e99", "#d1495b", "#3d8c40", "#8a5aa8", "#b8860b", "#444444")
 
 
 def draw(curves: Sequence[Curve], path: Path, *, delta: float) -> None:
-    """Write one PNG with four panels (error V, its excess, levels and trials, bound of Theorem 1) for curves of one kind."""
+    """Write one PNG with four panels for curves of one kind: V, its excess, levels and trials, bound of Theorem 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -34,8 +34,10 @@ def draw(curves: Sequence[Curve], path: Path, *, delta: float) -> None:
         else:
             panel.set_xscale("log")
             _plain_ticks(panel, [point.epsilon for point in curves[0].points])
-    for curve, colour in zip(curves, _cycle(len(curves)), strict=True):
-        _draw_curve(curve, panels, colour=colour, over_bits=over_bits)
+    for index, curve in enumerate(curves):
+        # Later curves are thinner, so that one lying on another still shows both.
+        style = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.4 + 1.3 * (len(curves) - 1 - index)}
+        _draw_curve(curve, panels, style=style, over_bits=over_bits)
     titles = (
         "Error V of one coordinate (in C²)",
         "V above the floor 1/(4R²) that privacy sets, per cent",
@@ -51,7 +53,7 @@ def draw(curves: Sequence[Curve], path: Path, *, delta: float) -> None:
     figure.savefig(path)
 
 
-def _draw_curve(curve: Curve, panels: Sequence[Any], *, colour: str, over_bits: bool) -> None:
+def _draw_curve(curve: Curve, panels: Sequence[Any], *, style: dict[str, Any], over_bits: bool) -> None:
     error, excess, parameters, bound = panels
     label = f"nominal ε = {curve.value:g}" if over_bits else f"{curve.value:g} bits"
     x = [point.bits if over_bits else point.epsilon for point in curve.points]
@@ -59,7 +61,7 @@ def _draw_curve(curve: Curve, panels: Sequence[Any], *, colour: str, over_bits: 
     def column(name: str) -> list[float]:
         return [float("nan") if (value := getattr(point, name)) is None else value for point in curve.points]
 
-    style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "marker": "o", "markersize": 3}
+    style = {**style, "marker": "o", "markersize": style["linewidth"] + 1.5}
     error.plot(x, column("variance"), label=label, **style)
     floors = column("variance_floor")
     excess.plot(x, [100 * (v / f - 1) for v, f in zip(column("variance"), floors, strict=True)], **style)
@@ -70,14 +72,10 @@ def _draw_curve(curve: Curve, panels: Sequence[Any], *, colour: str, over_bits: 
 
 
 def _plain_ticks(panel: Any, values: Sequence[float]) -> None:
-    from matplotlib.ticker import NullLocator, ScalarFormatter
+    from matplotlib.ticker import NullLocator, StrMethodFormatter
 
     low, high = min(values), max(values)
     ticks = [t * 10**e for e in range(-6, 7) for t in (1, 2, 5) if low * 0.99 <= t * 10**e <= high * 1.01]
     panel.set_xticks(ticks or [low, high])
-    panel.xaxis.set_major_formatter(ScalarFormatter())
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.xaxis.set_minor_locator(NullLocator())
-
-
-def _cycle(count: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
