@@ -1,0 +1,78 @@
+"""The server's message of one round: the model as plain float32 bytes behind a checked header.
+
+Layout, little-endian: magic "BQSM", version u16, dtype u16 (1 = float32), round u64, dimension u64, checksum u64
+(xxh3_64 of the header before it and the data), then 4 * dimension bytes. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bqsgd.errors import FrameError, InvalidParameter, NonFiniteInput
+from bqsgd.params import check_int
+
+_HEADER = struct.Struct("<4sHHQQQ")
+HEADER_BYTES = _HEADER.size
+_CHECKED_BYTES = HEADER_BYTES - 8
+_MAGIC, _VERSION, _FLOAT32 = b"BQSM", 1, 1
+
+
+class BroadcastError(FrameError):
+    """A model message was refused; nothing was computed from it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Broadcast:
+    """The model of one round."""
+
+    round: int
+    model: npt.NDArray[np.float32]
+
+
+def write_broadcast(model: npt.NDArray[np.float32], *, round: int) -> bytes:
+    """The bytes of the model for `round`."""
+    if model.ndim != 1 or model.dtype != np.float32 or model.size == 0:
+        raise InvalidParameter(f"the model must be a flat float32 vector, got {model.dtype} {model.shape}")
+    if not bool(np.isfinite(model).all()):
+        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
+    body = model.astype("<f4", copy=False).tobytes()
+    head = struct.pack("<4sHHQQ", _MAGIC, _VERSION, _FLOAT32, check_int("round", round, 0, 2**63 - 1), model.size)
+    return b"".join((head, struct.pack("<Q", _checksum(head, body)), body))
+
+
+def read_broadcast(message: bytes | bytearray | memoryview, *, dimension: int) -> Broadcast:
+    """Check a model message whole before using any of it; the vector is a copy.
+
+    Raises:
+        BroadcastError: wrong magic, version, dtype, dimension, length or checksum, or a value that is not finite.
+    """
+    view = memoryview(message).cast("B")
+    if len(view) < HEADER_BYTES:
+        raise BroadcastError(f"a model message has at least {HEADER_BYTES} bytes, got {len(view)}")
+    magic, version, dtype, round_, stated, checksum = _HEADER.unpack_from(view)
+    if (magic, version, dtype) != (_MAGIC, _VERSION, _FLOAT32):
+        raise BroadcastError(f"not a model message of version {_VERSION} in float32: {magic!r}, {version}, {dtype}")
+    if stated != dimension:
+        raise BroadcastError(f"this client's model has {dimension} coordinates, the message {stated}")
+    if len(view) != HEADER_BYTES + 4 * dimension:
+        raise BroadcastError(f"{dimension} coordinates take {HEADER_BYTES + 4 * dimension} bytes, got {len(view)}")
+    body = view[HEADER_BYTES:]
+    if _checksum(view[:_CHECKED_BYTES], body) != checksum:
+        raise BroadcastError("the model message was damaged on its way: wrong checksum")
+    if round_ >= 2**63:
+        raise BroadcastError(f"round must be below 2^63, got {round_}")
+    model = np.frombuffer(body, dtype="<f4").astype(np.float32)
+    if not bool(np.isfinite(model).all()):
+        raise BroadcastError("the model message holds NaN or infinity")
+    return Broadcast(round=round_, model=model)
+
+
+def _checksum(head: bytes | memoryview, body: bytes | memoryview) -> int:
+    state = xxhash.xxh3_64(head)
+    state.update(body)
+    return state.intdigest()

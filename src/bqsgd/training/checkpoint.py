@@ -1,0 +1,82 @@
+"""A run's state on disk: one safetensors file whose metadata holds a JSON object. No pickle, ever.
+
+It is written beside its final name, made durable and then renamed, so a reader finds the old one or the new one whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from bqsgd.errors import BqsgdError
+
+FILE_NAME = "checkpoint.safetensors"
+_FORMAT = "bqsgd.checkpoint.v1"
+_MAX_BYTES = 1 << 36
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class CheckpointError(BqsgdError, RuntimeError):
+    """A checkpoint is missing, damaged or of another run."""
+
+
+def save_checkpoint(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], state: Mapping[str, Any]) -> None:
+    """Write the checkpoint of `folder`; when this returns it survives a power cut."""
+    metadata = {"format": _FORMAT, "state": json.dumps(state, allow_nan=False)}
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata=metadata)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{FILE_NAME}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, folder / FILE_NAME)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
+    """The arrays and the state, or None when the run was stopped before its first checkpoint."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return None
+    if path.stat().st_size > _MAX_BYTES:
+        raise CheckpointError(f"{path} is larger than {_MAX_BYTES} bytes: not a checkpoint of ours")
+    try:
+        with safe_open(path, framework="np") as stream:
+            metadata = stream.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise CheckpointError(f"{path} is not a checkpoint of format {_FORMAT}")
+            arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a dict)
+        state = json.loads(metadata["state"])
+    except (SafetensorError, OSError, ValueError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); start the run anew in another folder") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds no state object")
+    return arrays, state
+
+
+def take(arrays: Arrays, name: str, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array called `name`, refused unless its shape and dtype are those of `like`, and finite."""
+    found = arrays.get(name)
+    if found is None or found.shape != like.shape or found.dtype != like.dtype:
+        got = None if found is None else (found.dtype, found.shape)
+        raise CheckpointError(f"checkpoint array {name!r} must be {like.dtype} {like.shape}, got {got}")
+    if not bool(np.isfinite(found).all()):
+        raise CheckpointError(f"checkpoint array {name!r} holds NaN or infinity")
+    return found
