@@ -198,3 +198,14 @@ def unpack_mixed(
             top = max(top, code)
             codes[start + i] = kind(code)
     return int(top), _read(data, bit, data.size * 8 - bit) != 0
+
+
+@_jit
+def count(codes: Codes, counts: npt.NDArray[np.int64]) -> int:
+    """Add each code to its count; return the largest code (codes beyond the counts are not added)."""
+    top = codes.dtype.type(0)
+    for code in codes:
+        top = max(top, code)
+        if code < counts.size:
+            counts[code] += 1
+    return int(top)

@@ -1,0 +1,230 @@
+"""Entropy coding: close to the entropy of the codes, and never over fixed width by more than 16 bytes.
+
+A code is split into a bin (its high bits) and `low_bits` raw bits. Noise makes the histogram smooth, so a coarse bin
+loses next to nothing and its table stays small; the encoder takes the split that gives the fewest bytes. The bins go
+through zstandard where that comes within 1.5 % of the entropy (ten times faster), else through constriction's ANS coder
+with the histogram of the bins in the payload; where neither gains, the fixed-width payload is stored.
+
+All of it is computed from the noised codes alone (post-processing): it costs no privacy. The length does depend on the
+codes, so a mode that must hide them from the server (secure aggregation) needs fixed width. Layout in docs/wire.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import constriction
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import Mechanism
+from bqsgd.wire import bits
+from bqsgd.wire.errors import BadPayload, CodeOutOfRange
+from bqsgd.wire.fixed import Codes, FixedWidth, Payload, code_dtype
+from bqsgd.wire.histogram import Split, best_split, histogram, read_counts, write_counts
+
+PREFIX = struct.Struct("<BBHIII")
+MAX_BINS = 1 << 16
+ZSTD_BINS = 256
+ZSTD_LEVEL = 1
+ZSTD_EXCESS = 1.015
+"""zstandard is taken when its payload is at most this many times the entropy of the codes."""
+CHUNK_CODES = 1 << 18
+"""Codes handled at a time (a multiple of 8, so that low bits start on a byte)."""
+
+
+class Mode(IntEnum):
+    """What follows the prefix of an entropy-coded payload."""
+
+    STORED = 0
+    ANS = 1
+    ZSTD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prefix:
+    mode: Mode
+    low_bits: int
+    first: int
+    bins: int
+    table_bytes: int
+
+
+def encode(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
+    """The entropy-coded payload of a vector of at least one code, of the dtype of `FixedWidth`.
+
+    Raises:
+        CodeOutOfRange: a code is above 2 levels + trials.
+    """
+    fixed = FixedWidth(mechanism.code_count)
+    if codes.ndim != 1 or codes.size == 0 or codes.dtype != fixed.dtype:
+        raise InvalidParameter(f"codes must be 1-D of {fixed.dtype}, at least one, got {codes.shape} of {codes.dtype}")
+    limit = fixed.payload_bytes(codes.size)
+    counts = histogram(np.ascontiguousarray(codes), mechanism.code_count)
+    split = best_split(counts, MAX_BINS)
+    if split.entropy_bytes < limit:
+        low = _low_bits(codes, split)
+        if split.counts.size <= ZSTD_BINS:
+            body = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(_bins(codes, split, np.uint8).data)
+            if PREFIX.size + len(low) + len(body) <= min(limit, ZSTD_EXCESS * split.entropy_bytes):
+                return PREFIX.pack(Mode.ZSTD, split.low_bits, 0, split.first, split.counts.size, 0) + low + body
+        table, body = write_counts(split.counts), _ans_encode(codes, split)
+        if PREFIX.size + len(table) + len(low) + len(body) <= limit:
+            prefix = PREFIX.pack(Mode.ANS, split.low_bits, 0, split.first, split.counts.size, len(table))
+            return prefix + table + low + body
+    payload = bytearray(PREFIX.size + limit)
+    fixed.pack(codes, np.frombuffer(payload, np.uint8, offset=PREFIX.size))
+    return payload
+
+
+def _bins(codes: Codes, split: Split, dtype: type[np.uint8] | type[np.int32]) -> npt.NDArray[np.integer]:
+    return ((codes >> split.low_bits) - codes.dtype.type(split.first)).astype(dtype)
+
+
+def _low_bits(codes: Codes, split: Split) -> bytes:
+    low = np.empty((codes.size * split.low_bits + 7) // 8, np.uint8)
+    mask = codes.dtype.type((1 << split.low_bits) - 1)
+    for start in range(0, codes.size if split.low_bits else 0, CHUNK_CODES):
+        piece = codes[start : start + CHUNK_CODES] & mask
+        at = start * split.low_bits // 8
+        bits.pack_plain(piece, low[at : at + (piece.size * split.low_bits + 7) // 8], split.low_bits)
+    return low.tobytes()
+
+
+def _ans_encode(codes: Codes, split: Split) -> bytes:
+    if split.counts.size == 1:
+        return b""
+    coder, model = constriction.stream.stack.AnsCoder(), _model(split.counts)
+    # A stack: what is encoded last is decoded first, so the chunks go in from the end.
+    for start in reversed(range(0, codes.size, CHUNK_CODES)):
+        coder.encode_reverse(_bins(codes[start : start + CHUNK_CODES], split, np.int32), model)
+    return bytes(coder.get_compressed().astype("<u4").tobytes())
+
+
+def _model(counts: npt.NDArray[np.int64]) -> constriction.stream.model.Categorical:
+    return constriction.stream.model.Categorical(counts.astype(np.float64), perfect=False)
+
+
+def decode(payload: Payload, mechanism: Mechanism, dimension: int) -> Codes:
+    """The codes of an entropy-coded payload, all of them checked.
+
+    The caller has bounded `dimension` (see `read_frame`); memory is that of the result and of the payload.
+
+    Raises:
+        BadPayload: the payload is not what `encode` writes for this many codes.
+        CodeOutOfRange: a code is above 2 levels + trials.
+    """
+    pieces = iterate(payload, mechanism, dimension)
+    first = next(pieces)
+    if first.size == dimension:
+        for _ in pieces:  # runs the checks after the last piece
+            pass
+        return first
+    codes = np.empty(dimension, first.dtype)
+    codes[: first.size] = first
+    at = first.size
+    for piece in pieces:
+        codes[at : at + piece.size] = piece
+        at += piece.size
+    return codes
+
+
+def iterate(payload: Payload, mechanism: Mechanism, dimension: int) -> Iterator[Codes]:
+    """Yield the codes in order, a piece at a time; a fault at the end is raised after the last piece.
+
+    Whoever uses the pieces as they come must be ready to take them back.
+    """
+    code_count = mechanism.code_count
+    prefix = _read_prefix(payload, code_count)
+    body = payload[PREFIX.size :]
+    if prefix.mode is Mode.STORED:
+        yield FixedWidth(code_count).unpack(body, dimension)
+        return
+    low_bytes = (dimension * prefix.low_bits + 7) // 8
+    if body.size < prefix.table_bytes + low_bytes:
+        raise BadPayload(f"table and low bits take {prefix.table_bytes + low_bytes} bytes, got {body.size}")
+    table, rest = body[: prefix.table_bytes], body[prefix.table_bytes :]
+    low, stream = rest[:low_bytes], rest[low_bytes:]
+    if prefix.mode is Mode.ANS:
+        pieces = _ans_pieces(stream, dimension, read_counts(table, prefix.bins, dimension))
+    else:
+        pieces = _zstd_pieces(stream, dimension, prefix.bins)
+    at = 0
+    for piece in pieces:
+        codes = (piece + np.uint32(prefix.first)) << np.uint32(prefix.low_bits)
+        if prefix.low_bits:
+            begin, end = at * prefix.low_bits // 8, ((at + piece.size) * prefix.low_bits + 7) // 8
+            raw = np.empty(piece.size, np.uint32)
+            _, spare = bits.unpack_plain(bits.readonly(low[begin:end]), raw, prefix.low_bits)
+            if spare:
+                raise BadPayload("the bits after the last low part must be zero, found a one")
+            codes |= raw
+        top = bits.largest(codes)
+        if top >= code_count:
+            raise CodeOutOfRange(f"codes must be below {code_count}, found {top}")
+        at += piece.size
+        yield codes.astype(code_dtype(code_count))
+
+
+def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
+    if payload.size < PREFIX.size:
+        raise BadPayload(f"an entropy-coded payload has at least {PREFIX.size} bytes, got {payload.size}")
+    mode, low_bits, reserved, first, bins, table_bytes = PREFIX.unpack_from(payload.data)
+    if mode not in (Mode.STORED, Mode.ANS, Mode.ZSTD) or reserved:
+        raise BadPayload(f"mode must be 0, 1 or 2 and the reserved bytes 0, got {mode} and {reserved}")
+    if mode == Mode.STORED:
+        if low_bits or first or bins or table_bytes:
+            raise BadPayload("a stored payload has zeros after its mode")
+    else:
+        last = (code_count - 1) >> low_bits
+        most = MAX_BINS if mode == Mode.ANS else ZSTD_BINS
+        if low_bits > (code_count - 1).bit_length() or not 1 <= bins <= most or first + bins - 1 > last:
+            raise BadPayload(
+                f"codes below {code_count} have at most {most} bins up to {last} at {low_bits} low bits, "
+                f"got {bins} bins from {first}"
+            )
+        if mode == Mode.ZSTD and table_bytes:
+            raise BadPayload(f"a zstandard payload has no table, got {table_bytes} bytes")
+    return _Prefix(mode=Mode(mode), low_bits=low_bits, first=first, bins=bins, table_bytes=table_bytes)
+
+
+def _ans_pieces(stream: Payload, dimension: int, counts: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint32]]:
+    if stream.size % 4 or (counts.size == 1 and stream.size):
+        raise BadPayload(f"the ANS words must be whole (none for one bin), got {stream.size} bytes")
+    if counts.size == 1:
+        for start in range(0, dimension, CHUNK_CODES):
+            yield np.zeros(min(CHUNK_CODES, dimension - start), np.uint32)
+        return
+    words = np.frombuffer(stream.tobytes(), "<u4").astype(np.uint32)
+    if words.size and words[-1] == 0:
+        raise BadPayload("the last ANS word must not be zero")
+    coder, model = constriction.stream.stack.AnsCoder(words), _model(counts)
+    seen = np.zeros(counts.size, np.int64)
+    for start in range(0, dimension, CHUNK_CODES):
+        piece = coder.decode(model, min(CHUNK_CODES, dimension - start))
+        seen += np.bincount(piece, minlength=counts.size)
+        yield piece.view(np.uint32)
+    if not coder.is_empty():
+        raise BadPayload("the ANS stream must end with the last code, it goes on")
+    if not np.array_equal(seen, counts):
+        raise BadPayload("the ANS stream does not hold the codes its own table counts")
+
+
+def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDArray[np.uint32]]:
+    try:
+        size = zstandard.get_frame_parameters(stream.data).content_size
+        if size != dimension:  # before decompressing: the library allocates what the frame claims
+            raise BadPayload(f"the zstandard frame must hold {dimension} bytes, it claims {size}")
+        data = zstandard.ZstdDecompressor().decompress(stream.data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise BadPayload(f"the zstandard frame is damaged: {error}") from error
+    found = np.frombuffer(data, np.uint8)
+    if found.size != dimension or bits.largest(found) >= bins:
+        raise BadPayload(f"the zstandard frame must hold {dimension} bins below {bins}, it does not")
+    for start in range(0, dimension, CHUNK_CODES):
+        yield found[start : start + CHUNK_CODES].astype(np.uint32)
