@@ -13,6 +13,7 @@ included, so an accountant that reads it owes nothing for the sampler; the dista
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import MAX_TRIALS, check_int
 
 TAIL_BITS = 80
+_EXACT_TRIALS = 1024
 _WEIGHT_BITS = 320
 ROUND_BITS = 24
 """Low bits of a coordinate's 64-bit word: the stochastic rounding draw. The rest choose the binomial value."""
@@ -46,9 +48,9 @@ class BinomialPmf:
 
 
 def _weights(trials: int) -> tuple[int, list[int]]:
-    """First kept outcome and integer weights proportional to C(m, k), each exact to a relative 2^-220."""
+    """First kept outcome and integer weights: C(m, k) to m = 1024, beyond it proportional, to a relative 2^-220."""
     centre = trials // 2
-    right = [1 << _WEIGHT_BITS]
+    right = [math.comb(trials, centre) if trials <= _EXACT_TRIALS else 1 << _WEIGHT_BITS]
     # w_{k+1} = w_k (m - k) / (k + 1); the ratio falls with k, so what lies beyond k weighs at most w r / (1 - r).
     k = centre
     while k < trials:
@@ -76,7 +78,9 @@ def _shares(trials: int) -> tuple[int, int, list[int]]:
 
 @lru_cache(maxsize=256)
 def binomial_pmf(trials: int) -> BinomialPmf:
-    """The probabilities of Bin(m, 1/2) on its effective support, each correctly rounded to float64.
+    """The law of the sampler on its effective support, each probability correctly rounded to float64.
+
+    To m = 80 that is Bin(m, 1/2) itself, beyond it Bin(m, 1/2) to within `sampler_tv_distance`.
 
     >>> binomial_pmf(2).pmf.tolist()
     [0.25, 0.5, 0.25]
@@ -120,7 +124,8 @@ def alias_table(trials: int) -> AliasTable:
         share[j] -= unit - share[i]
         if share[j] < unit:
             small.append(large.pop())
-    rounding = len(shares) / (entries * unit)
+    # Floors lose less than one unit an outcome; one unit more covers the weights' own error.
+    rounding = (len(shares) + 1) / (entries * unit)
     threshold = np.array([k >> REFINE_BITS for k in keep], dtype=np.uint64)
     refine = np.array([k & ((1 << REFINE_BITS) - 1) for k in keep], dtype=np.uint64)
     alias_of = np.array(alias, dtype=np.uint32)

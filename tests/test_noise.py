@@ -1,0 +1,211 @@
+"""The binomial law against exact integers, the alias table against the law, and the keystream's single use."""
+
+import copy
+import math
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.noise import (
+    NOISE_BITS,
+    REFINE_BITS,
+    AliasTable,
+    NoiseSource,
+    alias_table,
+    binomial_pmf,
+    privacy_rng,
+    sampler_tv_distance,
+    seeded_rng,
+)
+from bqsgd.params import MAX_TRIALS
+
+GOLDEN = ["0x65c004b237171286", "0x2271267fdc36b62f"]
+PAPER_TRIALS = [0, 1, 2, 7, 64, 80, 81, 82, 251, 1003, 4079]
+
+
+def law_of(table: AliasTable) -> dict[int, Fraction]:
+    """The exact law that the table samples, from its integers."""
+    unit = 1 << (NOISE_BITS - table.index_bits + REFINE_BITS)
+    total = len(table.alias) * unit
+    law: dict[int, Fraction] = {}
+    for i, (threshold, refine, alias) in enumerate(zip(table.threshold, table.refine, table.alias, strict=True)):
+        keep = (int(threshold) << REFINE_BITS) + int(refine)
+        assert 0 <= keep <= unit
+        for outcome, mass in ((table.first + i, keep), (table.first + int(alias), unit - keep)):
+            if mass:
+                law[outcome] = law.get(outcome, Fraction(0)) + Fraction(mass, total)
+    return law
+
+
+@pytest.mark.parametrize("trials", range(81))
+def test_pmf_is_the_correctly_rounded_binomial_for_every_small_m(trials: int) -> None:
+    law = binomial_pmf(trials)
+    assert law.first == 0
+    assert law.cut == 0
+    assert law.pmf.tolist() == [math.comb(trials, k) / 2**trials for k in range(trials + 1)]
+
+
+@pytest.mark.parametrize("trials", [81, 251, 1003, 4079, 16279, MAX_TRIALS - 1, MAX_TRIALS])
+def test_pmf_of_large_m_is_symmetric_complete_and_close_to_an_independent_one(trials: int) -> None:
+    law = binomial_pmf(trials)
+    assert np.array_equal(law.pmf, law.pmf[::-1])
+    assert law.first + len(law.pmf) - 1 == trials - law.first
+    assert math.fsum(law.pmf) == pytest.approx(1, abs=1e-15)
+    outcomes = law.first + np.arange(len(law.pmf))
+    np.testing.assert_allclose(law.pmf, stats.binom(trials, 0.5).pmf(outcomes), rtol=1e-8, atol=2.0**-103)
+
+
+@pytest.mark.parametrize("trials", [81, 100, 251, 1003, 4079])
+def test_the_mass_cut_off_is_below_its_stated_bound(trials: int) -> None:
+    law = binomial_pmf(trials)
+    outside = 2 * sum(math.comb(trials, k) for k in range(law.first))
+    assert Fraction(outside, 2**trials) <= Fraction(law.cut)
+
+
+@pytest.mark.parametrize("trials", PAPER_TRIALS)
+def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) -> None:
+    sampled = law_of(alias_table(trials))
+    exact = {k: Fraction(math.comb(trials, k), 2**trials) for k in range(trials + 1)}
+    assert set(sampled) <= set(exact)
+    assert sum(sampled.values()) == 1
+    law = binomial_pmf(trials)
+    assert {law.first + k: p for k, p in enumerate(law.pmf)} == {k: float(p) for k, p in sampled.items()}
+    distance = sum(abs(exact[k] - sampled.get(k, 0)) for k in exact) / 2
+    assert distance <= Fraction(sampler_tv_distance(trials))
+
+
+@given(st.integers(0, MAX_TRIALS))
+@settings(max_examples=15, deadline=None)
+def test_every_m_has_a_tight_table(trials: int) -> None:
+    table = alias_table(trials)
+    assert sampler_tv_distance(trials) < 2.0**-79
+    assert table.index_bits <= 14
+    assert len(table.alias) == 1 << table.index_bits
+    law = law_of(table)
+    assert min(law) >= 0
+    assert max(law) <= trials
+    peak = trials // 2
+    assert float(law[peak]) == pytest.approx(binomial_pmf(trials).pmf[peak - table.first], rel=1e-12)
+
+
+def test_cached_tables_cannot_be_changed() -> None:
+    table = alias_table(7)
+    for column in (table.threshold, table.refine, table.alias, binomial_pmf(7).pmf):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
+
+
+@pytest.mark.parametrize("trials", [-1, MAX_TRIALS + 1, 2.0, True])
+def test_trials_outside_the_range_are_refused(trials: int) -> None:
+    with pytest.raises(InvalidParameter, match="trials"):
+        binomial_pmf(trials)
+    with pytest.raises(InvalidParameter, match="trials"):
+        alias_table(trials)
+
+
+def test_the_keystream_is_aes_256_in_counter_mode() -> None:
+    source = NoiseSource(bytes(range(32)), seeded=True)
+    words = np.empty(6, np.uint64)
+    source.fill(words, block=5)
+    block_cipher = Cipher(algorithms.AES256(bytes(range(32))), modes.ECB()).encryptor()
+    counters = b"".join(n.to_bytes(16, "big") for n in (5, 6, 7))
+    assert words.tobytes() == block_cipher.update(counters)
+
+
+def test_a_keystream_read_in_parts_is_the_keystream_read_at_once() -> None:
+    source = seeded_rng(seed=3)
+    whole, parts = np.empty(100_001, np.uint64), np.empty(100_001, np.uint64)
+    source.fill(whole, block=9)
+    stream = source.keystream(9)
+    for start, stop in ((0, 2), (2, 40_000), (40_000, 100_001)):
+        stream.fill(parts[start:stop])
+    assert np.array_equal(whole, parts)
+
+
+def test_words_are_never_handed_out_twice() -> None:
+    source = seeded_rng(seed=1)
+    drawn = np.concatenate([source.words(n) for n in (1, 2, 3, 1000, 0, 5)])
+    assert len(np.unique(drawn)) == 1011
+
+
+def test_threads_reserve_disjoint_blocks() -> None:
+    source = privacy_rng()
+    with ThreadPoolExecutor(8) as pool:
+        starts = list(pool.map(source.reserve, [3] * 4000))
+    assert sorted(starts) == list(range(0, 12_000, 3))
+
+
+def test_seeds_reproduce_and_separate() -> None:
+    assert np.array_equal(seeded_rng(seed=7).words(50), seeded_rng(seed=7).words(50))
+    assert not np.any(seeded_rng(seed=7).words(50) == seeded_rng(seed=8).words(50))
+    assert seeded_rng(seed=7).seeded
+    with pytest.raises(InvalidParameter, match="seed"):
+        seeded_rng(seed=-1)
+
+
+def test_the_seeded_keystream_does_not_change_between_versions() -> None:
+    assert [hex(word) for word in seeded_rng(seed=0).words(2)] == GOLDEN
+
+
+def test_privacy_sources_are_keyed_apart_and_unmarked() -> None:
+    first, second = privacy_rng(), privacy_rng()
+    assert not first.seeded
+    assert not np.any(first.words(50) == second.words(50))
+
+
+def test_a_source_cannot_be_copied_or_pickled() -> None:
+    source = privacy_rng()
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="must not be used twice"):
+            attempt(source)
+
+
+def in_child(report) -> bytes:  # type: ignore[no-untyped-def]
+    """What `report()` returns in a forked process."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, report())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return answer
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_never_shares_the_keystream() -> None:
+    source = privacy_rng()
+    source.words(10)
+    child = np.frombuffer(in_child(lambda: source.words(64).tobytes()), np.uint64)
+    sibling = np.frombuffer(in_child(lambda: source.words(64).tobytes()), np.uint64)
+    parent = source.words(64)
+    assert len(child) == len(sibling) == 64
+    assert len(np.unique(np.concatenate([child, sibling, parent]))) == 192
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_seeded_source_is_dead_in_a_forked_process() -> None:
+    source = seeded_rng(seed=1)
+
+    def attempt() -> bytes:
+        try:
+            source.words(1)
+        except InvalidParameter as error:
+            return str(error).encode()
+        return b"drew words"
+
+    assert b"does not survive a fork" in in_child(attempt)
+    assert len(source.words(4)) == 4  # the parent's source lives on
