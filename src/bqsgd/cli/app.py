@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except click.ClickException as error:
         return _refuse(error.format_message())
-    except BqsgdError as error:
+    except (BqsgdError, OSError) as error:  # OSError: a file or directory that cannot be read or written
         return _refuse(str(error))
     except (KeyboardInterrupt, click.Abort):
         print("bqsgd: interrupted", file=sys.stderr)

@@ -1,0 +1,81 @@
+"""`bqsgd plan` and `bqsgd account`: the published figures, the proven ones beside them, and what is said of each."""
+
+import pytest
+
+from bqsgd.planner.plan import Plan
+from bqsgd.planner.published import ROWS
+
+CLIENT = ["--dim", 3000, "--batch", 32, "--dataset-size", 15000]
+CAVEAT = "as published; not a guarantee"
+
+
+def test_plan_by_the_paper(bqsgd):
+    result = bqsgd("plan", "--method", "paper", "--bits", 8, "--epsilon", 3.45, "--delta", 1e-4, *CLIENT, "--json")
+    fields = result.json
+    assert (fields["levels"], fields["trials"], fields["bits_per_coordinate"]) == (2, 251, 8.0)
+    assert fields["nominal_epsilon"] == pytest.approx(3.447, abs=1e-3)
+    assert fields["nominal_delta"] == 1e-4
+    assert fields["variance"] == pytest.approx(251 / 16 + 1 / 24)
+    assert fields["nominal_caveat"] == CAVEAT
+    assert "epsilon" not in fields
+    assert Plan.from_dict(fields["plan"]).mechanism.trials == 251
+
+
+def test_account_by_the_paper(bqsgd):
+    result = bqsgd(
+        "account",
+        "--method",
+        "paper",
+        "--levels",
+        2,
+        "--trials",
+        251,
+        "--rounds",
+        1000,
+        "--delta",
+        1e-4,
+        *CLIENT,
+        "--json",
+    )
+    fields = result.json
+    assert fields["nominal_epsilon_per_round"] == pytest.approx(3.447, abs=1e-3)
+    assert fields["nominal_epsilon_total"] == pytest.approx(467.86, abs=0.01)
+    assert fields["nominal_epsilon_total_in_text"] == pytest.approx(330.83, abs=0.01)
+    assert fields["nominal_delta_total"] == pytest.approx(0.1)
+    assert fields["nominal_strong_composition_epsilon"] == pytest.approx(105_300, rel=1e-3)
+    assert fields["nominal_caveat"] == CAVEAT
+    assert "epsilon" not in fields
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.setting.dataset}-{row.bits}-{row.epsilon}")
+def test_every_table_row_through_plan_and_account(bqsgd, row):
+    setting = row.setting
+    client = ["--dim", setting.nominal_dimension, "--batch", setting.batch_size, "--dataset-size", setting.dataset_size]
+    budget = ["--bits", row.bits, "--epsilon", row.epsilon, "--delta", setting.delta]
+    planned = bqsgd("plan", "--method", "paper", "--rounding", "nearest", *budget, *client, "--json").json
+    pair = (planned["levels"], planned["trials"])
+    assert pair == (row.corrected.levels, row.corrected.trials) or f"({pair[0]}, {pair[1]})" in row.note
+    run = ["--levels", row.printed.levels, "--trials", row.printed.trials, "--rounds", setting.rounds]
+    accounted = bqsgd("account", "--method", "paper", *run, "--delta", setting.delta, *client, "--json").json
+    wrong_epsilon = abs(accounted["nominal_epsilon_per_round"] / row.epsilon - 1) > 0.011
+    too_wide = accounted["code_count"] > 2**row.bits
+    assert row.misprint == (wrong_epsilon or too_wide)
+
+
+@pytest.mark.parametrize("command", ["plan", "account"])
+def test_tables_for_people_say_what_the_figures_are(bqsgd, command):
+    own = {
+        "plan": ["--bits", 8, "--epsilon", 3.44, "--rounding", "nearest"],
+        "account": ["--levels", 2, "--trials", 251, "--rounds", 1000],
+    }
+    result = bqsgd(command, "--method", "paper", *own[command], "--delta", 1e-4, *CLIENT)
+    assert result.code == 0
+    assert f"Nominal figures: {CAVEAT}." in result.out
+    if command == "plan":
+        assert "passes the asked nominal epsilon 3.44" in result.out
+
+
+def test_infeasible_budget_names_the_trades(bqsgd):
+    result = bqsgd("plan", "--method", "paper", "--bits", 8, "--epsilon", 1.0, "--delta", 1e-4, *CLIENT, "--json")
+    assert result.code == 2
+    assert "8 bits reach epsilon >= 1.72; epsilon 1.0 needs 10 bits" in result.err
