@@ -99,7 +99,7 @@ def test_the_report_loads_cleanly_and_shows_its_charts(synthetic_run, visit, see
     for term in ("add/remove one", "sample", "server sees each client's messages", "poisson", "exact composition"):
         assert term in page.inner_text("#guarantee")
     assert "not a guarantee" in page.inner_text("#guarantee")
-    assert "4× fewer bytes" in page.inner_text("#traffic")
+    assert "3.99× fewer" in page.inner_text("#traffic")
     assert "budget spent" in page.inner_text("#clients")
     assert page.locator("#seeded").count() == seeded
     if seeded:

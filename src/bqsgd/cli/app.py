@@ -16,6 +16,7 @@ import typer
 from bqsgd import __version__
 from bqsgd.cli.account import account
 from bqsgd.cli.plan import plan
+from bqsgd.cli.report import report
 from bqsgd.cli.tradeoffs import tradeoffs
 from bqsgd.errors import BqsgdError
 
@@ -41,6 +42,7 @@ def about(
 app.command()(plan)
 app.command()(account)
 app.command()(tradeoffs)
+app.command()(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

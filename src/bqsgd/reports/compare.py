@@ -17,6 +17,15 @@ from bqsgd.reports.run import Run, read_run
 from bqsgd.reports.units import Unit, short
 
 MAX_RUNS = 16
+TERMS = "Exact epsilon of the client that spent most; its delta and terms are in the table."
+NOTES = {
+    "accuracy": "On the public test split.",
+    "accuracy-bytes": "Further left is cheaper: measured frames, headers included.",
+    "accuracy-epsilon": f"Further left is more private. {TERMS}",
+    "loss": "On the public test split.",
+    "epsilon": TERMS,
+    "bytes": "Measured frames, headers included, summed over clients and rounds.",
+}
 COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
 
 
@@ -103,7 +112,7 @@ class _Overlay:
             Series(label=run.name, points=points(run), colour=COLOURS[i % 8], dashed=i >= 8)
             for i, run in enumerate(self.runs)
         ]
-        options = {"x_unit": Unit.COUNT, "note": "", **options}
+        options = {"x_unit": Unit.COUNT, "note": NOTES.get(key, ""), **options}
         return Chart(key=key, title=title, x_label=x_label, y_label=y_label, series=series, **options)
 
 

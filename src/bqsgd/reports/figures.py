@@ -17,6 +17,8 @@ NOMINAL = "nominal epsilon (as published; not a guarantee)"
 OUTSIDE_NOISE = ("gradients", "clip")
 ORDERS_APART = 20.0
 MAX_DRAWN_TRIALS = 20_000
+MAX_STAGE_POINTS = 80
+STAGE_COLOURS = (0, 1, 2, 7, 4, 5, 6, 3)
 
 
 def run_figures(run: Run) -> list[Chart]:
@@ -123,7 +125,7 @@ def stages(run: Run) -> list[Chart]:
     timed = [r for r in run.rounds if all(math.isfinite(s) and s >= 0 for s in r.seconds.values()) and r.seconds]
     if not timed or not names:
         return []
-    size = math.ceil(len(timed) / (MAX_POINTS // 2))
+    size = math.ceil(len(timed) / MAX_STAGE_POINTS)
     groups = [timed[i : i + size] for i in range(0, len(timed), size)]
     sums = {name: sum(r.seconds.get(name, 0.0) for r in timed) for name in names}
     whole = sum(sums.values())
@@ -143,7 +145,7 @@ def stages(run: Run) -> list[Chart]:
             series=[
                 Series(
                     label=name,
-                    colour=index % 8,
+                    colour=STAGE_COLOURS[index % 8],
                     points=[(float(g[-1].round), sum(r.seconds.get(name, 0.0) for r in g) / len(g)) for g in groups],
                 )
                 for index, name in enumerate(names)
@@ -194,7 +196,7 @@ def noise_chart(mechanism: Mechanism) -> Chart:
             Series(
                 label="Gaussian of the same variance",
                 points=list(zip(grid.tolist(), gaussian.tolist(), strict=True)),
-                colour=5,
+                colour=1,
                 dashed=True,
             ),
         ],

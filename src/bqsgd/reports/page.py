@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from decimal import ROUND_CEILING, Context
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -81,12 +82,11 @@ def run_page(run: Run) -> str:
 
 
 def epsilon_text(claim: Claim) -> str:
-    """ "= 2.94", or "> 1000" where no effort is spent on the figure."""
-    return (
-        f"= {short(claim.epsilon, digits=4)}"
-        if claim.epsilon <= MEANINGLESS_EPSILON
-        else f"> {MEANINGLESS_EPSILON:.0f}"
-    )
+    """The bound with its sign, rounded up: "= 2.94", or "> 1000" where no effort is spent on the figure."""
+    if not claim.epsilon <= MEANINGLESS_EPSILON:
+        return f"> {MEANINGLESS_EPSILON:.0f}"
+    bound = Context(prec=4, rounding=ROUND_CEILING).create_decimal(repr(claim.epsilon))
+    return f"= {short(float(bound), digits=4)}"
 
 
 def claim_terms(claim: Claim) -> list[tuple[str, str]]:

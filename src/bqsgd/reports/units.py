@@ -50,10 +50,12 @@ def _scaled(value: float, digits: int, steps: tuple[tuple[float, str], ...]) -> 
 def _trimmed(value: float, digits: int) -> str:
     if value == 0:
         return "0"
-    if not 1e-4 <= abs(value) < 1e6:
+    if value < 0:
+        return "−" + _trimmed(-value, digits)
+    if not 1e-4 <= value < 1e6:
         mantissa, power = f"{value:.{digits - 1}e}".split("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
         return f"{mantissa}e{int(power)}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    decimals = max(0, digits - 1 - math.floor(math.log10(value)))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
