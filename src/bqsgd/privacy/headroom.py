@@ -1,0 +1,101 @@
+"""How many rounds still fit into a budget, found by bisection on the accountant and remembered.
+
+For fixed other content, "the release is made n times in all" only gets worse with n: making it less often is a
+post-processing of making it more often. So one figure proves a whole range: if n rounds are within the budget, fewer
+are too. The accountant is asked a handful of times over a whole training, not once a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, Self, TypeVar
+
+from bqsgd.errors import AccountingError
+from bqsgd.privacy.ledger_entries import PrivacyBudget
+from bqsgd.release import Release
+
+MAX_PROBED_ROUNDS = 1 << 20
+
+
+class Composable(Protocol):
+    """What is needed of an accountant: immutable composition and an upper bound on epsilon."""
+
+    def compose(self, release: Release, rounds: int = 1) -> Self:
+        """This composed with `rounds` more of `release`."""
+
+    def epsilon(self, delta: float) -> float:
+        """Upper bound on epsilon at delta."""
+
+
+A = TypeVar("A", bound=Composable)
+
+
+def compose_all(empty: A, content: Mapping[Release, int]) -> A:
+    """The accountant of everything in `content` (release -> number of rounds)."""
+    for release, rounds in content.items():
+        empty = empty.compose(release, rounds)
+    return empty
+
+
+@dataclass
+class _Range:
+    """Totals up to `fits` are proven within the budget, from `passes` on they are not."""
+
+    fits: int = 0
+    passes: int = MAX_PROBED_ROUNDS + 1
+
+
+@dataclass
+class Headroom:
+    """The remembered answers of one ledger."""
+
+    empty: Composable
+    _ranges: dict[tuple[object, ...], _Range] = field(default_factory=dict)
+
+    def _range(self, content: Mapping[Release, int], release: Release, budget: PrivacyBudget) -> _Range:
+        others = frozenset((other, rounds) for other, rounds in content.items() if other != release)
+        return self._ranges.setdefault((others, release, budget), _Range())
+
+    def known(
+        self, content: Mapping[Release, int], release: Release, rounds: int, budget: PrivacyBudget
+    ) -> bool | None:
+        """Whether `rounds` more of `release` fit, if that follows from earlier answers; never asks the accountant."""
+        total, found = content.get(release, 0) + rounds, self._range(content, release, budget)
+        return True if total <= found.fits else False if total >= found.passes else None
+
+    def fits(self, content: Mapping[Release, int], release: Release, rounds: int, budget: PrivacyBudget) -> bool:
+        """Whether `rounds` more of `release` stay within the budget."""
+        total, found = content.get(release, 0) + rounds, self._range(content, release, budget)
+        if found.fits < total < found.passes:
+            # Ask further ahead first: a yes there answers the coming rounds as well.
+            ahead = min(2 * total, (total + found.passes) // 2)
+            if ahead > total and self._within(content, release, ahead, budget, probe=True):
+                found.fits = ahead
+            else:
+                found.passes = min(found.passes, max(ahead, total + 1))
+                if self._within(content, release, total, budget):
+                    found.fits = total
+                else:
+                    found.passes = total
+        return total <= found.fits
+
+    def most(self, content: Mapping[Release, int], release: Release, budget: PrivacyBudget) -> int:
+        """How many more rounds of `release` fit (at least that many when the answer is MAX_PROBED_ROUNDS in all)."""
+        spent, found = content.get(release, 0), self._range(content, release, budget)
+        if spent >= found.passes or (spent > found.fits and not self.fits(content, release, 0, budget)):
+            return 0
+        found.fits = max(found.fits, spent)
+        while found.passes - found.fits > 1:
+            self.fits(content, release, min((found.fits + found.passes) // 2, 2 * found.fits + 1) - spent, budget)
+        return found.fits - spent
+
+    def _within(
+        self, content: Mapping[Release, int], release: Release, total: int, budget: PrivacyBudget, probe: bool = False
+    ) -> bool:
+        try:
+            return compose_all(self.empty, {**content, release: total}).epsilon(budget.delta) <= budget.epsilon
+        except AccountingError:
+            if probe:  # too far ahead to be proven; the rounds asked for may still be
+                return False
+            raise

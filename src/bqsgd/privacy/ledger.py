@@ -1,0 +1,296 @@
+"""The ledger: what one client has spent of its privacy budget, recorded durably before each message leaves.
+
+    with Ledger.open(path, client=3, budget_epsilon=3.0, budget_delta=1e-5) as ledger:
+        ledger.reserve(release, run="a7", first_round=0, rounds=50, seeded=False)
+        for round in range(50):
+            ledger.spend(release, run="a7", round=round, seeded=False)   # returns: now the frame may be sent
+            send(...)
+
+`reserve` makes one durable entry for many rounds, and `spend` inside a reservation of the same process only ticks a
+round off in memory. A crash therefore leaves every reserved round counted, sent or not: over, never under. A clean
+`close` gives back what was certainly not sent.
+
+Sending twice. What is private is the frame, not the round number:
+- Sending the *same bytes* again reveals nothing new. It needs no call.
+- Drawing *new noise* for a round that was recorded before is a new release of the same data and is counted again. It
+  must be asked for with `resume=True`; otherwise a recorded round is refused.
+- A seeded run that resumes draws the same bytes again, so it is not charged again; it has no privacy claim anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd.params import check_int
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.privacy.headroom import Headroom, compose_all
+from bqsgd.privacy.ledger_entries import MAX_RESERVED_ROUNDS, MAX_ROUND, Entry, Kind, PrivacyBudget, State
+from bqsgd.privacy.ledger_store import Store, create
+from bqsgd.privacy.reservation import Grant, granted, returning, spending
+from bqsgd.release import Release
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Ledger:
+    """One client's ledger; use `Ledger.open`. Safe to use from several threads, and from several processes that each
+    open it themselves; not across a fork."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open what is there, as it is (for reading); training uses `Ledger.open`, which checks whose ledger it is."""
+        self._store = Store(Path(path))
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._state = State()
+        self._entries: list[Entry] = []
+        self._headroom = Headroom(Accountant())
+        self._unsent: dict[tuple[str, int], Grant] = {}
+        try:
+            self._refresh()
+            if self._state.budget is None:
+                raise LedgerError(f"{self.path} holds no budget; restore it from a backup")
+        except BaseException:
+            self._store.close()
+            raise
+
+    @classmethod
+    def open(
+        cls, path: str | Path, *, client: int, budget_epsilon: float, budget_delta: float, create_missing: bool = True
+    ) -> Self:
+        """Open client `client`'s ledger, or make it.
+
+        Pass create_missing=False wherever a ledger must exist already (a resumed run): a lost ledger would otherwise be
+        replaced by an empty one, with a fresh budget.
+
+        Raises:
+            LedgerError: another client's ledger, another budget than the one in force (use `change_budget`), a damaged
+                or foreign file.
+        """
+        budget = PrivacyBudget(epsilon=budget_epsilon, delta=budget_delta)
+        check_int("client", client, 0, 2**63 - 1)
+        where = Path(path)
+        if create_missing and not where.exists():
+            entry = Entry(kind=Kind.BUDGET, time=_now(), budget=budget, reason="ledger made")
+            create(where, client=client, first_body=entry.to_json())
+        ledger = cls(where)
+        try:
+            if ledger.client != client:
+                raise LedgerError(
+                    f"{where} is the ledger of client {ledger.client}, not {client}; give each its own file"
+                )
+            if ledger.budget != budget:
+                raise LedgerError(
+                    f"{where} has the budget {ledger.budget}, not {budget}; open it with its own budget and call "
+                    "change_budget(...) if it is meant to change"
+                )
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._store.path
+
+    @property
+    def client(self) -> int:
+        """Whose ledger this is."""
+        return self._store.client
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The budget in force."""
+        assert self._state.budget is not None
+        return self._state.budget
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every entry, oldest first."""
+        with self._lock:
+            self._refresh()
+            return tuple(self._entries)
+
+    @property
+    def spent_rounds(self) -> int:
+        """Rounds that count as released, reserved ones included."""
+        with self._lock:
+            self._refresh()
+            return self._state.total_rounds
+
+    def spend(self, release: Release, *, run: str, round: int, seeded: bool, resume: bool = False) -> None:
+        """Record one round durably; when this returns, its message may leave.
+
+        Inside a reservation of this process it takes microseconds; otherwise it is a reservation of one round.
+
+        Raises:
+            BudgetExhausted: the round would pass the budget; nothing was recorded and nothing may be sent.
+            LedgerError: the round is already recorded and `resume` was not given, or it could not be made durable.
+        """
+        with self._lock:
+            self._check_process()
+            grant = self._unsent.get((run, round))
+            if grant is None:
+                self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume)
+            elif (grant.release is not release and grant.release != release) or grant.seeded != seeded:
+                raise LedgerError(
+                    f"round {round} of run {run!r} was reserved for another release or noise source than the one to be "
+                    "sent; reserve again for what is really sent"
+                )
+            del self._unsent[run, round]
+
+    def reserve(
+        self, release: Release, *, run: str, first_round: int, rounds: int, seeded: bool, resume: bool = False
+    ) -> None:
+        """Record `rounds` rounds ahead, in one durable transaction: all of them or none.
+
+        With `resume`, rounds recorded before are counted once more (new noise), except those that the same release made
+        from seeded noise before and will make again.
+
+        Raises:
+            BudgetExhausted: they would pass the budget; the message says how many rounds are left.
+            LedgerError: one of them is recorded already and `resume` was not given.
+        """
+        if not isinstance(run, str) or not run:
+            raise InvalidParameter(f"run must be a non-empty name, got {run!r}")
+        check_int("first_round", first_round, 0, MAX_ROUND)
+        check_int("rounds", rounds, 1, MAX_RESERVED_ROUNDS)
+        with self._lock:
+            wanted = range(first_round, first_round + rounds)
+            pending = next((number for number in wanted if (run, number) in self._unsent), None)
+            if pending is not None:
+                raise LedgerError(
+                    f"round {pending} of run {run!r} is reserved already and not sent yet; spend it first"
+                )
+            while True:
+                with self._writing() as append:
+                    grants = granted(self._state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
+                    charged = sum(grant.charged for grant in grants.values())
+                    fits = self._fits_already(release, charged)
+                    if fits:
+                        append(spending(grants, time=_now()))
+                if fits:
+                    self._unsent.update(grants)
+                    return
+                # The accountant is asked outside the transaction: it may take seconds and others want to write.
+                if not self._headroom.fits(self._state.rounds, release, charged, self.budget):
+                    raise BudgetExhausted(self._refusal(release, charged))
+
+    def headroom(self, release: Release) -> int:
+        """How many more rounds of `release` fit into what is left of the budget."""
+        with self._lock:
+            self._refresh()
+            return self._headroom.most(self._state.rounds, release, self.budget)
+
+    def change_budget(self, *, epsilon: float, delta: float, reason: str) -> None:
+        """Put another budget in force from here on; the change and its reason stay in the ledger."""
+        if not reason.strip():
+            raise InvalidParameter("reason must say why the budget changes")
+        entry = Entry(kind=Kind.BUDGET, time=_now(), budget=PrivacyBudget(epsilon=epsilon, delta=delta), reason=reason)
+        with self._lock, self._writing() as append:
+            append([entry])
+
+    def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
+        """What the client's messages so far guarantee (at the budget's delta by default); None if it sent nothing.
+
+        Seeded rounds make it say "seeded noise: no privacy claim".
+        """
+        with self._lock:
+            self._refresh()
+            if not self._state.rounds:
+                return None
+            accountant = compose_all(Accountant(), self._state.rounds)
+            wanted = self.budget.delta if delta is None else delta
+            return accountant.guarantee(delta=wanted, seeded=self._state.seeded_rounds > 0)
+
+    def to_dict(self, *, delta: float | None = None) -> dict[str, Any]:
+        """Whose ledger, the budget, the guarantee and every entry, in plain JSON types."""
+        with self._lock:
+            guarantee = self.guarantee(delta=delta)
+            return {
+                "client": self.client,
+                "budget": {"epsilon": self.budget.epsilon, "delta": self.budget.delta},
+                "spent_rounds": self._state.total_rounds,
+                "seeded_rounds": self._state.seeded_rounds,
+                "guarantee": None if guarantee is None else guarantee.to_dict(),
+                "entries": [entry.to_dict() for entry in self._entries],
+            }
+
+    def close(self) -> None:
+        """Give back the reserved rounds that were not sent, and close the file. After a crash nothing is given back."""
+        with self._lock:
+            if os.getpid() != self._pid:
+                return  # the parent's file and the parent's rounds
+            try:
+                self._give_back()
+            finally:
+                self._unsent.clear()
+                self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _give_back(self) -> None:
+        entries = returning(self._unsent, time=_now())
+        if entries:
+            with self._writing() as append:
+                append(entries)
+
+    def _fits_already(self, release: Release, rounds: int) -> bool:
+        return rounds == 0 or self._headroom.known(self._state.rounds, release, rounds, self.budget) is True
+
+    def _refusal(self, release: Release, rounds: int) -> str:
+        left = self._headroom.most(self._state.rounds, release, self.budget)
+        guarantee = self.guarantee()
+        spent = "nothing is spent" if guarantee is None else f"spent so far: {guarantee}"
+        return (
+            f"{rounds} more round(s) would pass the budget of epsilon {self.budget.epsilon:g} at delta "
+            f"{self.budget.delta:g} of client {self.client}; {left} round(s) of this release are left; {spent}. "
+            "Nothing was recorded: send nothing, stop here or raise the budget with change_budget(...)"
+        )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Callable[[list[Entry]], None]]:
+        """Hold the write lock with the state up to date; what is appended becomes state only once it is durable."""
+        added: list[Entry] = []
+
+        def append(entries: list[Entry]) -> None:
+            for entry in entries:
+                self._store.append(entry.to_json())
+            added.extend(entries)
+
+        self._check_process()
+        with self._store.exclusive():
+            self._refresh()
+            yield append
+        for entry in added:
+            self._take(entry)
+
+    def _refresh(self) -> None:
+        self._check_process()
+        for body in self._store.fresh():
+            self._take(Entry.from_json(body))
+
+    def _take(self, entry: Entry) -> None:
+        self._state.add(entry)
+        self._entries.append(entry)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise LedgerError("a ledger does not survive a fork; open it again in the new process")

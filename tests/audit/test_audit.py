@@ -1,0 +1,231 @@
+"""The audit stays below the exact figure for the real encoder, and catches clients that are not what they claim.
+
+False alarms: every audit here runs at confidence 0.999 or more with a fixed seed, so it is the same runs each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bqsgd.audit import Inputs, audit, canary_inputs, worst_case_inputs
+from bqsgd.audit.scores import Encode, code_law, loss_table, scores, uniforms
+from bqsgd.errors import InvalidParameter
+from bqsgd.mechanism import bq
+from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
+
+Values = npt.NDArray[np.float64]
+BATCH, DIMENSION = 16, 256
+CONFIDENCE = 0.999
+
+
+def release_of(*, levels: int = 4, trials: int = 60, dimension: int = DIMENSION, rate: float = 1.0) -> Release:
+    """A per-sample clamp at 1 and a mean over the public batch size: linf = 1 / BATCH."""
+    return Release(
+        mechanism=Mechanism(levels=levels, trials=trials),
+        dimension=dimension,
+        sensitivity=Sensitivity(linf=1 / BATCH),
+        sampling=Sampling(scheme=Scheme.POISSON, rate=rate) if rate < 1 else Sampling(scheme=Scheme.FULL),
+    )
+
+
+RELEASE = release_of()
+
+
+# Clients: from per-sample gradients (records, dimension) to the encoder's input, clip 1.
+
+
+def honest(gradients: Values) -> Values:
+    return np.clip(np.clip(gradients, -1, 1).sum(axis=0) / BATCH, -1, 1)
+
+
+def no_clip(gradients: Values) -> Values:
+    return np.clip(gradients.sum(axis=0) / BATCH, -1, 1)  # the encoder's range is not a clip a sample
+
+
+def batch_mean_clip(gradients: Values) -> Values:
+    mean = gradients.sum(axis=0) / BATCH
+    return mean / max(1.0, float(np.abs(mean).max()))
+
+
+def realised_batch(gradients: Values) -> Values:
+    return np.clip(np.clip(gradients, -1, 1).sum(axis=0) / max(1, len(gradients)), -1, 1)
+
+
+def encoder(mechanism: Mechanism) -> Encode:
+    def encode(values: Values, *, rng: NoiseSource) -> npt.NDArray[np.unsignedinteger]:
+        return bq.encode(values, mechanism, clip=1.0, rng=rng)
+
+    return encode
+
+
+def half_the_variance(values: Values, *, rng: NoiseSource) -> npt.NDArray[np.unsignedinteger]:
+    claimed, real = RELEASE.mechanism, Mechanism(levels=RELEASE.mechanism.levels, trials=RELEASE.mechanism.trials // 2)
+    return encoder(real)(values, rng=rng) + (claimed.trials - real.trials) // 2
+
+
+@pytest.mark.parametrize(
+    ("release", "rounds", "samples"),
+    [
+        (RELEASE, 1, 20_000),
+        (release_of(levels=1, trials=251, dimension=61_706), 1, 500),
+        (release_of(levels=1, trials=20, dimension=1), 1, 20_000),
+        (release_of(rate=0.1), 1, 20_000),
+        (release_of(rate=0.25, dimension=64), 10, 4_000),
+    ],
+)
+def test_the_real_encoder_stays_below_the_exact_figure(release: Release, rounds: int, samples: int) -> None:
+    result = audit(release, rounds=rounds, samples=samples, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=1))
+    assert not result.violated
+    assert result.lower.epsilon < result.claimed.epsilon
+    assert "proves nothing" in result.verdict
+
+
+def test_the_bound_has_power() -> None:
+    """With noise to spare the audit would be silent about everything; here it must see a good part of epsilon."""
+    result = audit(RELEASE, samples=20_000, delta=1e-2, confidence=CONFIDENCE, rng=seeded_rng(seed=2))
+    assert 0.6 * result.claimed.epsilon < result.lower.epsilon <= result.claimed.epsilon
+
+
+def test_half_the_variance_is_caught() -> None:
+    result = audit(
+        RELEASE, samples=20_000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=3), encode=half_the_variance
+    )
+    assert result.violated
+    assert "VIOLATION" in result.verdict
+
+
+FULL_BATCH = np.full((BATCH, DIMENSION), -1.0)
+
+
+@pytest.mark.parametrize("background", [None, FULL_BATCH], ids=["alone", "in a full batch"])
+@pytest.mark.parametrize(
+    ("client", "caught"),
+    [(honest, False), (no_clip, True), (batch_mean_clip, True), (realised_batch, True)],
+)
+def test_planted_client_faults_are_caught(
+    client: Callable[[Values], Values], caught: bool, background: Values | None
+) -> None:
+    result = audit(
+        RELEASE,
+        samples=8_000,
+        delta=1e-3,
+        confidence=CONFIDENCE,
+        rng=seeded_rng(seed=4),
+        inputs=canary_inputs(client, dimension=DIMENSION, background=background),
+    )
+    assert result.violated == caught
+
+
+def test_faults_are_caught_through_sampling_and_rounds() -> None:
+    release = release_of(rate=0.25)
+    pair = canary_inputs(batch_mean_clip, dimension=DIMENSION)
+    result = audit(
+        release, rounds=4, samples=2_000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=5), inputs=pair
+    )
+    assert result.violated
+
+
+def test_a_batch_mean_clip_accounted_as_such_passes() -> None:
+    release = Release(
+        mechanism=Mechanism(levels=1, trials=60),
+        dimension=1,
+        sensitivity=Sensitivity(linf=2.0, relation=Relation.REPLACE),
+        sampling=Sampling(scheme=Scheme.FULL),
+    )
+    result = audit(release, samples=20_000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=6))
+    assert not result.violated
+    assert result.lower.epsilon > 0.4 * result.claimed.epsilon
+
+
+def test_the_worst_case_pair_attains_the_shift() -> None:
+    pair = worst_case_inputs(RELEASE)
+    assert np.all(pair.with_record - pair.without == 1 / BATCH)
+    wide = Release(
+        mechanism=RELEASE.mechanism,
+        dimension=9,
+        sensitivity=Sensitivity(linf=1.5, l2=3.0),
+        sampling=Sampling(scheme=Scheme.FULL),
+    )
+    pair = worst_case_inputs(wide)
+    assert pair.moved == 4
+    assert (pair.with_record - pair.without).tolist() == [1.5] * 4 + [0.0] * 5
+    assert np.abs(pair.with_record).max() <= 1
+
+
+def test_the_code_law_is_the_encoders_law() -> None:
+    mechanism, count = Mechanism(levels=3, trials=20), 400_000
+    for value in (-1.0, 0.0, 0.21, 1.0):
+        codes = encoder(mechanism)(np.full(count, value), rng=seeded_rng(seed=7))
+        law = code_law(mechanism, value)
+        assert law.sum() == pytest.approx(1, abs=1e-12)
+        seen = np.bincount(codes, minlength=mechanism.code_count) / count
+        # 5 standard errors for each of 4 x 27 codes: false alarm below 1e-4.
+        assert np.all(np.abs(seen - law) <= 5 * np.sqrt(law * (1 - law) / count) + 1e-5)
+
+
+def test_scores_are_log_likelihood_ratios() -> None:
+    """E[e^score] = 1 without the record: the ratio's law, and the sampling rate, are as stated."""
+    release = release_of(dimension=8, levels=4, trials=12, rate=0.3)
+    pair = worst_case_inputs(release)
+    found = {
+        present: scores(
+            pair,
+            release.mechanism,
+            encode=encoder(release.mechanism),
+            rate=0.3,
+            rounds=2,
+            samples=50_000,
+            present=present,
+            rng=seeded_rng(seed=12),
+        )
+        for present in (True, False)
+    }
+    ratio = np.exp(found[False])
+    assert abs(ratio.mean() - 1) < 5 * ratio.std() / math.sqrt(ratio.size)
+    back = np.exp(-found[True])
+    assert abs(back.mean() - 1) < 5 * back.std() / math.sqrt(back.size)
+    assert found[True].mean() > found[False].mean()
+
+
+def test_a_code_that_only_one_side_gives_decides_the_run() -> None:
+    table = loss_table(Mechanism(levels=1, trials=2), without=0.0, with_record=0.5)
+    assert table.tolist() == pytest.approx([0.0, math.log(0.5), math.log(0.75), math.log(1.5), 60.0][: table.size])
+
+
+def test_uniforms_fill_the_unit_interval() -> None:
+    drawn = uniforms(100_001, rng=seeded_rng(seed=1))
+    assert drawn.shape == (100_001,)
+    assert 0 <= drawn.min() < 1e-3
+    assert 0.999 < drawn.max() < 1
+    assert abs(drawn.mean() - 0.5) < 5 * math.sqrt(1 / 12 / drawn.size)
+
+
+def test_the_record_says_whether_the_noise_was_seeded_and_what_was_audited() -> None:
+    fields = audit(release_of(dimension=4), samples=50, delta=1e-3, rng=privacy_rng()).to_dict()
+    assert fields["seeded"] is False
+    assert fields["audited_dimension"] == 4
+    assert "proves nothing" in fields["note"]
+    assert fields["claimed"]["epsilon"] == Accountant().compose(release_of(dimension=4)).epsilon(1e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 3},
+        {"rounds": 0},
+        {"confidence": 1.0},
+        {"inputs": Inputs(without=np.zeros(3), with_record=np.ones(3))},
+    ],
+)
+def test_bad_arguments_are_refused(wrong: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"samples": 100, "delta": 1e-3, "rng": privacy_rng(), **wrong}
+    with pytest.raises(InvalidParameter):
+        audit(RELEASE, **arguments)  # type: ignore[arg-type]
