@@ -15,6 +15,8 @@ import typer
 
 from bqsgd import __version__
 from bqsgd.cli.account import account
+from bqsgd.cli.audit import audit
+from bqsgd.cli.ledger import ledger
 from bqsgd.cli.plan import plan
 from bqsgd.cli.report import report
 from bqsgd.cli.tradeoffs import tradeoffs
@@ -41,6 +43,8 @@ def about(
 
 app.command()(plan)
 app.command()(account)
+app.command()(audit)
+app.add_typer(ledger, name="ledger")
 app.command()(tradeoffs)
 app.command()(report)
 

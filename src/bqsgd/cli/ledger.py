@@ -1,0 +1,75 @@
+"""`bqsgd ledger`: look at what a client has spent, or take it out as JSON or CSV. Never changes a ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bqsgd.cli.output import Json, emit, to_json
+
+ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
+
+Where = Annotated[Path, typer.Argument(help="The client's ledger file.")]
+Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
+
+COLUMNS = (
+    "number kind time run first_round rounds seeded again levels trials dimension linf l2 relation sampling rate unit "
+    "trust budget_epsilon budget_delta reason"
+).split()
+
+
+@ledger.command()
+def show(path: Where, delta: Delta = None, json: Json = False) -> None:
+    """Print the budget, what is spent and what that guarantees."""
+    from bqsgd.privacy.ledger import Ledger
+
+    with Ledger(path) as opened:
+        guarantee = opened.guarantee(delta=delta)
+        fields = opened.to_dict(delta=delta)
+    entries = fields.pop("entries")
+    fields["entry_count"] = len(entries)
+    if not json and guarantee is None:
+        fields["guarantee"] = "nothing was sent"
+    elif not json and guarantee is not None:
+        fields["guarantee"] = str(guarantee)
+    emit(fields, as_json=json, title=f"Ledger of client {fields['client']}")
+
+
+@ledger.command()
+def export(
+    path: Where,
+    out: Annotated[Path, typer.Option(help="File to write: .json (everything) or .csv (one line an entry).")],
+    delta: Delta = None,
+) -> None:
+    """Write every entry, and in JSON the guarantee, to a file."""
+    from bqsgd.errors import InvalidParameter
+    from bqsgd.privacy.ledger import Ledger
+
+    if out.suffix not in (".json", ".csv"):
+        raise InvalidParameter(f"--out must end in .json or .csv, got {out.name!r}")
+    if out.exists():
+        raise InvalidParameter(f"{out} exists; give a new file name")
+    with Ledger(path) as opened:
+        fields = opened.to_dict(delta=delta)
+    if out.suffix == ".json":
+        out.write_text(to_json(fields) + "\n", encoding="utf-8")
+    else:
+        _write_csv(out, fields["entries"])
+    typer.echo(f"{len(fields['entries'])} entries of client {fields['client']} written to {out}")
+
+
+def _write_csv(out: Path, entries: list[dict[str, Any]]) -> None:
+    import csv
+
+    with out.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, restval="", extrasaction="ignore")
+        writer.writeheader()
+        for number, entry in enumerate(entries, start=1):
+            release, budget = entry.get("release", {}), entry.get("budget", {})
+            row = {"number": number, **entry, **release, **release.get("mechanism", {})}
+            row |= release.get("sensitivity", {})
+            if release:
+                row |= {"sampling": release["sampling"]["scheme"], "rate": release["sampling"]["rate"]}
+            writer.writerow(row | {f"budget_{name}": value for name, value in budget.items()})
