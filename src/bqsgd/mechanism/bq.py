@@ -100,6 +100,18 @@ class Encoding:
             if kernels.add_noise(words, packed, index_bits, first, codes):
                 resolve_ties(words, table, codes, refinement=partial(self._refinement, a))
 
+    def codes(self, *, threads: int = 1, out: Codes | None = None) -> Codes:
+        """All codes, in `out` if given (the values are read and the noise is used once)."""
+        codes = np.empty(self.dimension, dtype=self.dtype) if out is None else out
+        if codes.shape != (self.dimension,) or codes.dtype != self.dtype:
+            raise InvalidParameter(
+                f"out must be {self.dimension} codes of {self.dtype}, got shape {codes.shape} of {codes.dtype}"
+            )
+        if not (codes.flags.c_contiguous and codes.flags.aligned and codes.flags.writeable):
+            raise InvalidParameter("out must be contiguous, aligned and writeable")
+        for_slices(self.dimension, CHUNK, threads, lambda a, b: self.write(a, b, codes[a:b]))
+        return codes
+
     def _refinement(self, start: int, offset: int) -> int:
         word = np.empty(1, dtype=np.uint64)
         self._rng.fill(word, block=self._first_refinement + start + offset)
@@ -144,16 +156,7 @@ def encode(
     """
     if q != 0.5:
         raise InvalidParameter(f"q must be 1/2, got {q}: it is the choice that minimises P_max (paper Remark 1)")
-    encoding = Encoding(values, mechanism, clip=clip, rng=rng, clamp=clamp)
-    codes = np.empty(encoding.dimension, dtype=encoding.dtype) if out is None else out
-    if codes.shape != (encoding.dimension,) or codes.dtype != encoding.dtype:
-        raise InvalidParameter(
-            f"out must be {encoding.dimension} codes of {encoding.dtype}, got shape {codes.shape} of {codes.dtype}"
-        )
-    if not (codes.flags.c_contiguous and codes.flags.aligned and codes.flags.writeable):
-        raise InvalidParameter("out must be contiguous, aligned and writeable")
-    for_slices(encoding.dimension, CHUNK, threads, lambda a, b: encoding.write(a, b, codes[a:b]))
-    return codes
+    return Encoding(values, mechanism, clip=clip, rng=rng, clamp=clamp).codes(threads=threads, out=out)
 
 
 def centre(mechanism: Mechanism, count: int = 1) -> float:

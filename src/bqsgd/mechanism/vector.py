@@ -40,7 +40,7 @@ def _from_tensor(values: Any, name: str) -> npt.NDArray[Any]:
         return np.from_dlpack(values.detach() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise InvalidParameter(
-            f"{name} cannot be read without a copy ({error}); move it to the CPU as float32"
+            f"{name} cannot be read in place ({error}); move it to the CPU as float32"
         ) from error
 
 

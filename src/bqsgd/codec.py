@@ -1,0 +1,164 @@
+"""From a vector to a frame and back: mechanism and wire put together, for one client and for a summing server."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.mechanism import kernels
+from bqsgd.mechanism.bq import Encoding, centre, decode
+from bqsgd.mechanism.slices import for_slices
+from bqsgd.noise import NoiseSource
+from bqsgd.params import Clip, Mechanism, check_clip, check_int, check_positive, parameters_digest
+from bqsgd.wire import entropy
+from bqsgd.wire.fixed import Codes, FixedWidth, Payload
+from bqsgd.wire.frame import Buffer, Coding, Frame, FrameWriter, Header, read_frame
+
+_PIECE = 1 << 16
+"""Codes encoded at a time before they are packed, where the payload is not the codes themselves."""
+
+
+def encode_frame(
+    values: Any,
+    mechanism: Mechanism,
+    *,
+    clip: Clip,
+    rng: NoiseSource,
+    client: int,
+    round: int,
+    coding: str = "fixed",
+    clamp: bool = False,
+    threads: int = 1,
+) -> bytearray:
+    """Encode a vector and frame its codes; the frame says whether the noise was seeded.
+
+    "fixed" takes log2(2s + m + 1) bits a coordinate whatever the values, and writes into the frame itself: extra memory
+    does not grow with the dimension. "entropy" is shorter, but its length tells something about the codes.
+
+    Raises:
+        NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.bq.encode`.
+    """
+    if coding not in ("fixed", "entropy"):
+        raise InvalidParameter(f'coding must be "fixed" or "entropy", got {coding!r}')
+    encoding = Encoding(values, mechanism, clip=clip, rng=rng, clamp=clamp)
+    about: dict[str, Any] = {
+        "mechanism": mechanism,
+        "digest": parameters_digest(mechanism, clip=clip, dimension=encoding.dimension),
+        "client": client,
+        "round": round,
+        "dimension": encoding.dimension,
+        "seeded": rng.seeded,
+    }
+    if coding == "fixed":
+        writer = FrameWriter(coding=Coding.FIXED, **about)
+        _write_fixed(encoding, writer.payload, threads)
+        return writer.seal()
+    payload = entropy.encode(encoding.codes(threads=threads), mechanism)
+    writer = FrameWriter(coding=Coding.ENTROPY, payload_bytes=len(payload), **about)
+    writer.payload[:] = np.frombuffer(payload, np.uint8)
+    return writer.seal()
+
+
+def _write_fixed(encoding: Encoding, payload: Payload, threads: int) -> None:
+    coder = FixedWidth(encoding.mechanism.code_count)
+    if coder.direct and sys.byteorder == "little":
+        encoding.codes(threads=threads, out=payload.view(coder.dtype))
+        return
+    unit = math.lcm(coder.block_codes, 2)  # slices start on a byte of the payload and on an even coordinate
+    piece = unit * max(1, _PIECE // unit)
+
+    def work(start: int, stop: int) -> None:
+        scratch = np.empty(min(piece, stop - start), dtype=coder.dtype)
+        for a in range(start, stop, piece):
+            b = min(a + piece, stop)
+            encoding.write(a, b, scratch[: b - a])
+            coder.pack(scratch[: b - a], payload[coder.payload_bytes(a) : coder.payload_bytes(b)])
+
+    for_slices(encoding.dimension, piece, threads, work)
+
+
+def _codes(frame: Frame) -> Codes:
+    """All codes of a checked frame, each below 2s + m + 1, as a read-only array."""
+    header = frame.header
+    if header.coding is Coding.FIXED:
+        codes = FixedWidth(header.mechanism.code_count).unpack(frame.payload, header.dimension)
+    else:
+        codes = entropy.decode(frame.payload, header.mechanism, header.dimension)
+    view = codes.view()
+    view.flags.writeable = False  # one kernel signature, whether the codes were copied or not
+    return view
+
+
+def decode_frame(
+    frame: Buffer,
+    *,
+    clip: Clip,
+    dimension: int | None = None,
+    mechanism: Mechanism | None = None,
+    client: int | None = None,
+    round: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """The unbiased values (paper Eq. 12) that a frame carries, after checking it against everything stated here.
+
+    Raises:
+        FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
+    """
+    checked = read_frame(frame, dimension=dimension, mechanism=mechanism, clip=clip, client=client, round=round)
+    return decode(_codes(checked), checked.header.mechanism, clip=clip)
+
+
+class Accumulator:
+    """A running weighted sum of decoded frames: O(dimension) memory, whatever the number of clients.
+
+    A frame is checked whole before any of it is added, so a refused frame leaves the sum as it was.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self.total: npt.NDArray[np.float64] = np.zeros(check_int("dimension", dimension, 1, 2**53))
+        """Sum over the frames of weight (C/s) (code - s - m/2)."""
+        self.weight = 0.0
+        """Sum of the weights."""
+        self.frames = 0
+        self.seeded = False
+        """True as soon as one frame's noise was seeded: the sum then carries no privacy claim."""
+
+    def add(
+        self,
+        frame: Buffer,
+        *,
+        clip: Clip,
+        weight: float = 1.0,
+        mechanism: Mechanism | None = None,
+        client: int | None = None,
+        round: int | None = None,
+    ) -> Header:
+        """Check a frame and add weight times its decoded values; returns its header.
+
+        Raises:
+            FrameError: the frame was refused and nothing was added.
+            InvalidParameter: weight is not positive and finite.
+        """
+        weight, clip = check_positive("weight", weight), check_clip(clip, self.total.size)
+        checked = read_frame(
+            frame, dimension=self.total.size, mechanism=mechanism, clip=clip, client=client, round=round
+        )
+        codes, used = _codes(checked), checked.header.mechanism
+        if isinstance(clip, float):
+            kernels.accumulate_scalar(codes, weight * clip / used.levels, centre(used), self.total)
+        else:
+            kernels.accumulate_vector(codes, clip, weight / used.levels, centre(used), self.total)
+        self.weight += weight
+        self.frames += 1
+        self.seeded |= checked.header.seeded
+        return checked.header
+
+    def mean(self) -> npt.NDArray[np.float64]:
+        """The weighted mean of the frames added so far."""
+        if not self.frames:
+            raise InvalidParameter("no frame has been added: a mean of nothing is undefined")
+        return self.total / self.weight
