@@ -39,8 +39,9 @@ def code_law(mechanism: Mechanism, value: float) -> npt.NDArray[np.float64]:
 def loss_table(mechanism: Mechanism, *, without: float, with_record: float) -> npt.NDArray[np.float64]:
     """Log-likelihood ratio of each code, cut at +-LOSS_LIMIT; 0 for codes that neither side gives."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        table = np.log(code_law(mechanism, with_record)) - np.log(code_law(mechanism, without))
-    return np.clip(np.nan_to_num(table, nan=0.0, posinf=LOSS_LIMIT, neginf=-LOSS_LIMIT), -LOSS_LIMIT, LOSS_LIMIT)
+        table: npt.NDArray[np.float64] = np.log(code_law(mechanism, with_record)) - np.log(code_law(mechanism, without))
+    table[np.isnan(table)] = 0.0
+    return table.clip(-LOSS_LIMIT, LOSS_LIMIT)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[misc]
@@ -54,7 +55,7 @@ def _sum_losses(codes, tables, table_of, moved, out):  # type: ignore[no-untyped
 
 def uniforms(count: int, *, rng: NoiseSource) -> npt.NDArray[np.float64]:
     """`count` numbers in [0, 1) with 53 random bits each, from the noise source's keystream."""
-    return (rng.words(count) >> np.uint64(11)) * 2.0**-53
+    return (rng.words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def scores(
@@ -78,7 +79,7 @@ def scores(
     dimension, total = inputs.without.size, samples * rounds
     taking_part = np.full(total, present) if rate == 1 or not present else uniforms(total, rng=rng) < rate
     chunk = max(1, CHUNK_VALUES // dimension)
-    losses = np.empty(total)
+    losses: npt.NDArray[np.float64] = np.empty(total)
     values = np.empty((min(chunk, total), dimension))
     filled: npt.NDArray[np.bool_] | None = None
     for start in range(0, total, chunk):
@@ -91,4 +92,5 @@ def scores(
         _sum_losses(codes, tables, table_of, inputs.moved, losses[start : start + part.size])
     if rate < 1:
         losses = np.logaddexp(math.log1p(-rate), math.log(rate) + losses)
-    return losses.reshape(samples, rounds).sum(axis=1)
+    totals: npt.NDArray[np.float64] = losses.reshape(samples, rounds).sum(axis=1)
+    return totals

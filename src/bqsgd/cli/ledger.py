@@ -14,10 +14,29 @@ ledger = typer.Typer(help="Show or export what one client has spent of its priva
 Where = Annotated[Path, typer.Argument(help="The client's ledger file.")]
 Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
 
-COLUMNS = (
-    "number kind time run first_round rounds seeded again levels trials dimension linf l2 relation sampling rate unit "
-    "trust budget_epsilon budget_delta reason"
-).split()
+COLUMNS = [
+    "number",
+    "kind",
+    "time",
+    "run",
+    "first_round",
+    "rounds",
+    "seeded",
+    "again",
+    "levels",
+    "trials",
+    "dimension",
+    "linf",
+    "l2",
+    "relation",
+    "sampling",
+    "rate",
+    "unit",
+    "trust",
+    "budget_epsilon",
+    "budget_delta",
+    "reason",
+]
 
 
 @ledger.command()
