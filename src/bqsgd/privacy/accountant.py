@@ -1,0 +1,123 @@
+"""The exact accountant: what everything a client has sent guarantees, worst case over data.
+
+>>> from bqsgd.params import Mechanism
+>>> from bqsgd.release import Release, Sampling, Sensitivity
+>>> release = Release(
+...     mechanism=Mechanism(levels=1, trials=251), dimension=61706,
+...     sensitivity=Sensitivity(linf=1 / 32), sampling=Sampling(scheme="poisson", rate=32 / 15000))
+>>> round(Accountant().compose(release, 1000).epsilon(1e-5), 2)
+0.33
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import check_int
+from bqsgd.privacy import composition, renyi
+from bqsgd.privacy.composition import Spent
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.release import Release, Scheme
+
+METHOD_EXACT = "exact: privacy loss distribution, L-infinity"
+METHOD_RENYI = "exact: Renyi moments, L2 and L-infinity"
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """An immutable tally of releases; `compose` returns a new one. All releases share relation, unit and trust model."""
+
+    spent: Spent = ()
+
+    def compose(self, release: Release, rounds: int = 1) -> Accountant:
+        """Add `rounds` messages of one release. The order of releases does not matter to the figure."""
+        check_int("rounds", rounds, 0, 2**40)
+        counts = dict(self.spent)
+        for other in counts:
+            for name in ("unit", "trust"):
+                if getattr(other, name) != getattr(release, name):
+                    raise InvalidParameter(
+                        f"one accountant cannot mix {name}s: {getattr(other, name)!r} and this release"
+                    )
+            if other.sensitivity.relation != release.sensitivity.relation:
+                raise InvalidParameter("one accountant cannot mix relations (add/remove and replace-one)")
+        if rounds:
+            counts[release] = counts.get(release, 0) + rounds
+        return Accountant(tuple(counts.items()))
+
+    def epsilon(self, delta: float) -> float:
+        """Least proven epsilon at `delta`; infinity when none is."""
+        return self._best(delta)[0]
+
+    def delta(self, epsilon: float) -> float:
+        """Least proven delta at `epsilon` (at least the delta floor, at most 1)."""
+        if not (math.isfinite(epsilon) and epsilon >= 0):
+            raise InvalidParameter(f"epsilon must be finite and at least 0, got {epsilon}")
+        if not self.spent:
+            return 0.0
+        deltas = [1.0, renyi.delta(self.spent, epsilon)]
+        if not self._hopeless(1e-3):
+            deltas.append(max(float(law.get_delta_for_epsilon(epsilon)) for law in _composed(self.spent)))
+        return min(deltas)
+
+    def guarantee(self, *, delta: float, seeded: bool = False) -> Guarantee:
+        """The figure with everything that must be stated beside it."""
+        if not self.spent:
+            raise InvalidParameter("nothing was released: there is no guarantee to state")
+        epsilon, method, floor = self._best(delta)
+        release = self.spent[0][0]
+        return Guarantee(
+            epsilon=epsilon,
+            delta=delta,
+            relation=release.sensitivity.relation,
+            unit=release.unit,
+            trust=release.trust,
+            sampling=_sampling_text(self.spent),
+            method=method,
+            delta_floor=floor,
+            seeded=seeded,
+        )
+
+    def _hopeless(self, delta: float) -> bool:
+        return any(composition.beyond_meaning(release, rounds, delta) for release, rounds in self.spent)
+
+    def _best(self, delta: float) -> tuple[float, str, float]:
+        if not 0 < delta < 1:
+            raise InvalidParameter(f"delta must lie strictly between 0 and 1, got {delta}")
+        if not self.spent:
+            return 0.0, METHOD_EXACT, 0.0
+        return _best(self.spent, delta, self._hopeless(delta))
+
+
+@lru_cache(maxsize=4096)
+def _best(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float]:
+    """(epsilon, method, delta floor): the smaller of the methods' figures. Both are proven, so the smaller one is."""
+    results = [(math.inf, METHOD_EXACT, 0.0)]
+    if any(release.sensitivity.l2 is not None for release, _ in spent) or hopeless:
+        results.append((renyi.epsilon(spent, delta), METHOD_RENYI, renyi.delta_floor(spent, delta)))
+    if not hopeless:
+        laws = _composed(spent)
+        epsilon = max(float(law.get_epsilon_for_delta(delta)) for law in laws)
+        floor = max(float(law.get_delta_for_epsilon(math.inf)) for law in laws)
+        results.append((math.inf if math.isnan(epsilon) else epsilon, METHOD_EXACT, floor))
+    return min(results, key=lambda result: result[0])
+
+
+def _composed(spent: Spent) -> tuple[composition.Law, composition.Law]:
+    with warnings.catch_warnings():  # its Chernoff search tries orders that overflow and passes over them
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return composition.composed(spent)
+
+
+def _sampling_text(spent: Spent) -> str:
+    texts = {
+        str(release.sampling.scheme)
+        + ("" if release.sampling.scheme is Scheme.FULL else f" rate {release.sampling.rate:.6g}")
+        for release, _ in spent
+    }
+    rounds = sum(count for _, count in spent)
+    return f"{'; '.join(sorted(texts))}, {rounds} rounds"

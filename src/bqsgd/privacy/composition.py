@@ -1,0 +1,92 @@
+"""Rounds: sampled messages composed one after another, and the two queries. Convolution is dp-accounting's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from dp_accounting.pld import pld_pmf
+
+from bqsgd.errors import AccountingError
+from bqsgd.noise import ROUND_BITS
+from bqsgd.privacy.coordinate import coordinate_atoms
+from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
+from bqsgd.privacy.message import message_pair
+from bqsgd.privacy.pair import FLOAT_CHARGE, MASS_TOLERANCE, Pair
+from bqsgd.privacy.sampling import Sampled, fixed_size, poisson
+from bqsgd.release import Release, Scheme
+
+Law = pld_pmf.DensePLDPmf
+Spent = tuple[tuple[Release, int], ...]
+"""Releases and how many rounds of each, in a fixed order."""
+GRID_FRACTION = 0.01
+FINE_POINTS = 1 << 17
+TAIL = 1e-15
+ROUNDING_SHIFT = 2.0**-ROUND_BITS * (1 + 2.0**-20)
+"""The encoder rounds its input to a grid of 2^-24 steps, which can move two neighbours apart by that much (the last
+factor is for float64 arithmetic before it)."""
+
+
+@lru_cache(maxsize=256)
+def sampled_message(release: Release) -> Sampled:
+    """The pair of one sampled message of a release, "remove" order."""
+    pair = message_pair(release.mechanism.trials, release.shift + ROUNDING_SHIFT, release.dimension)
+    if release.sampling.scheme is Scheme.FIXED_SIZE:
+        return fixed_size(pair, release.sampling.rate)
+    return poisson(pair, release.sampling.rate)
+
+
+def beyond_meaning(release: Release, rounds: int, delta: float) -> bool:
+    """True when a cheap look shows that epsilon is above MEANINGLESS_EPSILON, so that no effort is spent on it.
+
+    One message in which the record takes part has a loss of mean d KL and variance d Var; unless that is too rare to
+    matter at `delta`, the composition's epsilon exceeds (mean - 10 deviations + log rate).
+    """
+    if release.mechanism.trials == 0:
+        return True
+    atoms = coordinate_atoms(release.mechanism.trials, release.shift + ROUNDING_SHIFT)
+    if atoms.loss.size == 0:
+        return True
+    taking_part = -math.expm1(rounds * math.log1p(-release.sampling.rate)) if release.sampling.rate < 1 else 1.0
+    never_shared = -math.expm1(release.dimension * math.log1p(-min(atoms.p_only, 1 - 1e-16)))
+    if taking_part * never_shared > 2 * delta:
+        return True
+    mean = release.dimension * float(atoms.p @ atoms.loss)
+    deviation = math.sqrt(release.dimension) * atoms.loss_deviation
+    return taking_part > 2 * delta and mean - 10 * deviation + math.log(release.sampling.rate) > MEANINGLESS_EPSILON
+
+
+def _dense(pair: Pair) -> Law:
+    return pld_pmf.DensePLDPmf(pair.step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
+
+
+def _composed(parts: Sequence[tuple[Pair, int]]) -> Law:
+    total = None
+    for pair, rounds in parts:
+        one = _dense(pair)
+        many = one if rounds == 1 else one.self_compose(rounds, TAIL)
+        total = many if total is None else total.compose(many, TAIL)
+    if total is None:
+        raise AccountingError("nothing to compose")
+    mass = float(np.sum(total._probs)) + total._infinity_mass
+    if not abs(mass - 1.0) <= MASS_TOLERANCE * max(1, sum(rounds for _, rounds in parts)):
+        raise AccountingError(f"the composed privacy loss distribution weighs {mass!r}, not 1")
+    return total
+
+
+@lru_cache(maxsize=64)
+def composed(spent: Spent) -> tuple[Law, Law]:
+    """The privacy loss distributions of everything spent: "remove" and "add" (one and the same under replace-one)."""
+    messages = [(sampled_message(release), rounds) for release, rounds in spent]
+    count = sum(rounds for _, rounds in messages)
+    variance = sum(rounds * message.loss_deviation**2 for message, rounds in messages)
+    reach = sum(rounds * max(-float(x.loss[0]), float(x.loss[-1])) for x, rounds in messages)
+    spread = min(2 * reach, 24 * math.sqrt(variance) + 2 * max(float(x.loss[-1]) for x, _ in messages))
+    step = min(GRID_FRACTION * math.sqrt(variance / count), spread / FINE_POINTS)
+    grids = [(message.on_grid(step), rounds) for message, rounds in messages]
+    remove = _composed(grids)
+    if all(release.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
+        return remove, remove
+    return remove, _composed([(pair.reversed(), rounds) for pair, rounds in grids])

@@ -1,0 +1,139 @@
+"""One message of d coordinates: the pair that dominates it, whatever the data (no sampling yet).
+
+With the other coordinates fixed, the divergence is convex in one coordinate's pair, so the worst message is
+A^k B^(d-k) for some k (docs/accounting.md, Claim 2). Cut 0..d into blocks: for k in [k1, k2] the product is dominated
+by A^k1 B^(d-k2) E^(k2-k1), E the envelope of A and B, so only d / BLOCKS coordinates pay for the envelope; then take the
+envelope of the blocks. For d < BLOCKS the blocks are single k and nothing is paid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+
+import numpy as np
+import numpy.typing as npt
+from scipy import fft
+
+from bqsgd.errors import AccountingError
+from bqsgd.privacy.coordinate import Atoms, coordinate_atoms
+from bqsgd.privacy.envelope import envelope
+from bqsgd.privacy.pair import Floats, Pair, charged, on_grid
+
+BLOCKS = 32
+GRID_FRACTION = 0.07
+"""Grid step over the loss deviation of one coordinate: splitting atoms adds a share of at most 1e-3 to the variance
+(half of that to epsilon); it grows slowly beyond 10^6 coordinates, where memory would otherwise grow with sqrt(d)."""
+FINE_POINTS, MOST_POINTS = 1 << 16, 1 << 23
+TAIL = 1e-18
+NEGLIGIBLE_EXPONENT = -60.0
+Complexes = npt.NDArray[np.complex128]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Letters:
+    """Grid pairs A, B, E of one coordinate, and the window of grid points -half .. half for d of them."""
+
+    pairs: tuple[Pair, Pair, Pair]
+    half: int
+    dimension: int
+
+
+def _log_moment(atoms: Atoms, order: float) -> float:
+    """log of sum p exp(order * loss) over the finite atoms, both orders A and B, whichever is larger."""
+    top = order * atoms.loss
+    of_a = np.log(np.sum(atoms.p * np.exp(top - top.max()))) + top.max()
+    of_b = np.log(np.sum(atoms.q * np.exp(-top - (-top).max()))) + (-top).max()
+    return float(max(of_a, of_b))
+
+
+def _reach(atoms: Atoms, dimension: int) -> float:
+    """A loss that a sum of d coordinates exceeds with probability below TAIL (Chernoff)."""
+    width = max(-float(atoms.loss[0]), float(atoms.loss[-1]))
+    deviation = atoms.loss_deviation * np.sqrt(dimension)
+    orders = np.concatenate([np.geomspace(0.05, 50, 40) / deviation, np.geomspace(0.5, 200, 24)])
+    bounds = [(dimension * _log_moment(atoms, t) - np.log(TAIL)) / t for t in orders]
+    return min(min(bounds), dimension * width)
+
+
+def _letters(trials: int, shift: float, dimension: int) -> _Letters:
+    atoms = coordinate_atoms(trials, shift)
+    if atoms.loss.size == 0 or atoms.loss_deviation == 0:
+        raise AccountingError(f"shift {shift} leaves nothing in common between neighbours with {trials} trials")
+    # The margin is for the envelope and the grid, which spread a little more; what is missed all the same is charged.
+    reach = 1.15 * _reach(atoms, dimension)
+    fraction = GRID_FRACTION * max(1.0, dimension / 1e6) ** 0.25
+    step = min(fraction * atoms.loss_deviation, 2 * reach / FINE_POINTS)
+    step = max(step, 2 * reach / MOST_POINTS)
+    a = on_grid(
+        atoms.loss,
+        np.where(atoms.loss < 0, atoms.q, atoms.p),
+        step=step,
+        p_only=atoms.p_only,
+        q_only=atoms.q_only,
+    )
+    b = a.reversed()
+    return _Letters(pairs=(a, b, envelope(a, b)), half=int(np.ceil(reach / step)) + 2, dimension=dimension)
+
+
+def _log_transform(pair: Pair, points: int, dimension: int) -> Complexes:
+    """log of the characteristic function of the P-law at the frequencies 2 pi k / points.
+
+    The transform is off by 1e-16 a coordinate, which d = 10^8 coordinates turn into 1e-8: the few low frequencies that
+    survive the d-th power are summed again as sum p (e^(i w l) - 1), which is exact relative to its own small size.
+    """
+    used = np.flatnonzero(pair.major)
+    index, mass = pair.first + used, pair.p[used]
+    dense = np.zeros(points)
+    np.add.at(dense, index % points, mass)
+    less_one: Complexes = np.conj(fft.rfft(dense)) - 1.0
+    with np.errstate(divide="ignore"):
+        size = 0.5 * np.log1p(2 * less_one.real + np.abs(less_one) ** 2)
+    low = np.flatnonzero(dimension * size > NEGLIGIBLE_EXPONENT)
+    if dimension > 64 and low.size * mass.size <= 2e8:
+        for part in np.array_split(low, max(1, low.size * mass.size // 4_000_000)):
+            angle = (2 * np.pi / points) * np.outer(part, index)
+            less_one[part] = (-2 * np.sin(angle / 2) ** 2) @ mass - pair.p_only + 1j * (np.sin(angle) @ mass)
+    size = 0.5 * np.log1p(np.maximum(2 * less_one.real + np.abs(less_one) ** 2, -1 + 1e-300))
+    result: Complexes = np.maximum(size, -700.0) + 1j * np.angle(1.0 + less_one)
+    return result
+
+
+def _blocks(dimension: int) -> list[tuple[int, int]]:
+    """(k1, k2) covering 0..d; symmetric under k -> d - k, so each block's mirror image is a block."""
+    if dimension < BLOCKS:
+        return [(k, k) for k in range(dimension + 1)]
+    cuts = [round(dimension * j / BLOCKS) for j in range(BLOCKS // 2 + 1)]
+    cuts += [dimension - c for c in reversed(cuts[:-1])]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+@lru_cache(maxsize=128)
+def message_pair(trials: int, shift: float, dimension: int) -> Pair:
+    """The pair that dominates one message of `dimension` coordinates, each moved by at most `shift` steps."""
+    letters = _letters(trials, shift, dimension)
+    points = fft.next_fast_len(2 * letters.half, real=True)
+    logs = [_log_transform(pair, points, dimension) for pair in letters.pairs]
+
+    def upper_half(k1: int, k2: int) -> Floats:
+        """P-mass at losses 0, step, 2 step, ... of A^k1 B^(d-k2) E^(k2-k1)."""
+        power = k1 * logs[0] + (dimension - k2) * logs[1] + (k2 - k1) * logs[2]
+        return np.maximum(fft.irfft(np.conj(np.exp(power)), points)[: letters.half], 0.0)
+
+    halves: dict[tuple[int, int], Floats] = {}
+
+    def block_pair(k1: int, k2: int) -> Pair:
+        """P-mass at losses >= 0; below, the Q-mass, which is the P-mass of the block's mirror image."""
+        for block in ((k1, k2), (dimension - k2, dimension - k1)):
+            if block not in halves:
+                halves[block] = upper_half(*block)
+        above, below = halves[k1, k2], halves[dimension - k2, dimension - k1]
+        counts = (k1, dimension - k2, k2 - k1)
+        p_only = -np.expm1(sum(n * np.log1p(-x.p_only) for n, x in zip(counts, letters.pairs, strict=True)))
+        q_only = -np.expm1(sum(n * np.log1p(-x.q_only) for n, x in zip(counts, letters.pairs, strict=True)))
+        major = np.concatenate([below[:0:-1], above])
+        return charged(
+            Pair(step=letters.pairs[0].step, first=1 - letters.half, major=major, p_only=p_only, q_only=q_only)
+        )
+
+    return reduce(envelope, (block_pair(k1, k2) for k1, k2 in _blocks(dimension)))
