@@ -1,0 +1,147 @@
+"""What holds across the whole project: light imports, the paper map, the documents' links, commands and names."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+ROOT = Path(__file__).resolve().parent.parent
+PAPER_MAP = ROOT / "docs" / "paper_map.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+
+STATEMENTS = {
+    *(f"Eq. {number}" for number in range(1, 28)),
+    "Assumption 1",
+    "Assumption 2",
+    "Definition 1",
+    "Proposition 1",
+    "Lemma 1",
+    "Lemma 2",
+    "Remark 1",
+    "Remark 2",
+    "Theorem 1, privacy",
+    "Theorem 1, communication",
+    "Theorem 1, convergence",
+    *(f"Algorithm 1, line {number}" for number in range(1, 16)),
+    "Table 1",
+    "Table 2, parameters",
+    "Table 2, accuracy",
+    "Table 3, parameters",
+    "Table 3, accuracy",
+    "Figure 1",
+    "Figure 2",
+}
+
+
+def map_rows() -> list[tuple[str, str, str]]:
+    rows = []
+    for line in PAPER_MAP.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 4 and cells[0] not in ("statement", "---"):
+            rows.append((cells[0], cells[2], cells[3]))
+    return rows
+
+
+def resolve(dotted: str) -> object:
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def is_test(reference: str) -> bool:
+    path, _, name = reference.partition("::")
+    file = ROOT / path
+    return (
+        file.is_file() and re.search(rf"^\s*(async )?def {name}\(", file.read_text(encoding="utf-8"), re.M) is not None
+    )
+
+
+def test_every_statement_of_the_paper_has_a_row():
+    statements = [statement for statement, _, _ in map_rows()]
+    assert len(statements) == len(set(statements))
+    assert STATEMENTS - set(statements) == set()
+
+
+@pytest.mark.parametrize("row", map_rows(), ids=lambda row: row[0])
+def test_functions_and_tests_of_the_paper_map_exist(row):
+    _, function, test = row
+    for cell, pattern in ((function, r"bqsgd\."), (test, r"tests/")):
+        named = re.findall(rf"`({pattern}[^`]+)`", cell)
+        assert named or cell in ("not built yet", "no code"), cell
+        for reference in named:
+            if reference.startswith("tests/"):
+                assert is_test(reference), f"{reference} does not exist"
+            else:
+                assert resolve(reference) is not None
+
+
+def test_errata_name_existing_tests():
+    text = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_e\d\d_\w+)`", text))
+    written = set(re.findall(r"^def (test_e\d\d_\w+)\(", (ROOT / "tests/planner/test_errata.py").read_text(), re.M))
+    assert named == written
+    assert {int(name[6:8]) for name in named} == {int(entry) for entry in re.findall(r"\bE(\d+)(?: \||\.)", text)}
+
+
+def test_importing_the_package_is_light():
+    """`import bqsgd` loads neither torch nor Flower, nor do the layers below training."""
+    script = (
+        "import sys, bqsgd, bqsgd.codec, bqsgd.planner.paper, bqsgd.planner.tradeoffs, bqsgd.privacy.nominal\n"
+        "sys.exit(','.join(sorted({'torch', 'flwr', 'opacus', 'matplotlib'} & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def documented_commands() -> list[tuple[str, str]]:
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for block in re.findall(r"```(?:sh|bash|console|shell)?\n(.*?)```", text, re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.strip().removeprefix("$ ").split("  #")[0].strip()
+                if command.startswith(("bqsgd ", "make ")):
+                    found.append((document.name, command))
+    return found
+
+
+@pytest.mark.parametrize(("document", "command"), documented_commands())
+def test_documented_commands_exist(document, command):
+    """Parse only: every command, sub-command and option a document shows is known to the program (or the Makefile)."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert all(word in targets for word in words[1:]), f"{document}: {command}"
+        return
+    from bqsgd.cli.app import app
+
+    current: click.Command = typer.main.get_command(app)
+    arguments = words[1:]
+    while isinstance(current, click.Group) and arguments and not arguments[0].startswith("-"):
+        assert arguments[0] in current.commands, f"{document}: no command {arguments[0]!r}"
+        current = current.commands[arguments.pop(0)]
+    options = {name for parameter in current.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help"
+    }
+    for word in arguments:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in options, f"{document}: {word} is no option of {current.name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}, which does not exist"
+
+
+def test_every_nominal_figure_of_the_documents_is_named_so():
+    """A document that speaks of nominal epsilon says at least once what that is."""
+    for document in DOCUMENTS:
+        text = " ".join(document.read_text(encoding="utf-8").split()).lower()
+        if "nominal ε" in text or "nominal epsilon" in text:
+            assert "not a guarantee" in text, document.name
