@@ -53,6 +53,9 @@ def clamp(values: Any, clip: Clip) -> Vector:
 
 
 def _project(vector: Vector, clip: Clip) -> Vector:
-    nearest = np.asarray(clip, dtype=np.float64).astype(vector.dtype)
-    bound = np.where(nearest > clip, np.nextafter(nearest, np.zeros_like(nearest)), nearest)
+    exact = np.asarray(clip, dtype=np.float64)
+    nearest = exact.astype(vector.dtype)
+    # Compared in float64: beside a float32 array NumPy would round a Python float to float32 first.
+    above = nearest.astype(np.float64) > exact
+    bound = np.where(above, np.nextafter(nearest, np.zeros_like(nearest)), nearest)
     return np.clip(vector, -bound, bound)
