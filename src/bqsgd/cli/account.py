@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.nominal_fields import NOMINAL_NOTE, nominal_fields
+from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 from bqsgd.cli.output import Json, emit
 
 
@@ -70,7 +70,7 @@ def account(
         from bqsgd.privacy.accountant import Accountant
 
         guarantee = Accountant().compose(release, rounds).guarantee(delta=delta)
-        fields |= guarantee.to_dict()
+        fields |= guarantee_fields(guarantee, as_json=json)
         notes = (f"Guarantee: {guarantee}.", NOMINAL_NOTE)
     if trials:
         fields |= nominal_fields(NominalPrivacy.of(mechanism, setting, rounds=rounds))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.nominal_fields import NOMINAL_NOTE, nominal_fields
+from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 from bqsgd.cli.output import Json, emit
 from bqsgd.errors import InvalidParameter
 
@@ -87,7 +87,7 @@ def plan(
         "bits_per_coordinate": mechanism.bits_per_coordinate,
         "variance": made.variance,
         "rounds": made.rounds,
-        **({} if guarantee is None else guarantee.to_dict()),
+        **({} if guarantee is None else guarantee_fields(guarantee, as_json=json)),
         "nominal_epsilon": made.nominal.epsilon_per_round,
         **nominal_fields(made.nominal, totals=rounds is not None),
     }

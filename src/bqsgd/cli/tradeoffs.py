@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bqsgd.cli.nominal_fields import NOMINAL_NOTE
+from bqsgd.cli.privacy_fields import NOMINAL_NOTE
 from bqsgd.cli.output import Json, emit, to_json
 
 

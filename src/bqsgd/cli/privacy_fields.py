@@ -1,13 +1,20 @@
-"""How commands name and caption the paper's privacy figures: one spelling, always with the caveat."""
+"""How commands name privacy figures: a guarantee with all that belongs beside it, nominal ones with their caveat."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bqsgd.privacy.guarantee import Guarantee
     from bqsgd.privacy.nominal import NominalPrivacy
 
 NOMINAL_NOTE = "Nominal figures: as published; not a guarantee."
+
+
+def guarantee_fields(guarantee: Guarantee, *, as_json: bool) -> dict[str, Any]:
+    """Everything a guarantee states; for people the epsilon reads as a sentence where it means nothing."""
+    fields = {name: value for name, value in guarantee.to_dict().items() if name != "seeded"}  # nothing was sent
+    return fields if as_json else fields | {"epsilon": guarantee.epsilon_text}
 
 
 def nominal_fields(nominal: NominalPrivacy, *, totals: bool = True) -> dict[str, Any]:
