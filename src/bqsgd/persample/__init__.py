@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 
 if TYPE_CHECKING:
-    from bqsgd.persample.gradients import ClippedGradients, clipped_gradients
+    from bqsgd.persample.gradients import ClippedGradients, SlowGradientsWarning, clipped_gradients
 
-__all__ = ["L2", "BatchMean", "Clamp", "Clip", "ClippedGradients", "Dual", "Scale", "clipped_gradients"]
+__all__ = [
+    "L2",
+    "BatchMean",
+    "Clamp",
+    "Clip",
+    "ClippedGradients",
+    "Dual",
+    "Scale",
+    "SlowGradientsWarning",
+    "clipped_gradients",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ClippedGradients", "clipped_gradients"):
+    if name in ("ClippedGradients", "SlowGradientsWarning", "clipped_gradients"):
         from bqsgd.persample import gradients
 
         return getattr(gradients, name)

@@ -1,4 +1,4 @@
-"""A clip applied to the per-sample gradients of all parameters: who is dropped, what weight each sample gets, the sum."""
+"""A clip applied to the per-sample gradients of all parameters: who is dropped, each sample's weight, the sum."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def finite_samples(factors: Sequence[Factor]) -> Tensor:
 
 def clipped_sum(slots: Sequence[Slot], clip: Clip, *, batch_size: int) -> int:
     """Fill every slot's `out` with sum_b clip(g_b) / L and return how many samples were dropped as not finite."""
+    if not slots:
+        return 0
     finite = finite_samples([slot.factor for slot in slots])
     kept, dropped = int(finite.sum()), int((~finite).sum())
     if dropped:  # taken out, not weighted by zero: 0 * inf is NaN

@@ -1,6 +1,6 @@
 """The clips of one sample's gradient, each with the sensitivity it gives the mean: the one truth the accountant reads.
 
-Key: C range of one coordinate, C2 Euclidean bound, L public batch size, R range of the encoder, g one sample's gradient.
+Key: C bound of a coordinate, C2 Euclidean bound, L public batch size, R range of the encoder, g a sample's gradient.
 """
 
 from __future__ import annotations

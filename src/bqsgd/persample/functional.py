@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-SCRATCH_BYTES = 64 << 20
-"""Per-sample gradients held at once."""
+from bqsgd.errors import InvalidParameter
+from bqsgd.persample.factors import micro_batch
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """loss_fn(outputs, targets) -> one loss a sample, shape (batch,)."""
 
 
-def micro_batch(dimension: int, scratch_bytes: int = SCRATCH_BYTES) -> int:
-    """Samples whose gradients of `dimension` float32 coordinates fit in the scratch; at least one."""
-    return max(1, scratch_bytes // (4 * max(1, dimension)))
+def check_losses(losses: Tensor, batch: int) -> Tensor:
+    """The losses, if there is exactly one a sample."""
+    if not isinstance(losses, Tensor) or losses.shape != (batch,):
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise InvalidParameter(
+            f"loss_fn must return one loss a sample, shape ({batch},), got {got}; use reduction='none' and sum or average "
+            "what is left of each sample"
+        )
+    return losses
 
 
 def per_sample_gradients(
@@ -24,16 +31,17 @@ def per_sample_gradients(
 ) -> Iterator[list[Tensor]]:
     """Yield, for one micro-batch after another, a (samples, coordinates) gradient for each trainable parameter."""
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    rest = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad} | dict(
-        model.named_buffers()
-    )
+    rest = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    rest |= {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def loss_of_one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         outputs = functional_call(model, {**rest, **parameters}, (x.unsqueeze(0),))
-        return loss_fn(outputs, y.unsqueeze(0)).sum()
+        return check_losses(loss_fn(outputs, y.unsqueeze(0)), 1)[0]
 
     gradients_of = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
     size = micro_batch(sum(p.numel() for p in trainable.values()))
-    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-        gradients = gradients_of(trainable, x, y)
-        yield [gradients[name].detach().flatten(1) for name in trainable]
+    for start in range(0, len(inputs), size):
+        part = slice(start, start + size)
+        gradients = gradients_of(trainable, inputs[part].detach(), targets[part])
+        with torch.no_grad():
+            yield [gradients[name].detach().flatten(1) for name in trainable]

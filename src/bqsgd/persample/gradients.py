@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,10 +11,16 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.params import check_int
+from bqsgd.persample.capture import NoRule, capture
 from bqsgd.persample.clipping import Slot, clipped_sum
 from bqsgd.persample.clips import BatchMean, Clamp, Clip, Dual
-from bqsgd.persample.factors import Dense
+from bqsgd.persample.factors import Dense, Factor
 from bqsgd.persample.functional import LossFunction, per_sample_gradients
+from bqsgd.persample.rules import refuse_mixing
+
+
+class SlowGradientsWarning(UserWarning):
+    """A model without fast rules: the result is the same, the step slower."""
 
 
 class ClippedGradients(NamedTuple):
@@ -46,26 +54,67 @@ def clipped_gradients(
     """
     inputs, targets = _check_batch(batch)
     check_int("batch_size", batch_size, 1, 2**53)
+    refuse_mixing(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InvalidParameter("model has no parameter that requires a gradient")
     bounds = _bounds(clip, len(parameters))
-    sizes = [parameter.numel() for parameter in parameters]
-    mean = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    mean = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     dropped = 0
     if len(inputs):
-        part = torch.empty_like(mean)
-        outs = part.split(sizes)
-        for gradients in per_sample_gradients(model, loss_fn, inputs, targets):
-            slots = [Slot(Dense(g), out, bound) for g, out, bound in zip(gradients, outs, bounds, strict=True)]
-            dropped += clipped_sum(slots, clip, batch_size=batch_size)
-            mean += part
+        try:
+            factors = capture(model, loss_fn, inputs, targets, parameters)
+        except NoRule as reason:
+            warnings.warn(
+                f"{reason}: per-sample gradients of this model go through torch.func, which is slower",
+                SlowGradientsWarning,
+                stacklevel=2,
+            )
+            dropped = _through_functional(mean, parameters, model, loss_fn, inputs, targets, clip, bounds, batch_size)
+        else:
+            with torch.no_grad():
+                dropped = clipped_sum(_slots(mean, parameters, factors, bounds), clip, batch_size=batch_size)
     mean = mean.float()
     if isinstance(clip, BatchMean):
         if not bool(torch.isfinite(mean).all()):
             raise NonFiniteInput("the sum of the unclipped gradients overflows float32; lower the loss scale")
         mean.clamp_(-clip.bound, clip.bound)
     return ClippedGradients(mean, dropped)
+
+
+def _slots(
+    flat: Tensor, parameters: list[nn.Parameter], factors: Sequence[Factor | None], bounds: Sequence[float]
+) -> list[Slot]:
+    """Each factor with its place in the flat sum; a parameter without a factor keeps its zeros."""
+    slots, start = [], 0
+    for parameter, factor, bound in zip(parameters, factors, bounds, strict=True):
+        out = flat[start : start + parameter.numel()]
+        start += parameter.numel()
+        if factor is not None:
+            slots.append(Slot(factor, out, bound))
+    return slots
+
+
+def _through_functional(
+    mean: Tensor,
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    clip: Clip,
+    bounds: Sequence[float],
+    batch_size: int,
+) -> int:
+    """Add the clipped gradients to `mean`, a micro-batch at a time; returns the samples dropped."""
+    part, dropped = torch.empty_like(mean), 0
+    for gradients in per_sample_gradients(model, loss_fn, inputs, targets):
+        with torch.no_grad():
+            factors = [Dense(gradient.to(mean.dtype)) for gradient in gradients]
+            dropped += clipped_sum(_slots(part, parameters, factors, bounds), clip, batch_size=batch_size)
+            mean += part
+    return dropped
 
 
 def _check_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

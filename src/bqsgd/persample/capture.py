@@ -1,0 +1,135 @@
+"""One forward and one backward that stops at layer outputs: what every layer saw and the error at its output.
+
+Hooks live only inside the call. The autograd graph is then searched for the parameters: a parameter that the graph uses
+in any other way than through the recorded layers is not guessed at, the model goes through `torch.func` instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.persample.factors import Factor
+from bqsgd.persample.functional import LossFunction, check_losses
+from bqsgd.persample.rules import RULES, has_batch_first, merge
+
+
+class NoRule(Exception):
+    """A model, or its use in this forward, that the fast rules do not cover; the text says why."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of one layer."""
+
+    layer: nn.Module
+    input: Tensor
+    version: int
+    edge: GradientEdge
+
+
+def ruled_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers with trainable parameters of their own, all of which have a rule; otherwise NoRule."""
+    layers = []
+    for layer in model.modules():
+        own = {name for name, parameter in layer.named_parameters(recurse=False) if parameter.requires_grad}
+        if not own:
+            continue
+        plain = own <= {"weight", "bias"} and "forward" not in vars(layer)
+        if type(layer) not in RULES or not plain:
+            raise NoRule(f"{type(layer).__name__} has no fast rule")
+        layers.append(layer)
+    return layers
+
+
+@contextmanager
+def _recording(layers: list[nn.Module]) -> Iterator[list[Use]]:
+    uses: list[Use] = []
+    trouble: list[str] = []
+
+    def record(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        given = [*arguments, *named.values()]
+        if len(given) != 1 or not isinstance(given[0], Tensor) or not isinstance(output, Tensor):
+            trouble.append(f"{type(layer).__name__} was called with more than one tensor")
+        elif output.requires_grad:  # the edge, not the tensor: an activation in place would move the tensor
+            uses.append(Use(layer, given[0].detach(), given[0]._version, get_gradient_edge(output)))
+
+    hooks = [layer.register_forward_hook(record, prepend=True, with_kwargs=True) for layer in layers]
+    try:
+        yield uses
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if trouble:
+        raise NoRule(trouble[0])
+
+
+def capture(
+    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, parameters: list[nn.Parameter]
+) -> list[Factor | None]:
+    """The per-sample gradients of each parameter, None for one the loss does not depend on.
+
+    Raises:
+        NoRule: the fast rules do not cover this model.
+    """
+    with torch.enable_grad():
+        with _recording(ruled_layers(model)) as uses:
+            losses = check_losses(loss_fn(model(inputs), targets), len(inputs))
+        if losses.grad_fn is None:
+            raise InvalidParameter("the loss does not depend on a trainable parameter")
+        uses = _account_for(parameters, uses, losses.grad_fn)
+        for use in uses:
+            if not has_batch_first(use.layer, use.input, len(inputs)):
+                shape = tuple(use.input.shape)
+                raise NoRule(f"{type(use.layer).__name__} saw {shape}, which is not {len(inputs)} samples")
+        errors = torch.autograd.grad(losses, [use.edge for use in uses], torch.ones_like(losses), allow_unused=True)
+    with torch.no_grad():
+        return _factors(parameters, uses, errors, len(inputs))
+
+
+def _account_for(parameters: list[nn.Parameter], uses: list[Use], root: Node) -> list[Use]:
+    """The uses that reach the loss, after checking that they are all the graph's uses of the parameters."""
+    seen, stack, found = {root}, [root], Counter[int]()
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None:
+                continue
+            if (leaf := getattr(node, "variable", None)) is not None:
+                found[id(leaf)] += 1
+            if node not in seen:
+                seen.add(node)
+                stack.append(node)
+    uses = [use for use in uses if use.edge.node in seen]
+    if any(use.input._version != use.version for use in uses):
+        raise NoRule("the input of a layer was changed in place")
+    recorded = Counter(id(p) for use in uses for p in use.layer.parameters(recurse=False))
+    if any(found[id(p)] != recorded[id(p)] for p in parameters):
+        raise NoRule("a parameter is used outside the layer that holds it")
+    return uses
+
+
+def _factors(
+    parameters: list[nn.Parameter], uses: list[Use], errors: tuple[Tensor | None, ...], batch: int
+) -> list[Factor | None]:
+    made: dict[int, list[Factor]] = defaultdict(list)
+    for use, error in zip(uses, errors, strict=True):
+        if error is None:
+            continue
+        seen = use.input if not use.input.is_floating_point() else working(use.input)
+        for parameter, factor in RULES[type(use.layer)](use.layer, seen, working(error)):
+            if parameter is not None and parameter.requires_grad:
+                made[id(parameter)].append(factor())
+    return [merge(made[id(p)], batch=batch, coordinates=p.numel()) if id(p) in made else None for p in parameters]
+
+
+def working(values: Tensor) -> Tensor:
+    """float64 as it is, everything narrower as float32."""
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,288 @@
+"""Register tiles of the fused kernels, written as LLVM vectors because the loop vectoriser stops at half the width.
+
+A tile is `rows` x `lanes` coordinates of a weight gradient. Its rows are read as scalars and broadcast, its lanes as
+vectors of 16 float32; the accumulators stay in registers, so no (batch, out, in) tensor exists. Nothing here is tied to
+one processor: LLVM splits the vectors where they are too wide. The one exception, a single-instruction symmetric clamp
+(AVX-512 `vrangeps`), is used where the processor has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+FLOAT, WORD, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+VECTOR = ir.VectorType(FLOAT, LANES)
+ZERO = ir.Constant(VECTOR, [0.0] * LANES)
+UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
+
+
+class _Emit:
+    """The few vector operations a tile needs."""
+
+    def __init__(self, context: Any, builder: Any) -> None:
+        self.context, self.builder = context, builder
+        self.has_range = "+avx512dq" in context.codegen().magic_tuple()[2]
+
+    def pointer(self, kind: Any, value: Any, offset: Any) -> Any:
+        return self.builder.gep(self.context.make_array(kind)(self.context, self.builder, value).data, [offset])
+
+    def at(self, pointer: Any, offset: Any) -> Any:
+        return self.builder.gep(pointer, [ir.Constant(WORD, offset) if isinstance(offset, int) else offset])
+
+    def load(self, pointer: Any, offset: Any) -> Any:
+        return self.builder.load(self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
+
+    def store(self, value: Any, pointer: Any, offset: Any) -> None:
+        self.builder.store(value, self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
+
+    def broadcast(self, scalar: Any) -> Any:
+        first = self.builder.insert_element(UNDEFINED, scalar, ir.Constant(INT32, 0))
+        return self.builder.shuffle_vector(first, UNDEFINED, ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES))
+
+    def intrinsic(self, name: str, *arguments: Any) -> Any:
+        kind = ir.FunctionType(VECTOR, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return self.intrinsic("llvm.fma.v16f32", x, y, z)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+
+    def clamp(self, x: Any, high: Any, low: Any) -> Any:
+        """x held to [low, high], with low = -high."""
+        if self.has_range:  # the smaller magnitude with the sign of x
+            every, plain = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)
+            return self.intrinsic(
+                "llvm.x86.avx512.mask.range.ps.512", x, high, ir.Constant(INT32, 2), ZERO, every, plain
+            )
+        x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
+        return self.maximum(x, low)
+
+    def registers(self, rows: int, vectors: int) -> list[list[Any]]:
+        return [[cgutils.alloca_once(self.builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
+
+
+def outer_tile(rows: int, vectors: int) -> Callable[..., None]:
+    """Tile of sum_b s_b clamp(v_b, -t_b, t_b) with s, t scalars of the row: one position a sample.
+
+    scalars: (batch, 3, rows) holding s, t and -t; lanes: (batch, 16 * vectors).
+    """
+
+    @intrinsic
+    def tile(
+        typing: Any, scalars: Any, scalar_at: Any, lanes: Any, lane_at: Any, batch: Any, out: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            emit, kinds = _Emit(context, builder), signature.args
+            scalar = emit.pointer(kinds[0], arguments[0], arguments[1])
+            lane = emit.pointer(kinds[2], arguments[2], arguments[3])
+            target = emit.pointer(kinds[5], arguments[5], ir.Constant(WORD, 0))
+            sums = emit.registers(rows, vectors)
+            for register in sum(sums, []):
+                builder.store(ZERO, register)
+            with cgutils.for_range(builder, arguments[4], intp=WORD) as loop:
+                s = emit.at(scalar, builder.mul(loop.index, ir.Constant(WORD, 3 * rows)))
+                v = emit.at(lane, builder.mul(loop.index, ir.Constant(WORD, LANES * vectors)))
+                values = [emit.load(v, LANES * column) for column in range(vectors)]
+                for row in range(rows):
+                    factor, high, low = (
+                        emit.broadcast(builder.load(emit.at(s, part * rows + row))) for part in range(3)
+                    )
+                    for column, register in enumerate(sums[row]):
+                        held = emit.clamp(values[column], high, low)
+                        builder.store(emit.fma(factor, held, builder.load(register)), register)
+            for row in range(rows):
+                for column, register in enumerate(sums[row]):
+                    emit.store(builder.load(register), target, LANES * (row * vectors + column))
+            return context.get_dummy_value()
+
+        return types.void(scalars, scalar_at, lanes, lane_at, batch, out), generate
+
+    return tile  # type: ignore[no-any-return]
+
+
+ROWS, NARROW, WIDE = 8, 16, 32
+"""A sequence tile is 8 rows by one or two vectors."""
+
+
+def sequence_tile(mode: str) -> Callable[..., None]:
+    """Tile of g_b = sum_p s_bp v_bp for each sample b of start..stop, reduced by `mode` before the next sample.
+
+    Row r at position p reads scalars[scalar_at + b * stride + base[p] + offsets[offset_at + r]]: a convolution needs no
+    unfolded copy of its input. Lanes: (batch, positions, width), width 16 or 32. Modes: "sum": result[tile] +=
+    extra_b clamp(g_b); "max": result[b] = max(., |g_b|); "square": result[b] += (extra_row clamp(g_b))^2. The last two
+    keep 16 partial results a sample.
+    """
+
+    @intrinsic
+    def tile(
+        typing: Any,
+        scalars: Any,
+        scalar_at: Any,
+        stride: Any,
+        base: Any,
+        offsets: Any,
+        offset_at: Any,
+        lanes: Any,
+        lane_at: Any,
+        width: Any,
+        start: Any,
+        stop: Any,
+        bound: Any,
+        extra: Any,
+        result: Any,
+        result_at: Any,
+    ) -> tuple[Any, Callable[..., Any]]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            emit, kinds, zero = _Emit(context, builder), signature.args, ir.Constant(WORD, 0)
+            positions = context.make_array(kinds[3])(context, builder, arguments[3]).nitems
+            pointers = {
+                "scalar": emit.pointer(kinds[0], arguments[0], arguments[1]),
+                "base": emit.pointer(kinds[3], arguments[3], zero),
+                "offset": emit.pointer(kinds[4], arguments[4], arguments[5]),
+                "lane": emit.pointer(kinds[6], arguments[6], arguments[7]),
+                "extra": emit.pointer(kinds[12], arguments[12], zero),
+                "result": emit.pointer(kinds[13], arguments[13], arguments[14]),
+            }
+            wide = builder.icmp_signed("==", arguments[8], ir.Constant(WORD, WIDE))
+            with builder.if_else(wide) as (two, one):
+                for branch, vectors in ((two, 2), (one, 1)):
+                    with branch:
+                        _sequence_body(
+                            emit, mode, vectors, pointers, arguments[2], positions, arguments[9:11], arguments[11]
+                        )
+            return context.get_dummy_value()
+
+        kinds = (scalars, scalar_at, stride, base, offsets, offset_at, lanes, lane_at, width, start, stop, bound)
+        return types.void(*kinds, extra, result, result_at), generate
+
+    return tile  # type: ignore[no-any-return]
+
+
+def _sequence_body(
+    emit: _Emit, mode: str, vectors: int, pointers: dict[str, Any], stride: Any, positions: Any, span: Any, bound: Any
+) -> None:
+    builder, width = emit.builder, ir.Constant(WORD, LANES * vectors)
+    high = emit.broadcast(bound)
+    low = builder.fsub(ZERO, high)
+    shifts = [builder.load(emit.at(pointers["offset"], row)) for row in range(ROWS)]
+    sums = emit.registers(ROWS, vectors)
+    with cgutils.for_range_slice(builder, span[0], span[1], ir.Constant(WORD, 1), intp=WORD) as (sample, _):
+        for register in sum(sums, []):
+            builder.store(ZERO, register)
+        own = emit.at(pointers["scalar"], builder.mul(sample, stride))
+        mine = emit.at(pointers["lane"], builder.mul(sample, builder.mul(positions, width)))
+        with cgutils.for_range(builder, positions, intp=WORD) as loop:
+            here = emit.at(own, builder.load(emit.at(pointers["base"], loop.index)))
+            lane = emit.at(mine, builder.mul(loop.index, width))
+            values = [emit.load(lane, LANES * column) for column in range(vectors)]
+            for row in range(ROWS):
+                factor = emit.broadcast(builder.load(emit.at(here, shifts[row])))
+                for column, register in enumerate(sums[row]):
+                    builder.store(emit.fma(factor, values[column], builder.load(register)), register)
+        gradient = [[builder.load(register) for register in row] for row in sums]
+        result = pointers["result"]
+        if mode == "sum":
+            weight = emit.broadcast(builder.load(emit.at(pointers["extra"], sample)))
+            for at, value in enumerate(sum(gradient, [])):
+                total = emit.fma(weight, emit.clamp(value, high, low), emit.load(result, LANES * at))
+                emit.store(total, result, LANES * at)
+            return_at = None
+        else:
+            return_at = builder.mul(sample, ir.Constant(WORD, LANES))
+            total = emit.load(result, return_at)
+            for row, row_values in enumerate(gradient):
+                mask = emit.broadcast(builder.load(emit.at(pointers["extra"], row)))
+                for value in row_values:
+                    if mode == "max":
+                        total = emit.maximum(emit.intrinsic("llvm.fabs.v16f32", value), total)
+                    else:
+                        held = builder.fmul(mask, emit.clamp(value, high, low))
+                        total = emit.fma(held, held, total)
+            emit.store(total, result, return_at)
+
+
+# The loops over tiles live in this file because numba's cache watches only the file of the function it caches.
+OUTER_ROWS, OUTER_WIDTH = 5, 64
+_outer = outer_tile(OUTER_ROWS, OUTER_WIDTH // LANES)
+_sum, _max, _square = sequence_tile("sum"), sequence_tile("max"), sequence_tile("square")
+
+
+@njit(nogil=True, cache=True)
+def run_outer(scalars: Any, lanes: Any, batch: int, start: int, stop: int, out: Any) -> None:
+    """Tiles start..stop of sum_b s_b clamp(v_b): scalars (strips, batch, 3, 5), lanes (panels, batch, 64), both flat."""
+    strips = scalars.size // (batch * 3 * OUTER_ROWS)
+    buffer = np.empty(OUTER_ROWS * OUTER_WIDTH, np.float32)
+    for item in range(start, stop):
+        panel, strip = item // strips, item % strips
+        _outer(scalars, strip * batch * 3 * OUTER_ROWS, lanes, panel * batch * OUTER_WIDTH, batch, buffer)
+        for row in range(min(OUTER_ROWS, out.shape[0] - strip * OUTER_ROWS)):
+            for column in range(min(OUTER_WIDTH, out.shape[1] - panel * OUTER_WIDTH)):
+                out[strip * OUTER_ROWS + row, panel * OUTER_WIDTH + column] = buffer[row * OUTER_WIDTH + column]
+
+
+@njit(nogil=True, cache=True)
+def run_sums(
+    scalars: Any,
+    shape: Any,
+    base: Any,
+    offsets: Any,
+    lanes: Any,
+    bound: Any,
+    weights: Any,
+    start: int,
+    stop: int,
+    sums: Any,
+) -> None:
+    """Tiles start..stop of sum_b w_b clamp(g_b), added to sums (tiles, 8 * width), a block of samples at a time."""
+    batch, block, stride, group_stride, panels, width = shape
+    strips = offsets.size // ROWS
+    panel_size = batch * base.size * width
+    for first in range(0, batch, block):
+        last = min(batch, first + block)
+        for item in range(start, stop):
+            strip, panel = item % strips, item // strips
+            scalar_at, lane_at = panel // panels * group_stride, panel * panel_size
+            sum_at = item * ROWS * width
+            _sum(scalars, scalar_at, stride, base, offsets, strip * ROWS, lanes, lane_at, width, first, last, bound, weights, sums, sum_at)  # fmt: skip  # noqa: E501
+
+
+@njit(nogil=True, cache=True)
+def run_norms(
+    scalars: Any,
+    shape: Any,
+    base: Any,
+    offsets: Any,
+    lanes: Any,
+    bound: Any,
+    squared: bool,
+    rows: int,
+    start: int,
+    stop: int,
+    norms: Any,
+) -> None:
+    """Sums of squares of clamp(g_b), or max|g_b|, of samples start..stop into norms (batch, 16)."""
+    batch, block, stride, group_stride, panels, width = shape
+    strips = offsets.size // ROWS
+    panel_size = batch * base.size * width
+    full, ragged = np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
+    ragged[: rows - (strips - 1) * ROWS] = 1
+    for first in range(start, stop, block):
+        last = min(stop, first + block)
+        for item in range(lanes.size // panel_size * strips):
+            strip, panel = item % strips, item // strips
+            scalar_at, lane_at = panel // panels * group_stride, panel * panel_size
+            mask = full if strip < strips - 1 else ragged
+            if squared:
+                _square(scalars, scalar_at, stride, base, offsets, strip * ROWS, lanes, lane_at, width, first, last, bound, mask, norms, 0)  # fmt: skip  # noqa: E501
+            else:
+                _max(scalars, scalar_at, stride, base, offsets, strip * ROWS, lanes, lane_at, width, first, last, bound, mask, norms, 0)  # fmt: skip  # noqa: E501
