@@ -89,5 +89,6 @@ def parameters_digest(mechanism: Mechanism, *, clip: Clip, dimension: int) -> by
     if isinstance(clip, float):
         state.update(b"\x00" + struct.pack("<d", clip))
     else:
-        state.update(b"\x01" + clip.astype("<f8").tobytes())
+        state.update(b"\x01")
+        state.update(clip.astype("<f8", copy=False).data)
     return state.digest()[:DIGEST_BYTES]

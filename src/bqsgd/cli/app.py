@@ -16,6 +16,7 @@ import typer
 from bqsgd import __version__
 from bqsgd.cli.account import account
 from bqsgd.cli.audit import audit
+from bqsgd.cli.demo import demo
 from bqsgd.cli.ledger import ledger
 from bqsgd.cli.plan import plan
 from bqsgd.cli.report import report
@@ -41,6 +42,7 @@ def about(
     privacy, exactly accounted."""
 
 
+app.command()(demo)
 app.command()(plan)
 app.command()(account)
 app.command()(audit)

@@ -1,0 +1,186 @@
+"""Values that everything else is built on: they check themselves, and they survive JSON."""
+
+import hashlib
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bqsgd.errors import BqsgdError, InvalidParameter
+from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism, check_clip, check_int, check_positive, parameters_digest
+from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Trust, Unit
+
+mechanisms = st.builds(Mechanism, levels=st.integers(1, MAX_LEVELS), trials=st.integers(0, MAX_TRIALS))
+
+
+@st.composite
+def releases(draw: st.DrawFn) -> Release:
+    scheme = draw(st.sampled_from(Scheme))
+    relation = {Scheme.POISSON: Relation.ADD_REMOVE, Scheme.FIXED_SIZE: Relation.REPLACE}.get(
+        scheme, draw(st.sampled_from(Relation))
+    )
+    return Release(
+        mechanism=draw(mechanisms),
+        dimension=draw(st.integers(1, 2**53)),
+        sensitivity=Sensitivity(
+            linf=draw(st.floats(1e-9, 2)), l2=draw(st.none() | st.floats(1e-9, 1e6)), relation=relation
+        ),
+        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.FULL else draw(st.floats(1e-9, 1))),
+        unit=draw(st.sampled_from(Unit)),
+        trust=draw(st.sampled_from(Trust)),
+    )
+
+
+@given(mechanisms)
+def test_a_mechanism_counts_its_codes(mechanism: Mechanism) -> None:
+    lowest, highest = -mechanism.levels, mechanism.levels + mechanism.trials
+    assert mechanism.code_count == highest - lowest + 1
+    assert 2**mechanism.bits_per_coordinate == pytest.approx(mechanism.code_count)
+
+
+def test_the_published_mechanisms_fit_their_bits() -> None:
+    for levels, trials, bits in ((1, 251, 8), (2, 251, 8), (5, 245, 8), (8, 4079, 12), (52, 16279, 14)):
+        assert Mechanism(levels=levels, trials=trials).bits_per_coordinate <= bits
+    assert Mechanism(levels=4, trials=1050).bits_per_coordinate > 10  # the published pair does not fit
+
+
+@pytest.mark.parametrize(
+    ("levels", "trials"),
+    [(0, 1), (-1, 1), (MAX_LEVELS + 1, 1), (1, -1), (1, MAX_TRIALS + 1), (1.0, 1), (1, 1.0), (True, 1), ("1", 1)],
+)
+def test_a_mechanism_outside_its_range_is_refused(levels: int, trials: int) -> None:
+    with pytest.raises(InvalidParameter, match=r"levels|trials"):
+        Mechanism(levels=levels, trials=trials)
+
+
+def test_values_cannot_be_changed_or_given_by_position() -> None:
+    mechanism = Mechanism(levels=1, trials=2)
+    with pytest.raises(AttributeError):
+        mechanism.levels = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Mechanism(1, 2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, float("nan")])
+def test_only_integers_are_integers(value: object) -> None:
+    with pytest.raises(InvalidParameter, match="size must be an integer"):
+        check_int("size", value, 0, 10)
+
+
+def test_the_ends_of_an_integer_range_belong_to_it() -> None:
+    assert [check_int("size", value, 0, 10) for value in (0, np.int8(10), np.uint64(3))] == [0, 10, 3]
+    for value in (-1, 11):
+        with pytest.raises(InvalidParameter, match="from 0 to 10"):
+            check_int("size", value, 0, 10)
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, math.inf, math.nan, True, "1", None])
+def test_only_positive_finite_numbers_are_positive(value: object) -> None:
+    with pytest.raises(InvalidParameter, match="rate must be a positive finite number"):
+        check_positive("rate", value)
+
+
+def test_clips_come_back_as_a_float_or_a_float64_vector() -> None:
+    assert check_clip(2) == 2.0
+    vector = check_clip(np.array([1, 2], np.float32), 2)
+    assert isinstance(vector, np.ndarray)
+    assert vector.dtype == np.float64
+    for bad in (np.zeros((1, 2)), np.array([1.0, 0.0]), np.array([1.0, np.nan]), np.array([1.0, np.inf]), np.ones(3)):
+        with pytest.raises(InvalidParameter, match="clip"):
+            check_clip(bad, 2)
+
+
+def test_the_digest_is_the_documented_bytes() -> None:
+    mechanism = Mechanism(levels=2, trials=251)
+    head = b"bqsgd.parameters.v1" + struct.pack("<IIQ", 2, 251, 3)
+    one = hashlib.sha256(head + b"\x00" + struct.pack("<d", 0.5)).digest()[:16]
+    each = hashlib.sha256(head + b"\x01" + struct.pack("<3d", 0.5, 1.0, 2.0)).digest()[:16]
+    assert parameters_digest(mechanism, clip=0.5, dimension=3) == one
+    assert parameters_digest(mechanism, clip=np.array([0.5, 1.0, 2.0]), dimension=3) == each
+
+
+def test_every_parameter_moves_the_digest() -> None:
+    digests = {
+        parameters_digest(Mechanism(levels=levels, trials=trials), clip=clip, dimension=3)
+        for levels in (1, 2)
+        for trials in (1, 2)
+        for clip in (0.5, 0.25, np.full(3, 0.5), np.array([0.5, 0.5, 0.25]))
+    }
+    digests.add(parameters_digest(Mechanism(levels=1, trials=1), clip=0.5, dimension=4))
+    assert len(digests) == 17
+
+
+@given(releases())
+def test_a_release_survives_json(release: Release) -> None:
+    text = json.dumps(release.to_dict())
+    assert Release.from_dict(json.loads(text)) == release
+
+
+@given(releases())
+def test_shifts_are_the_sensitivity_in_steps_and_consistent(release: Release) -> None:
+    assert release.shift == release.mechanism.levels * release.sensitivity.linf
+    assert release.shift_l2 <= math.sqrt(release.dimension) * release.shift
+    if release.sensitivity.l2 is not None:
+        assert release.shift_l2 <= release.mechanism.levels * release.sensitivity.l2
+
+
+def example(**changes: object) -> dict:
+    release = Release(
+        mechanism=Mechanism(levels=2, trials=251),
+        dimension=61_706,
+        sensitivity=Sensitivity(linf=1 / 32),
+        sampling=Sampling.of_batch("poisson", batch_size=32, dataset_size=15_000),
+    )
+    return {**release.to_dict(), **changes}
+
+
+def test_a_release_by_hand() -> None:
+    release = Release.from_dict(example())
+    assert release.shift == 1 / 16
+    assert release.shift_l2 == pytest.approx(math.sqrt(61_706) / 16)
+    assert release.sampling.rate == 32 / 15_000
+    assert (release.unit, release.trust) == (Unit.SAMPLE, Trust.EACH_CLIENT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dimension": 0},
+        {"dimension": 1.5},
+        {"mechanism": {"levels": 0, "trials": 1}},
+        {"mechanism": {"levels": 1}},
+        {"mechanism": None},
+        {"sensitivity": {"linf": 0.0}},
+        {"sensitivity": {"linf": 0.1, "l2": float("nan")}},
+        {"sensitivity": {"linf": 0.1, "relation": "replace one"}},  # Poisson needs add/remove
+        {"sensitivity": {"linf": 0.1, "relation": "swap"}},
+        {"sampling": {"scheme": "poisson", "rate": 1.5}},
+        {"sampling": {"scheme": "poisson", "rate": 0.0}},
+        {"sampling": {"scheme": "no sampling", "rate": 0.5}},
+        {"sampling": {"scheme": "fixed-size without replacement", "rate": 0.5}},  # needs replace-one
+        {"sampling": {"scheme": "sometimes"}},
+        {"unit": "household"},
+        {"trust": "nobody"},
+        {"epsilon": 1.0},
+    ],
+)
+def test_a_damaged_release_is_refused(changes: dict) -> None:
+    with pytest.raises(InvalidParameter):
+        Release.from_dict(example(**changes))
+    for missing in ("mechanism", "sensitivity", "sampling", "dimension"):
+        fields = example()
+        del fields[missing]
+        with pytest.raises(BqsgdError, match="not a release"):
+            Release.from_dict(fields)
+
+
+def test_batch_rates() -> None:
+    assert Sampling.of_batch("no sampling", batch_size=10, dataset_size=10).rate == 1
+    assert Sampling.of_batch(Scheme.FIXED_SIZE, batch_size=1, dataset_size=4).rate == 0.25
+    for batch, data in ((0, 4), (5, 4), (1, 0)):
+        with pytest.raises(InvalidParameter, match="size"):
+            Sampling.of_batch("poisson", batch_size=batch, dataset_size=data)
