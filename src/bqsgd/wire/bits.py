@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 Codes = npt.NDArray[np.unsignedinteger]
 Bytes = npt.NDArray[np.uint8]
-_jit = nb.njit(cache=True, nogil=True)
-_inline = nb.njit(cache=True, nogil=True, inline="always")
+jit = nb.njit(cache=True, nogil=True)
+inline = nb.njit(cache=True, nogil=True, inline="always")
 _U8, _U64 = np.uint8, np.uint64
 
 
@@ -35,7 +35,7 @@ def digit_table(base: int, digits: int) -> npt.NDArray[np.uint64]:
     return np.array([base**half, -(-(1 << shift) // base), shift, *powers], dtype=np.uint64)
 
 
-@_jit
+@jit
 def largest(codes: Codes) -> int:
     """The largest code, 0 if there is none."""
     top = codes.dtype.type(0)
@@ -44,16 +44,18 @@ def largest(codes: Codes) -> int:
     return int(top)
 
 
-@_inline
-def _put32(out: Bytes, at: int, word: np.uint64) -> None:
+@inline
+def put32(out: Bytes, at: int, word: np.uint64) -> None:
+    """Store the low 32 bits of `word` in four bytes."""
     out[at] = _U8(word & _U64(255))
     out[at + 1] = _U8((word >> _U64(8)) & _U64(255))
     out[at + 2] = _U8((word >> _U64(16)) & _U64(255))
     out[at + 3] = _U8((word >> _U64(24)) & _U64(255))
 
 
-@_inline
-def _get32(data: Bytes, at: int) -> np.uint64:
+@inline
+def get32(data: Bytes, at: int) -> np.uint64:
+    """Load four bytes as 32 bits."""
     return (
         _U64(data[at])
         | (_U64(data[at + 1]) << _U64(8))
@@ -62,8 +64,9 @@ def _get32(data: Bytes, at: int) -> np.uint64:
     )
 
 
-@_inline
-def _flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
+@inline
+def flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
+    """Store the last `fill` bits; the byte they end in is filled up with zeros."""
     while fill > 0:
         out[at] = _U8(held & _U64(255))
         held >>= _U64(8)
@@ -71,7 +74,7 @@ def _flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
         fill -= 8
 
 
-@_jit
+@jit
 def pack_plain(codes: Codes, out: Bytes, width: int) -> int:
     """Write each code on `width` bits; return the largest code (bits of a code above `width` spoil its neighbours)."""
     held, fill, at, top = _U64(0), 0, 0, _U64(0)
@@ -81,15 +84,15 @@ def pack_plain(codes: Codes, out: Bytes, width: int) -> int:
         held |= code << _U64(fill)
         fill += width
         if fill >= 32:
-            _put32(out, at, held)
+            put32(out, at, held)
             held >>= _U64(32)
             at += 4
             fill -= 32
-    _flush(out, at, held, fill)
+    flush(out, at, held, fill)
     return int(top)
 
 
-@_jit
+@jit
 def unpack_plain(data: Bytes, codes: Codes, width: int) -> tuple[int, bool]:
     """Read codes of `width` <= 25 bits; return the largest, and whether a bit after the last is set."""
     kind = codes.dtype.type
@@ -98,19 +101,19 @@ def unpack_plain(data: Bytes, codes: Codes, width: int) -> tuple[int, bool]:
     fast = min(codes.size, max(0, (data.size - 4) * 8 // width + 1)) if data.size >= 4 else 0
     for i in range(fast):
         bit = i * width
-        code = kind((_get32(data, bit >> 3) >> _U64(bit & 7)) & mask)
+        code = kind((get32(data, bit >> 3) >> _U64(bit & 7)) & mask)
         top = max(top, code)
         codes[i] = code
     for i in range(fast, codes.size):
         bit = i * width
-        code = kind(_read(data, bit, width))
+        code = kind(read(data, bit, width))
         top = max(top, code)
         codes[i] = code
-    return int(top), _read(data, codes.size * width, data.size * 8 - codes.size * width) != 0
+    return int(top), read(data, codes.size * width, data.size * 8 - codes.size * width) != 0
 
 
-@_jit
-def _read(data: Bytes, bit: int, width: int) -> np.uint64:
+@jit
+def read(data: Bytes, bit: int, width: int) -> np.uint64:
     """Bits [bit, bit + width) as a number, width <= 56: the slow way, for the end of the data."""
     value, got, at = _U64(0), 0, bit >> 3
     while got < width + (bit & 7):
@@ -120,7 +123,7 @@ def _read(data: Bytes, bit: int, width: int) -> np.uint64:
     return (value >> _U64(bit & 7)) & ((_U64(1) << _U64(width)) - _U64(1))
 
 
-@_jit
+@jit
 def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
     """Write groups of `digits` codes: one word of high digits (the first code lowest), then `low` bits a code."""
     held, fill, at, top = _U64(0), 0, 0, _U64(0)
@@ -138,7 +141,7 @@ def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_
             word >>= _U64(31)
             fill += half_bits if piece == 0 else word_bits - half_bits
             if fill >= 32:
-                _put32(out, at, held)
+                put32(out, at, held)
                 held >>= _U64(32)
                 at += 4
                 fill -= 32
@@ -146,15 +149,15 @@ def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_
             held |= (_U64(codes[i]) & mask) << _U64(fill)
             fill += low
             if fill >= 32:
-                _put32(out, at, held)
+                put32(out, at, held)
                 held >>= _U64(32)
                 at += 4
                 fill -= 32
-    _flush(out, at, held, fill)
+    flush(out, at, held, fill)
     return int(top)
 
 
-@_jit
+@jit
 def unpack_mixed(
     data: Bytes,
     codes: Codes,
@@ -176,7 +179,7 @@ def unpack_mixed(
     for start in range(0, codes.size, digits):
         count = min(digits, codes.size - start)
         safe = ((bit + word_bits + count * low) >> 3) + 8 <= data.size
-        word = _read(data, bit, piece_bits) | (_read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
+        word = read(data, bit, piece_bits) | (read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
         bit += word_bits
         if word >= table[3 + count]:
             if count == digits:
@@ -191,16 +194,16 @@ def unpack_mixed(
             code = (lower - quotient * _U64(base)) << _U64(low)
             lower = quotient
             if safe:
-                code |= (_get32(data, bit >> 3) >> _U64(bit & 7)) & mask
+                code |= (get32(data, bit >> 3) >> _U64(bit & 7)) & mask
             else:
-                code |= _read(data, bit, low)
+                code |= read(data, bit, low)
             bit += low
             top = max(top, code)
             codes[start + i] = kind(code)
-    return int(top), _read(data, bit, data.size * 8 - bit) != 0
+    return int(top), read(data, bit, data.size * 8 - bit) != 0
 
 
-@_jit
+@jit
 def count(codes: Codes, counts: npt.NDArray[np.int64]) -> int:
     """Add each code to its count; return the largest code (codes beyond the counts are not added)."""
     top = codes.dtype.type(0)

@@ -18,12 +18,15 @@ import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import MAX_LEVELS, MAX_TRIALS, check_int
-from bqsgd.wire import bits
+from bqsgd.wire import bits, longword
 from bqsgd.wire.errors import BadPayload, CodeOutOfRange
 
 MAX_CODE_COUNT = 2 * MAX_LEVELS + MAX_TRIALS + 1
 WORD_BITS = 62
 """Longest word of digits; its two halves then fit the 31 bits that one multiplication can divide exactly."""
+LONG_WORD_BITS = 124
+LONG_WORDS = frozenset({61, 65, 121, 122, 129, 241, 242, 481})
+"""The code counts, of all up to MAX_CODE_COUNT, that no word of WORD_BITS brings within 1 %."""
 
 Codes = npt.NDArray[np.unsignedinteger]
 Payload = npt.NDArray[np.uint8]
@@ -74,11 +77,12 @@ def layout(code_count: int) -> Layout:
     # ceil(log2 K) <= 1.009 log2 K  <=>  2^(1000 ceil(log2 K)) <= K^1009: exact in integers.
     if 1 << (1000 * width) <= code_count**1009:
         return Layout(low_bits=width, base=1, digits=1, word_bits=0)
+    longest = LONG_WORD_BITS if code_count in LONG_WORDS else WORD_BITS
     best = Layout(low_bits=width, base=1, digits=1, word_bits=0)
     for low_bits in range(width - 1, -1, -1):
         base = -(-code_count >> low_bits)
         digits, power = 1, base
-        while (word_bits := (power - 1).bit_length()) <= WORD_BITS and base ** -(-digits // 2) <= 1 << 31:
+        while (word_bits := (power - 1).bit_length()) <= longest and base ** -(-digits // 2) <= 1 << (longest // 2):
             found = Layout(low_bits=low_bits, base=base, digits=digits, word_bits=word_bits)
             ours, theirs = found.group_bits * best.digits, best.group_bits * digits
             if ours < theirs or (ours == theirs and digits < best.digits):
@@ -107,7 +111,8 @@ class FixedWidth:
         """Every multiple of this many codes starts on a byte boundary."""
         self.direct = self.layout.base == 1 and self.layout.low_bits == 8 * self.dtype.itemsize
         """True where the payload is the little-endian codes themselves: an encoder may write them in place."""
-        self._table = bits.digit_table(self.layout.base, self.layout.digits)
+        short = self.layout.word_bits <= WORD_BITS
+        self._table = bits.digit_table(self.layout.base, self.layout.digits if short else 1)
 
     @property
     def bits_per_coordinate(self) -> float:
@@ -137,7 +142,8 @@ class FixedWidth:
         elif shape.base == 1:
             top = bits.pack_plain(codes, out, shape.low_bits)
         else:
-            top = bits.pack_mixed(codes, out, shape.low_bits, shape.base, shape.digits, shape.word_bits)
+            pack = bits.pack_mixed if shape.word_bits <= WORD_BITS else longword.pack_long
+            top = pack(codes, out, shape.low_bits, shape.base, shape.digits, shape.word_bits)
         if top >= self.code_count:
             raise CodeOutOfRange(f"codes must be below {self.code_count}, got {top}")
 
@@ -170,12 +176,14 @@ class FixedWidth:
             spare = False
         else:
             codes = np.empty(stop - start, self.dtype)
+            piece = bits.readonly(piece)
+            radix = (shape.low_bits, shape.base, shape.digits, shape.word_bits)
             if shape.base == 1:
-                top, spare = bits.unpack_plain(bits.readonly(piece), codes, shape.low_bits)
+                top, spare = bits.unpack_plain(piece, codes, shape.low_bits)
+            elif shape.word_bits <= WORD_BITS:
+                top, spare = bits.unpack_mixed(piece, codes, *radix, self._table)
             else:
-                top, spare = bits.unpack_mixed(
-                    bits.readonly(piece), codes, shape.low_bits, shape.base, shape.digits, shape.word_bits, self._table
-                )
+                top, spare = longword.unpack_long(piece, codes, *radix)
         if top >= self.code_count:
             raise CodeOutOfRange(f"codes must be below {self.code_count}, found {top}")
         if spare:

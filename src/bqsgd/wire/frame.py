@@ -73,10 +73,9 @@ class FrameWriter:
         fixed_bytes = layout(mechanism.code_count).payload_bytes(dimension)
         if payload_bytes is None:
             payload_bytes = fixed_bytes
-        if (
-            coding is Coding.FIXED and payload_bytes != fixed_bytes
-        ) or payload_bytes > fixed_bytes + ENTROPY_SLACK_BYTES:
-            raise InvalidParameter(f"payload_bytes must be {fixed_bytes} (fixed width), got {payload_bytes}")
+        entropy = coding == Coding.ENTROPY
+        most = fixed_bytes + ENTROPY_SLACK_BYTES if entropy else fixed_bytes
+        check_int("payload_bytes", payload_bytes, 0 if entropy else fixed_bytes, most)
         self.header = Header(
             coding=Coding(coding),
             seeded=bool(seeded),

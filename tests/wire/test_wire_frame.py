@@ -1,0 +1,160 @@
+"""Frames: what is written is read back, and every fault has its own error."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import wire_reference
+from wire_frames import CLIP, codes_of, decode_codes, frame_of, reseal
+
+from bqsgd.errors import FrameError, InvalidParameter
+from bqsgd.params import Mechanism, parameters_digest
+from bqsgd.wire import errors
+from bqsgd.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
+
+MECHANISM = Mechanism(levels=2, trials=251)
+CODES = codes_of(MECHANISM, 50, np.random.default_rng(0))
+FRAME = frame_of(CODES, MECHANISM, Coding.FIXED)
+
+GOLDEN = json.loads(Path(__file__).with_name("golden_frames.json").read_text())
+"""Frames written once and for all, client 7, round 3, seeded; how to read them: docs/wire.md."""
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=[golden["name"] for golden in GOLDEN])
+def test_golden_frames(golden: dict[str, Any]) -> None:
+    codes, coding, data = golden["codes"], Coding[golden["coding"].upper()], bytes.fromhex(golden["frame"])
+    mechanism = Mechanism(levels=golden["levels"], trials=golden["trials"])
+    assert decode_codes(data, dimension=len(codes), clip=CLIP, mechanism=mechanism, client=7, round=3).tolist() == codes
+    found = wire_reference.decode(data)
+    assert found["digest"] == parameters_digest(mechanism, clip=CLIP, dimension=len(codes)).hex()
+    assert (found["levels"], found["trials"]) == (mechanism.levels, mechanism.trials)
+    assert (found["client"], found["round"], found["seeded"], found["codes"]) == (7, 3, True, codes)
+    array = np.array(codes, dtype=np.min_scalar_type(mechanism.code_count - 1))
+    # zstandard's bytes may differ between its releases; only the meaning of its frames is fixed.
+    payload = data[80:] if coding is Coding.ENTROPY and data[80] == 2 else None
+    assert frame_of(array, mechanism, coding, payload) == data
+
+
+def test_header_fields_are_read_back() -> None:
+    head = read_frame(FRAME).header
+    assert (head.coding, head.seeded, head.client, head.round) == (Coding.FIXED, True, 7, 3)
+    assert (head.mechanism, head.dimension, head.payload_bytes) == (MECHANISM, 50, 50)
+    assert head.digest == parameters_digest(MECHANISM, clip=CLIP, dimension=50)
+    assert not read_frame(frame_of(CODES, MECHANISM, Coding.FIXED, seeded=False)).header.seeded
+    assert HEADER_BYTES == 80
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8)])
+def test_any_buffer_is_read_without_a_copy(kind: type) -> None:
+    buffer = kind(FRAME)
+    frame = read_frame(buffer)
+    assert frame.payload.tobytes() == CODES.tobytes()
+    assert not frame.payload.flags.writeable
+    assert np.shares_memory(frame.payload, np.frombuffer(buffer, np.uint8))
+
+
+def edit(offset: int, fmt: str, value: int | bytes, frame: bytes = FRAME, seal: bool = True) -> bytes:
+    changed = bytearray(frame)
+    struct.pack_into("<" + fmt, changed, offset, value)
+    return reseal(changed) if seal else bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "message"),
+    [
+        (b"", errors.TruncatedFrame, "at least 80 bytes, got 0"),
+        (FRAME[:79], errors.TruncatedFrame, "at least 80 bytes, got 79"),
+        (FRAME[:-1], errors.TruncatedFrame, "announces a frame of 130 bytes, got 129"),
+        (FRAME + b"\0", errors.OversizedFrame, "announces a frame of 130 bytes, got 131"),
+        (edit(0, "4s", b"PNG!"), errors.BadMagic, "starts with b'BQSG', got b'PNG!'"),
+        (edit(4, "H", 2), errors.UnsupportedVersion, "knows frame version 1, got 2"),
+        (edit(6, "B", 3), errors.BadHeader, "coding must be 1 .* got 3"),
+        (edit(7, "B", 2), errors.BadHeader, "flags .* 0x02"),
+        (edit(64, "Q", 5), errors.BadHeader, "reserved .*0x5"),
+        (edit(48, "I", 0), errors.BadHeader, "levels must be 1 to 1048576.* got 0, 251"),
+        (edit(52, "I", 2**20 + 1), errors.BadHeader, "trials 0 to 1048576.* got 2, 1048577"),
+        (edit(40, "Q", 0), errors.BadHeader, "dimension must be 1 to"),
+        (edit(40, "Q", 2**63), errors.BadHeader, "dimension must be 1 to"),
+        (edit(40, "Q", 51), errors.BadPayload, "51 codes .* take 51 bytes, got 50"),
+        (edit(40, "Q", 2**60), errors.BadPayload, f"take {2**60} bytes, got 50"),
+        (edit(56, "Q", 2**60), errors.TruncatedFrame, f"announces a frame of {2**60 + 80} bytes, got 130"),
+        (edit(56, "Q", 2**64 - 1), errors.TruncatedFrame, "got 130"),
+        (edit(100, "B", 0, seal=False), errors.ChecksumMismatch, "the header states checksum"),
+        (edit(24, "Q", 8, seal=False), errors.ChecksumMismatch, "the bytes give"),
+        (edit(72, "Q", 0, seal=False), errors.ChecksumMismatch, "checksum 0000000000000000"),
+    ],
+)
+def test_each_fault_has_its_error(frame: bytes, error: type[FrameError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_frame(frame)
+
+
+@pytest.mark.parametrize(
+    ("expected", "error", "message"),
+    [
+        ({"dimension": 51}, errors.WrongDimension, "expected 51 coordinates, the frame holds 50"),
+        ({"max_dimension": 49}, errors.WrongDimension, "at most 49 coordinates allowed, the frame claims 50"),
+        (
+            {"mechanism": Mechanism(levels=1, trials=251)},
+            errors.WrongParameters,
+            "levels=1, trials=251.*levels=2, trials=251",
+        ),
+        ({"clip": 0.25}, errors.WrongParameters, "expected parameters digest"),
+        ({"clip": np.full(50, 0.5)}, errors.WrongParameters, "expected parameters digest"),
+        ({"clip": np.full(49, 0.5)}, errors.WrongDimension, r"shape \(49,\)"),
+        ({"digest": bytes(16)}, errors.WrongParameters, "expected parameters digest 0000"),
+        ({"client": 8}, errors.WrongOrigin, "client 8, got one of client 7"),
+        ({"round": 2}, errors.WrongOrigin, "round 2, got one of round 3"),
+    ],
+)
+def test_each_unmet_expectation_has_its_error(
+    expected: dict[str, object], error: type[FrameError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read_frame(FRAME, **expected)
+
+
+def test_an_absurd_entropy_coded_dimension_is_refused() -> None:
+    frame = edit(40, "Q", 2**60, frame_of(CODES, MECHANISM, Coding.ENTROPY))
+    with pytest.raises(errors.WrongDimension, match="at most 16777216"):
+        read_frame(frame)
+    with pytest.raises(errors.WrongDimension, match="expected 50"):
+        read_frame(frame, dimension=50)
+    with pytest.raises(errors.BadPayload):  # even where the caller allows any dimension
+        decode_codes(frame, max_dimension=2**62)
+
+
+def test_an_entropy_coded_payload_longer_than_fixed_width_is_refused() -> None:
+    frame = bytearray(frame_of(CODES, MECHANISM, Coding.ENTROPY) + bytes(100))
+    struct.pack_into("<Q", frame, 56, len(frame) - 80)
+    with pytest.raises(errors.BadPayload, match="never takes more than 66 bytes"):
+        read_frame(reseal(frame))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dimension": 0},
+        {"digest": bytes(15)},
+        {"client": -1},
+        {"round": 2**64},
+        {"payload_bytes": 51},
+        {"coding": Coding.ENTROPY, "payload_bytes": 67},
+    ],
+    ids=str,
+)
+def test_a_writer_refuses_what_a_reader_would(change: dict[str, object]) -> None:
+    about = {"mechanism": MECHANISM, "digest": bytes(16), "client": 0, "round": 0, "dimension": 50, "seeded": False}
+    with pytest.raises(InvalidParameter):
+        FrameWriter(**(about | change))
+
+
+def test_every_error_is_a_frame_error() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind is not FrameError]
+    assert len(kinds) == 11
+    assert all(issubclass(kind, FrameError) for kind in kinds)

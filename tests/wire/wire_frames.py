@@ -1,0 +1,74 @@
+"""Frames for the tests of this folder, and the whole way back from a frame to its codes."""
+
+from __future__ import annotations
+
+import numpy as np
+import zstandard
+
+from bqsgd.params import Mechanism, parameters_digest
+from bqsgd.wire import entropy
+from bqsgd.wire.fixed import Codes, FixedWidth
+from bqsgd.wire.frame import Coding, FrameWriter, read_frame
+from bqsgd.wire.header import CHECKED_HEADER_BYTES, checksum
+
+CLIP = 0.5
+
+
+def codes_of(mechanism: Mechanism, dimension: int, rng: np.random.Generator, spread: float = 0.2) -> Codes:
+    """Codes as the mechanism makes them, from Laplace-distributed values (not the library's own sampler)."""
+    values = np.clip(rng.laplace(scale=spread, size=dimension), -1, 1) * mechanism.levels
+    low = np.floor(values)
+    rounded = low + (rng.random(dimension) < values - low)
+    codes = rounded + mechanism.levels + rng.binomial(mechanism.trials, 0.5, dimension)
+    return codes.astype(FixedWidth(mechanism.code_count).dtype)
+
+
+def frame_of(
+    codes: Codes, mechanism: Mechanism, coding: Coding, payload: bytes | None = None, seeded: bool = True
+) -> bytes:
+    about = {
+        "mechanism": mechanism,
+        "client": 7,
+        "round": 3,
+        "dimension": codes.size,
+        "coding": coding,
+        "seeded": seeded,
+    }
+    digest = parameters_digest(mechanism, clip=CLIP, dimension=codes.size)
+    if coding is Coding.FIXED and payload is None:
+        writer = FrameWriter(digest=digest, **about)
+        FixedWidth(mechanism.code_count).pack(codes, writer.payload)
+    else:
+        body = entropy.encode(codes, mechanism) if payload is None else payload
+        writer = FrameWriter(digest=digest, payload_bytes=len(body), **about)
+        writer.payload[:] = np.frombuffer(body, np.uint8)
+    return bytes(writer.seal())
+
+
+def zstd_payload(codes: Codes, low_bits: int) -> bytes:
+    """A payload in zstandard's mode, which the encoder itself takes for long vectors only."""
+    bins = codes.astype(np.int64) >> low_bits
+    first = int(bins.min())
+    low = np.empty((codes.size * low_bits + 7) // 8, np.uint8)
+    if low_bits:
+        stream = sum(int(c & (2**low_bits - 1)) << (i * low_bits) for i, c in enumerate(codes.tolist()))
+        low[:] = np.frombuffer(stream.to_bytes(low.size, "little"), np.uint8)
+    body = zstandard.ZstdCompressor(level=1).compress((bins - first).astype(np.uint8).tobytes())
+    prefix = entropy.PREFIX.pack(entropy.Mode.ZSTD, low_bits, 0, first, int(bins.max()) - first + 1, 0)
+    return prefix + low.tobytes() + body
+
+
+def reseal(frame: bytes | bytearray) -> bytes:
+    """The same bytes with the checksum that belongs to them."""
+    if len(frame) < 80:
+        return bytes(frame)
+    value = checksum(memoryview(bytes(frame)))
+    return bytes(frame[:CHECKED_HEADER_BYTES]) + value.to_bytes(8, "little") + bytes(frame[80:])
+
+
+def decode_codes(frame: bytes, **expected: object) -> Codes:
+    checked = read_frame(frame, **expected)
+    head = checked.header
+    if head.coding is Coding.FIXED:
+        return FixedWidth(head.mechanism.code_count).unpack(checked.payload, head.dimension)
+    return entropy.decode(checked.payload, head.mechanism, head.dimension)
