@@ -68,6 +68,12 @@ def synthetic_rounds(rounds: int, *, levels: int, trials: int, shape: int) -> It
 
 
 @pytest.fixture
+def stated_guarantee() -> dict[str, Any]:
+    """The guarantee a synthetic run states unless told otherwise."""
+    return dict(GUARANTEE)
+
+
+@pytest.fixture
 def synthetic_run(tmp_path: Path) -> Callable[..., Path]:
     """Write a synthetic run folder and return its path."""
 

@@ -42,8 +42,8 @@ class Axis:
 
 
 def _steps(low: float, high: float, *, tight: bool) -> Axis:
-    if high <= low:
-        high = low + (abs(low) or 1.0)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-100):  # a flat line: give it room above
+        high = low + (abs(low) if abs(low) > 1e-100 else 1.0)
     step = _round_step((high - low) / STEPS)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(float(f"{step * i:.12g}") for i in range(first, last + 1))
@@ -57,7 +57,7 @@ def _decades(low: float, high: float, *, tight: bool) -> Axis:
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last = max(last, first + 1)
     stride = math.ceil((last - first) / MAX_DECADES)
-    if not tight or high <= low:
+    if not tight or high <= low * (1 + 1e-9):
         ticks = tuple(10.0**power for power in range(first, last + 1, stride))
         return Axis(low=ticks[0], high=10.0**last, ticks=ticks, log=True)
     factors = (1, 2, 5) if last - first <= 2 else (1, 3) if last - first <= 3 else (1,)

@@ -6,7 +6,6 @@ sharp from phone to projector, needs no script to be read, and weighs kilobytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from bqsgd.reports.units import Unit, short
 
 Point = tuple[float, float]
 MAX_POINTS = 360
+LARGEST, SMALLEST = 1e100, 1e-100
 SIDE = 1000  # of the SVG's own square
 
 
@@ -47,6 +47,7 @@ class Chart:
     log_x: bool = False
     stacked: bool = False
     y_from_zero: bool = True
+    ends: bool = True
 
     def drawing(self) -> dict[str, Any] | None:
         """What the template needs, or None when no point can be drawn."""
@@ -76,7 +77,9 @@ class Chart:
                     "dashed": curve.dashed,
                     "line": line,
                     "area": area,
-                    "end": None if not place or self.stacked else [place[-1][0] / 10, place[-1][1] / 10],
+                    "end": None
+                    if not place or self.stacked or not self.ends
+                    else [place[-1][0] / 10, place[-1][1] / 10],
                     "data": [[_round(x), _round(y)] for x, y in values],
                 }
             )
@@ -135,7 +138,8 @@ def _stack(drawn: Sequence[Sequence[Point]]) -> list[list[Point]]:
 
 def _drawable(point: Point, *, log_x: bool, log_y: bool) -> bool:
     x, y = point
-    return math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x) and (y > 0 or not log_y)
+    # The bounds keep sums and ticks away from overflow and underflow; no figure worth drawing lies beyond them.
+    return abs(x) < LARGEST and abs(y) < LARGEST and (x > SMALLEST or not log_x) and (y > SMALLEST or not log_y)
 
 
 def _path(points: Sequence[Point]) -> str:

@@ -18,6 +18,7 @@ OUTSIDE_NOISE = ("gradients", "clip")
 ORDERS_APART = 20.0
 MAX_DRAWN_TRIALS = 20_000
 MAX_STAGE_POINTS = 80
+MAX_STAGE_SECONDS = 1e9
 STAGE_COLOURS = (0, 1, 2, 7, 4, 5, 6, 3)
 
 
@@ -121,8 +122,8 @@ def traffic(run: Run) -> Chart:
 def stages(run: Run) -> list[Chart]:
     """Seconds of a round by stage, stacked; long runs are averaged over neighbouring rounds. None when not recorded."""
     names = list(dict.fromkeys([*STAGES, *(name for r in run.rounds[:1] for name in r.seconds)]))
-    names = [name for name in names if any(r.seconds.get(name, 0) > 0 for r in run.rounds)]
-    timed = [r for r in run.rounds if all(math.isfinite(s) and s >= 0 for s in r.seconds.values()) and r.seconds]
+    timed = [r for r in run.rounds if r.seconds and all(0 <= s < MAX_STAGE_SECONDS for s in r.seconds.values())]
+    names = [name for name in names if sum(r.seconds.get(name, 0.0) for r in timed) > 1e-12]
     if not timed or not names:
         return []
     size = math.ceil(len(timed) / MAX_STAGE_POINTS)
@@ -186,6 +187,7 @@ def noise_chart(mechanism: Mechanism) -> Chart:
         f"Standard deviation {short(deviation)} C. What hides a sample is this noise and the sampling together.",
         x_label="noise, in units of the clip C",
         y_label="density",
+        ends=False,
         series=[
             Series(label="binomial part (steps)", points=steps, colour=3, fill=True),
             Series(

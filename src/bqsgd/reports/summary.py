@@ -22,6 +22,10 @@ class Claim:
     method: str = "not stated"
     delta_floor: float | None = None
 
+    def __post_init__(self) -> None:
+        if not (self.epsilon >= 0 and self.delta >= 0):
+            raise RunFolderError(f"epsilon and delta must be at least 0, got {self.epsilon} and {self.delta}")
+
     @classmethod
     def from_dict(cls, fields: object) -> Claim:
         """Read a guarantee as `Guarantee.to_dict` or the training loop writes it; sampling may be text or a table."""
@@ -77,6 +81,8 @@ class Summary:
         claims = {
             name: Claim.from_dict(table[name]) for name in ("guarantee", "nominal") if table.get(name) is not None
         }
+        if "guarantee" in claims and claims["guarantee"].delta >= 1:
+            raise RunFolderError("the delta of a guarantee must be below 1")
         tables = {name: mapping(name, table[name]) for name in ("versions", "config") if table.get(name) is not None}
         return cls(seeded=any(marks), **optional, **counts, **claims, **tables)  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ def short(value: float | None, unit: Unit = Unit.NUMBER, digits: int = 3) -> str
     if value is None or math.isnan(value):
         return "–" if value is None else "not a number"
     if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
+        return _trimmed(value, digits)
     if unit is Unit.PERCENT:
         return f"{_trimmed(100 * value, digits)} %"
     if unit is Unit.BYTES:
@@ -50,6 +50,8 @@ def _scaled(value: float, digits: int, steps: tuple[tuple[float, str], ...]) -> 
 def _trimmed(value: float, digits: int) -> str:
     if value == 0:
         return "0"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
     if value < 0:
         return "−" + _trimmed(-value, digits)
     if not 1e-4 <= value < 1e6:
