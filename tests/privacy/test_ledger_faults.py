@@ -1,101 +1,116 @@
-"""Real processes against real files: kill -9 at any point, and two clients of one ledger."""
+"""Real processes against real files: kill -9 at any point, and two clients of one ledger.
+
+The children are forked so that they start in milliseconds with the accountant's answers already known; each opens the
+ledger itself and writes a line to a pipe for every message it "sends", after the ledger let it.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bqsgd.errors import BudgetExhausted
 from bqsgd.params import Mechanism
+from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 
 RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=4,
+    dimension=1,
     sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+    sampling=Sampling(scheme=Scheme.FULL),
 )
 KILLS = 50
-
-SENDER = """
-import json, sys
-from bqsgd.errors import BudgetExhausted
-from bqsgd.privacy.ledger import Ledger
-from bqsgd.release import Release
-path, run, block, epsilon, release = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
-release = Release.from_dict(json.loads(release))
-with Ledger.open(path, client=1, budget_epsilon=epsilon, budget_delta=1e-5) as ledger:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    number = 0
-    try:
-        while True:
-            if block > 1 and number % block == 0:
-                ledger.reserve(release, run=run, first_round=number, rounds=block, seeded=False)
-            ledger.spend(release, run=run, round=number, seeded=False)
-            sys.stdout.write(f"sent {number}\\n"); sys.stdout.flush()
-            number += 1
-    except BudgetExhausted:
-        print("exhausted", flush=True)
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-def start(path: Path, *, run: str, block: int, epsilon: float) -> subprocess.Popen[str]:
-    import json
+def _send(path: Path, run: str, block: int, epsilon: float, pipe: int) -> None:
+    with Ledger.open(path, client=1, budget_epsilon=epsilon, budget_delta=1e-5) as ledger:
+        number = 0
+        try:
+            while True:
+                if block > 1 and number % block == 0:
+                    ledger.reserve(RELEASE, run=run, first_round=number, rounds=block, seeded=False)
+                ledger.spend(RELEASE, run=run, round=number, seeded=False)
+                os.write(pipe, f"sent {number}\n".encode())
+                number += 1
+        except BudgetExhausted:
+            os.write(pipe, b"exhausted\n")
 
-    arguments = [str(path), run, str(block), str(epsilon), json.dumps(RELEASE.to_dict())]
-    return subprocess.Popen(
-        [sys.executable, "-c", SENDER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
+
+def start(path: Path, *, run: str, block: int, epsilon: float) -> tuple[multiprocessing.process.BaseProcess, int]:
+    read_end, write_end = os.pipe()
+    process = FORK.Process(target=_send, args=(path, run, block, epsilon, write_end))
+    process.start()
+    os.close(write_end)
+    return process, read_end
+
+
+def lines(read_end: int) -> list[str]:
+    with os.fdopen(read_end) as stream:
+        return stream.read().splitlines()
 
 
 def test_fifty_kills_never_lose_a_sent_message(tmp_path: Path) -> None:
     path, rng, sent = tmp_path / "ledger", np.random.default_rng(5), 0
+    for power in range(16):  # what the children will ask
+        Accountant().compose(RELEASE, 1 << power).epsilon(1e-5)
+    cut_short = 0
     for kill in range(KILLS):
-        process = start(path, run=f"run {kill}", block=int(rng.choice([1, 7])), epsilon=1e4)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process:
-            assert process.stdout.readline() == "ready\n"
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            time.sleep(float(rng.uniform(0, 0.06)))
-            process.kill()
-            lines = process.stdout.read().splitlines()
-        sent += sum(line.startswith("sent ") for line in lines)
-        with Ledger(path) as ledger:
-            assert ledger.spent_rounds >= sent, f"kill {kill}: {sent} sent, {ledger.spent_rounds} counted"
-    assert sent > KILLS  # the kills came in the middle of sending, not before it
+        process, pipe = start(path, run=f"run {kill}", block=int(rng.choice([1, 7])), epsilon=1e4)
+        time.sleep(float(rng.uniform(0, 0.15)))
+        process.kill()
+        process.join()
+        messages = lines(pipe)
+        sent += len(messages)
+        cut_short += bool(messages)
+        if path.exists():
+            with Ledger(path) as ledger:
+                assert ledger.spent_rounds >= sent, f"kill {kill}: {sent} sent, {ledger.spent_rounds} counted"
+    assert cut_short > KILLS // 3  # enough of the kills came in the middle of sending, not before it
     with Ledger(path) as ledger:
         assert ledger.spent_rounds <= sent + 8 * KILLS  # and over-count by no more than a block each
+    leftovers = [entry.name for entry in tmp_path.iterdir() if entry != path and not entry.name.startswith(".ledger.")]
+    assert leftovers == []
 
 
 @pytest.mark.parametrize("block", [1, 4])
 def test_two_processes_together_stay_within_the_budget(tmp_path: Path, block: int) -> None:
     path, epsilon = tmp_path / "ledger", 0.5
-    processes = [start(path, run=name, block=block, epsilon=epsilon) for name in ("left", "right")]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    outputs = []
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in processes:
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        outputs.append(output.splitlines())
-    sent = sum(line.startswith("sent ") for output in outputs for line in output)
+    started = [start(path, run=name, block=block, epsilon=epsilon) for name in ("left", "right")]
+    outputs = [lines(pipe) for _, pipe in started]
+    for process, _ in started:
+        process.join()
+        assert process.exitcode == 0
     assert all(output[-1] == "exhausted" for output in outputs)
+    sent = sum(len(output) - 1 for output in outputs)
     with Ledger(path) as ledger:
         assert ledger.spent_rounds == sent
         guarantee = ledger.guarantee()
         assert guarantee is not None
         assert guarantee.epsilon <= epsilon
         assert ledger.headroom(RELEASE) < block
+
+
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "ledger", client=1, budget_epsilon=5.0, budget_delta=1e-5) as ledger:
+        ledger.reserve(RELEASE, run="a", first_round=0, rounds=3, seeded=False)
+
+        def child() -> None:
+            try:
+                ledger.spend(RELEASE, run="a", round=0, seeded=False)
+            except Exception as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            os._exit(9)
+
+        process = FORK.Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 7
+        ledger.spend(RELEASE, run="a", round=0, seeded=False)

@@ -68,8 +68,9 @@ class Headroom:
         """Whether `rounds` more of `release` stay within the budget."""
         total, found = content.get(release, 0) + rounds, self._range(content, release, budget)
         if found.fits < total < found.passes:
-            # Ask further ahead first: a yes there answers the coming rounds as well.
-            ahead = min(2 * total, (total + found.passes) // 2)
+            # Ask further ahead first: a yes there answers the coming rounds as well. Powers of two, so that clients
+            # and processes with the same release ask the same questions, which the accountant remembers.
+            ahead = min(1 << total.bit_length(), (total + found.passes) // 2)
             if ahead > total and self._within(content, release, ahead, budget, probe=True):
                 found.fits = ahead
             else:
