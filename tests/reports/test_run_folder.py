@@ -46,6 +46,27 @@ def test_a_run_without_summary_claims_nothing_and_sums_its_rounds(synthetic_run)
     assert run.seconds == run.rounds[-1].time
 
 
+def test_one_seeded_round_is_enough_and_idle_rounds_are_told(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run:
+        run.append({"round": 0})
+        run.append({"round": 1, "seeded": True, "stepped": False})
+    seeded = read_run(tmp_path)
+    assert seeded.seeded
+    assert seeded.round_count == 2
+    page = run_page(seeded)
+    assert "seeded noise: no privacy claim" in page
+    assert "Too few clients answered in 1 round" in page
+
+
+def test_bits_a_coordinate_count_only_the_frames_used(tmp_path: Path) -> None:
+    used = {"client": 0, "status": "ok", "frame_bytes": 250, "levels": 1, "trials": 1}
+    refused = {"client": 1, "status": "refused", "frame_bytes": 250}
+    with RunWriter(tmp_path) as run:
+        run.append({"round": 1, "bytes_up": 500, "bytes_up_float32": 1000, "clients": [used, refused]})
+    assert read_run(tmp_path).bits_per_coordinate == 8
+    assert read_run(tmp_path).saving == 2
+
+
 @pytest.mark.parametrize("cut", [1, 40, 300])
 def test_a_half_written_last_line_is_dropped_by_readers_and_cut_by_the_writer(synthetic_run, cut: int) -> None:
     path = synthetic_run(rounds=8, finished=False)

@@ -44,7 +44,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
         "compare.html",
         title=f"{len(runs)} runs compared",
         runs=[_row(index, run) for index, run in enumerate(runs)],
-        seeded=[run.name for run in runs if run.summary is not None and run.summary.seeded],
+        seeded=[run.name for run in runs if run.seeded],
         differing=differing_terms(runs),
         charts=comparison_figures(runs),
     )
@@ -132,14 +132,13 @@ def _against(name: str) -> Callable[[Run], list[Point]]:
 
 def _row(index: int, run: Run) -> dict[str, Any]:
     claim = run.summary.guarantee if run.summary is not None else None
-    seeded = run.summary is not None and run.summary.seeded
     return {
         "name": run.name,
         "colour": COLOURS[index % 8],
         "accuracy": short(run.accuracy, Unit.PERCENT, 4),
         "epsilon": "none" if claim is None else f"ε {epsilon_text(claim)} at δ = {short(claim.delta)}",
         "terms": "" if claim is None else "; ".join(value for _, value in claim_terms(claim)[:5]),
-        "seeded": seeded,
+        "seeded": run.seeded,
         "bytes_up": short(run.total("bytes_up"), Unit.BYTES),
         "saving": "–" if run.saving is None else f"{short(run.saving)}×",
         "bits": short(run.bits_per_coordinate, digits=4),

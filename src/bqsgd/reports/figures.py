@@ -82,7 +82,7 @@ def epsilon(run: Run) -> Chart:
         + (terms(claim) if claim is not None else "the run states no guarantee yet, so nothing is claimed")
         + "."
     )
-    if run.summary is not None and run.summary.seeded:
+    if run.seeded:
         note = "Seeded noise: no privacy claim. What the accountant gives for the same run with secret noise. " + note
     return Chart(
         key="epsilon",

@@ -52,7 +52,7 @@ def run_page(run: Run) -> str:
         title=run.name,
         run=run,
         lead=_lead(run),
-        seeded=summary is not None and summary.seeded,
+        seeded=run.seeded,
         notices=_notices(run),
         accuracy=short(run.accuracy, Unit.PERCENT, 4),
         rounds=short(run.round_count, Unit.COUNT),
@@ -142,6 +142,14 @@ def _notices(run: Run) -> list[tuple[str, str]]:
     if run.repeated_rounds:
         notices.append(
             ("Resumed", f"{run.repeated_rounds} rounds were run again after a resume; the later records are shown.")
+        )
+    idle = sum(not record.stepped for record in run.rounds)
+    if idle:
+        notices.append(
+            (
+                "Rounds without a step",
+                f"Too few clients answered in {idle} {'round' if idle == 1 else 'rounds'}, so the model stood still.",
+            )
         )
     claim = run.summary.guarantee if run.summary is not None else None
     if claim is not None and not claim.epsilon <= MEANINGLESS_EPSILON:

@@ -64,7 +64,8 @@ class RoundRecord:
 
     time: seconds since the run began. epsilon_max: the largest exact epsilon any client has spent so far.
     nominal_epsilon: as published; not a guarantee. bytes_*: of this round alone, frames included.
-    bytes_up_float32: what the same updates would take as 32-bit floats.
+    bytes_up_float32: what the updates used would take as 32-bit floats. stepped: false when too few clients answered.
+    seeded: true when any frame's noise can be recomputed from a seed.
     """
 
     round: int
@@ -78,6 +79,8 @@ class RoundRecord:
     bytes_up_float32: int = 0
     clients: tuple[ClientRecord, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    stepped: bool = True
+    seeded: bool = False
 
     def __post_init__(self) -> None:
         for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32"):
@@ -85,6 +88,8 @@ class RoundRecord:
         for name in ("test_accuracy", "test_loss", "epsilon_max", "nominal_epsilon"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else number(name, value))
+        if not isinstance(self.stepped, bool) or not isinstance(self.seeded, bool):
+            raise RunFolderError("stepped and seeded must be true or false")
         object.__setattr__(self, "time", number("time", self.time))
         object.__setattr__(self, "clients", tuple(self.clients))
         if len(self.seconds) > MAX_STAGES:

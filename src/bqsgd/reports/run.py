@@ -49,6 +49,7 @@ class Run:
     config: Mapping[str, Any]
     clients: tuple[ClientTally, ...]
     repeated_rounds: int = 0
+    used_bytes: int = 0
 
     @property
     def accuracy(self) -> float | None:
@@ -60,10 +61,10 @@ class Run:
 
     @property
     def round_count(self) -> int:
-        """Rounds run: the summary's figure, else the last round on record."""
+        """Rounds run: the summary's figure, else those on record (which may count from 0 or from 1)."""
         if self.summary is not None and self.summary.rounds:
             return self.summary.rounds
-        return self.rounds[-1].round if self.rounds else 0
+        return max(len(self.rounds), self.rounds[-1].round) if self.rounds else 0
 
     def total(self, name: str) -> int:
         """Total of bytes_up, bytes_down or bytes_up_float32: the summary's, else summed from the rounds."""
@@ -78,8 +79,17 @@ class Run:
 
     @property
     def bits_per_coordinate(self) -> float | None:
-        """Measured: 32 * bytes_up / bytes_up_float32, headers included."""
+        """Measured over the frames that were used, headers included: 32 * their bytes / bytes_up_float32."""
+        plain = sum(record.bytes_up_float32 for record in self.rounds)
+        if self.used_bytes and plain:
+            return 32 * self.used_bytes / plain
         return None if self.saving is None else 32 / self.saving
+
+    @property
+    def seeded(self) -> bool:
+        """Whether any noise of the run can be recomputed from a seed: then nothing is claimed."""
+        stated = self.summary is not None and self.summary.seeded
+        return stated or any(record.seeded for record in self.rounds)
 
     @property
     def seconds(self) -> float | None:
@@ -111,15 +121,18 @@ def read_run(folder: str | Path) -> Run:
     if not path.is_dir():
         raise RunFolderError(f"{path} is not a folder; give the folder a run wrote (it holds {CONFIG} and {ROUNDS})")
     rounds: list[RoundRecord] = []
+    used: list[int] = []
     tallies: dict[int, ClientTally] = {}
     repeated = 0
     for record in read_rounds(path):
         while rounds and rounds[-1].round >= record.round:
             rounds.pop()
+            used.pop()
             repeated += 1
         for entry in record.clients:
             tallies.setdefault(entry.client, ClientTally(client=entry.client)).add(entry)
         rounds.append(replace(record, clients=()))
+        used.append(sum(entry.frame_bytes for entry in record.clients if entry.status is Status.OK))
     fields = read_summary(path)
     try:
         summary = None if fields is None else Summary.from_dict(fields)
@@ -134,4 +147,5 @@ def read_run(folder: str | Path) -> Run:
         config=read_config(path),
         clients=tuple(tallies[client] for client in sorted(tallies)),
         repeated_rounds=repeated,
+        used_bytes=sum(used),
     )
