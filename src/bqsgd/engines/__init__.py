@@ -1,1 +1,1 @@
-"""Engines carry frames between clients and server; they hold no algorithm."""
+"""Engines carry bytes between server and clients; they hold no algorithm."""

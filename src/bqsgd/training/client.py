@@ -1,0 +1,209 @@
+"""One client of Algorithm 1 (Lines 3 to 10): it receives the model and answers with a frame, or declines.
+
+It holds its data, its budget and its ledger, and does no input or output besides the ledger. Engines carry its bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bqsgd.codec import encode_frame
+from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
+from bqsgd.noise import NoiseSource
+from bqsgd.persample import clipped_gradients
+from bqsgd.persample.functional import LossFunction
+from bqsgd.planner.plan import Budget
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.release import Unit
+from bqsgd.training.batches import draw_batch
+from bqsgd.training.broadcast import read_broadcast
+from bqsgd.training.config import SAMPLINGS, Config
+from bqsgd.training.local import local_update
+from bqsgd.training.plans import Situation, release_in
+from bqsgd.training.seeds import Purpose, Sources
+from bqsgd.training.spending import Spending
+from bqsgd.training.vector import dimension_of, load_vector
+
+PrivateLog = Callable[[dict[str, Any]], None]
+"""Receives figures computed from private data, outside the guarantee; they must stay on the client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declined:
+    """The client sends nothing this round, and why. The reason depends on budgets and rounds only, not on data."""
+
+    reason: str
+
+
+class Client:
+    """A client with its own data.
+
+    Args:
+        client: its number; the server knows it by this.
+        model: where the received parameters are put to work; clients that answer one after another may share one.
+        loss: (outputs, targets) -> one loss a sample.
+        inputs, targets: its data, a row a sample.
+        config: the run's settings, the same for all (a client's own budget is in `config.budgets`).
+        ledger: what it has spent, durable. None only with seeded noise or without noise: no privacy claim.
+        run: name of the run in the ledger.
+        resume: the run goes on after a stop; rounds recorded before are counted again when their noise is new.
+        private_log: where figures outside the guarantee go when `config.private_metrics` is on.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: int,
+        model: nn.Module,
+        loss: LossFunction,
+        inputs: Tensor | npt.NDArray[Any],
+        targets: Tensor | npt.NDArray[Any],
+        config: Config,
+        ledger: Ledger | None,
+        run: str = "run",
+        resume: bool = False,
+        private_log: PrivateLog | None = None,
+    ) -> None:
+        self.client, self.model, self.loss, self.config = client, model, loss, config
+        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+        if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
+            raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
+        if config.batch_size > len(self.inputs):
+            raise InvalidParameter(
+                f"batch_size={config.batch_size} is more than the {len(self.inputs)} samples of client {client}"
+            )
+        if config.private_metrics and private_log is None:
+            raise InvalidParameter("private_metrics needs a private_log that keeps the figures on the client")
+        self.private_log = private_log if config.private_metrics else None
+        self.sources = Sources(seed=config.seed, client=client)
+        self.situation = Situation(
+            dimension=dimension_of(model),
+            dataset_size=len(self.inputs),
+            batch_size=config.batch_size,
+            scheme=SAMPLINGS[config.sampling],
+            clip=config.make_clip(),
+            range=config.encoder_range,
+            unit=Unit(config.unit),
+        )
+        self.spending = Spending(
+            ledger, run=run, seeded=self.sources.seeded, ahead=config.reserve_rounds, resume=resume
+        )
+        self.seconds: dict[str, float] = {}
+        """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
+        self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
+
+    def answer(self, message: bytes | bytearray | memoryview) -> bytearray | Declined:
+        """Read the server's message and answer it; a damaged one raises BroadcastError and costs nothing."""
+        started = time.perf_counter()
+        received = read_broadcast(message, dimension=self.situation.dimension)
+        elapsed = time.perf_counter() - started
+        answer = self.update(received.model, received.round)
+        self.seconds["frame"] = elapsed
+        return answer
+
+    def update(self, model: npt.NDArray[np.float32], round: int) -> bytearray | Declined:
+        """The frame of one round, its spend recorded before it is returned; or a reason for sending nothing."""
+        self.seconds = {}
+        if self._last is not None and self._last[0] == round and np.array_equal(self._last[1], model):
+            return self._last[2]  # asked again: the same bytes reveal nothing new and cost nothing
+        if round >= self.config.rounds:
+            return Declined(reason=f"round {round} is beyond the {self.config.rounds} rounds planned")
+        try:
+            release = release_in(self.config, self.situation, client=self.client, round=round)
+        except Infeasible as error:
+            return Declined(reason=f"no plan for the budget: {error}")
+        self._enter(self.budget(round))
+        try:
+            with self._timed("ledger"):
+                self.spending.spend(release, round=round, last_round=self._last_round(round))
+        except BudgetExhausted:
+            return Declined(reason="the privacy budget is spent")
+        with self._timed("gradients"):
+            values = self._values(model, round)
+        with self._timed("encode"):
+            frame = encode_frame(
+                values,
+                release.mechanism,
+                clip=self.situation.range,
+                rng=self.sources.at(Purpose.NOISE, round),
+                client=self.client,
+                round=round,
+                coding=self.config.coding,
+                clamp=True,  # a Poisson batch can exceed L; the clamp is 1-Lipschitz, so the sensitivity stands
+            )
+        self._last = (round, model.copy(), frame)
+        return frame
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+    def budget(self, round: int) -> Budget:
+        """The budget in force in `round`."""
+        return self.config.budget(client=self.client, round=round)
+
+    def _last_round(self, round: int) -> int:
+        """The last round of the budget in force: no reservation may reach past it."""
+        changes = (c.from_round for c in self.config.budgets if c.client == self.client and c.from_round > round)
+        return min(changes, default=self.config.rounds) - 1
+
+    def _enter(self, budget: Budget) -> None:
+        ledger = self.spending.ledger
+        if ledger is not None and (ledger.budget.epsilon, ledger.budget.delta) != (budget.epsilon, budget.delta):
+            ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason="the run's schedule of budgets")
+
+    def _values(self, model: npt.NDArray[np.float32], round: int) -> npt.NDArray[np.float32]:
+        """The clipped mean gradient, or the clipped update after several local steps."""
+        load_vector(self.model, model)
+        rng = self.sources.at(Purpose.BATCH, round)
+        if self.situation.unit is Unit.CLIENT:
+            return local_update(
+                self.model,
+                self.loss,
+                lambda: self._batch(rng),
+                steps=self.config.local_steps,
+                learning_rate=self.config.local_learning_rate,
+                clip=self.situation.clip,
+            )
+        batch = self._batch(rng)
+        clipped = clipped_gradients(
+            self.model, self.loss, batch, clip=self.situation.clip, batch_size=self.situation.batch_size
+        )
+        if self.private_log is not None:
+            self._log(round, batch, clipped.dropped, clipped.mean)
+        return clipped.mean.numpy()
+
+    def _batch(self, rng: NoiseSource) -> tuple[Tensor, Tensor]:
+        situation = self.situation
+        rows = torch.from_numpy(
+            draw_batch(situation.scheme, batch_size=situation.batch_size, dataset_size=situation.dataset_size, rng=rng)
+        )
+        return self.inputs[rows], self.targets[rows]
+
+    def _log(self, round: int, batch: tuple[Tensor, Tensor], dropped: int, mean: Tensor) -> None:
+        assert self.private_log is not None
+        with torch.no_grad():
+            losses = self.loss(self.model(batch[0]), batch[1]) if len(batch[0]) else torch.zeros(1)
+        self.private_log(
+            {
+                "outside_the_guarantee": True,
+                "round": round,
+                "batch_size": len(batch[0]),
+                "training_loss": float(losses.mean()),
+                "dropped_samples": dropped,
+                "clamped_fraction": float((mean.abs() > self.situation.range).float().mean()),
+            }
+        )

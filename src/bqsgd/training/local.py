@@ -1,0 +1,73 @@
+"""Several local steps: the client's whole update is clipped, so what is hidden is the whole client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.params import check_int, check_positive
+from bqsgd.persample.clips import L2, Clamp, Clip, Dual, Scale
+from bqsgd.persample.functional import LossFunction
+from bqsgd.training.vector import to_vector, trainable
+
+_INSIDE = 1 - 2.0**-20
+"""Norms are rounded, so the clip aims this much inside its bound."""
+
+
+def local_update(
+    model: nn.Module,
+    loss: LossFunction,
+    draw: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    learning_rate: float,
+    clip: Clip,
+) -> npt.NDArray[np.float32]:
+    """The clipped difference (received model - model after `steps` steps of SGD): a step for the server to subtract."""
+    check_int("steps", steps, 1, 2**31)
+    check_positive("learning_rate", learning_rate)
+    received = to_vector(model)
+    parameters = trainable(model)
+    for _ in range(steps):
+        inputs, targets = draw()
+        if not len(inputs):
+            continue
+        gradients = torch.autograd.grad(loss(model(inputs), targets).mean(), parameters, allow_unused=True)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    parameter.sub_(gradient, alpha=learning_rate)
+    return clip_update(received - to_vector(model), clip)
+
+
+def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.float32]:
+    """One vector within the clip's bounds, whatever it was.
+
+    >>> clip_update(np.array([3.0, -4.0], dtype=np.float32), L2(norm=1.0)).round(2).tolist()
+    [0.6000000238418579, -0.800000011920929]
+    """
+    values = np.asarray(update, dtype=np.float64)
+    if not bool(np.isfinite(values).all()):
+        raise NonFiniteInput("the local update holds NaN or infinity; lower local_learning_rate")
+    match clip:
+        case Clamp(bound=bound) if not isinstance(bound, tuple):
+            values = np.clip(values, -bound, bound)
+        case Scale(bound=bound):
+            values = _scaled(values, float(np.abs(values).max()), bound)
+        case L2(norm=norm):
+            values = _scaled(values, float(np.linalg.norm(values)), norm)
+        case Dual(norm=norm, bound=bound):
+            values = np.clip(values, -bound, bound)
+            values = _scaled(values, float(np.linalg.norm(values)), norm)
+        case _:
+            raise InvalidParameter(f"a client's whole update is clipped by Clamp, Scale, L2 or Dual, not {clip}")
+    return values.astype(np.float32)
+
+
+def _scaled(values: npt.NDArray[np.float64], size: float, bound: float) -> npt.NDArray[np.float64]:
+    return values if size <= bound * _INSIDE else values * (bound * _INSIDE / size)
