@@ -133,6 +133,32 @@ def test_documented_commands_exist(document, command):
             assert word.partition("=")[0] in options, f"{document}: {word} is no option of {current.name}"
 
 
+def sessions() -> list[tuple[str, str]]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return [tuple(block.split("\n", 1)) for block in re.findall(r"```console\n\$ (.*?)```", text, re.S)]
+
+
+@pytest.mark.parametrize(("command", "shown"), sessions(), ids=lambda text: text[:20])
+def test_readme_sessions_print_what_they_show(command, shown, capsys, monkeypatch):
+    from bqsgd.cli.app import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    main(shlex.split(command)[1:])
+    printed = "".join(capsys.readouterr())
+    assert [line.rstrip() for line in printed.rstrip().splitlines()] == shown.rstrip().splitlines()
+
+
+def test_readme_python_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    frame_bytes, correlation = done.stdout.split()
+    assert int(frame_bytes) < 61706 + 200
+    # Correlation of the mean of four messages with the truth: 1 / sqrt(1 + (V/4) / (1/3)) = 0.28, spread 0.004:
+    # the tolerance is 7 standard errors.
+    assert abs(float(correlation) - 0.28) < 0.03
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):

@@ -75,6 +75,45 @@ def test_tables_for_people_say_what_the_figures_are(bqsgd, command):
         assert "passes the asked nominal epsilon 3.44" in result.out
 
 
+def test_account_exact_is_the_default_with_the_nominal_figure_beside_it(bqsgd):
+    """The bounds are the single-order figure that any truth must reach, and 3 % above it."""
+    run = ["--levels", 1, "--trials", 251, "--rounds", 1000, "--delta", 1e-5]
+    fields = bqsgd("account", *run, "--dim", 61706, "--batch", 32, "--dataset-size", 15000, "--json").json
+    assert 0.3304 <= fields["epsilon"] <= 0.3304 * 1.03
+    assert fields["delta"] == 1e-5
+    assert (fields["relation"], fields["unit"]) == ("add/remove one", "sample")
+    assert fields["method"].startswith("exact")
+    assert 0 <= fields["delta_floor"] < 1e-5
+    assert fields["nominal_epsilon_per_round"] == pytest.approx(354.518, abs=1e-3)
+    assert fields["nominal_caveat"] == CAVEAT
+
+
+def test_account_of_no_noise_is_infinite_and_still_strict_json(bqsgd):
+    fields = bqsgd("account", "--levels", 1, "--trials", 0, "--rounds", 1, "--delta", 1e-5, *CLIENT, "--json").json
+    assert fields["epsilon"] == "inf"
+    assert "nominal_epsilon_per_round" not in fields
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
+def test_account_by_sampling(bqsgd, sampling):
+    run = ["--levels", 1, "--trials", 251, "--rounds", 2, "--delta", 1e-5, "--dim", 50, "--batch", 32]
+    fields = bqsgd("account", *run, "--dataset-size", 100, "--sampling", sampling, "--json").json
+    assert fields["relation"] == ("replace one" if sampling == "fixed" else "add/remove one")
+    assert 0 < fields["epsilon"] < 10
+
+
+def test_plan_exact_is_the_default_and_ends_on_the_private_side(bqsgd):
+    setup = ["--dim", 50, "--batch", 32, "--dataset-size", 1000, "--rounds", 2]
+    fields = bqsgd("plan", "--bits", 5, "--epsilon", 1, "--delta", 1e-3, *setup, "--json").json
+    assert fields["planned_by"] == "exact"
+    assert 0 < fields["epsilon"] <= 1
+    assert fields["code_count"] <= 32
+    plan = Plan.from_dict(fields["plan"])
+    assert plan.guarantee.epsilon == fields["epsilon"]
+    run = ["--levels", fields["levels"], "--trials", fields["trials"], "--delta", 1e-3]
+    assert bqsgd("account", *run, *setup, "--json").json["epsilon"] == pytest.approx(fields["epsilon"], rel=1e-6)
+
+
 def test_infeasible_budget_names_the_trades(bqsgd):
     result = bqsgd("plan", "--method", "paper", "--bits", 8, "--epsilon", 1.0, "--delta", 1e-4, *CLIENT, "--json")
     assert result.code == 2

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 from bqsgd.cli.output import Json, emit
-
-
-class RelationChoice(StrEnum):
-    """Values of --relation."""
-
-    ADD_REMOVE = "add-remove"
-    REPLACE = "replace"
-
-
-_RELATIONS = {RelationChoice.ADD_REMOVE: "add/remove one", RelationChoice.REPLACE: "replace one"}
+from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 
 
 def account(
@@ -32,10 +21,7 @@ def account(
     delta: Annotated[float, typer.Option(help="Delta: of the total (exact), of one round (paper).")],
     method: options.Method = options.MethodChoice.EXACT,
     sampling: options.Sampling = options.SamplingChoice.POISSON,
-    relation: Annotated[
-        RelationChoice | None,
-        typer.Option(help="Which data sets are neighbours; follows from --sampling unless that is none."),
-    ] = None,
+    relation: options.Relation = None,
     linf: options.Linf = None,
     l2: options.L2 = None,
     nominal_dim: options.NominalDim = None,
@@ -57,7 +43,7 @@ def account(
         batch_size=batch,
         dataset_size=dataset_size,
         scheme=sampling.scheme,
-        relation=None if relation is None else _RELATIONS[relation],
+        relation=None if relation is None else relation.relation,
         linf=linf,
         l2=l2,
     )

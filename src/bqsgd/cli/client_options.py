@@ -31,6 +31,18 @@ class SamplingChoice(StrEnum):
         return schemes[self.value]
 
 
+class RelationChoice(StrEnum):
+    """Values of --relation."""
+
+    ADD_REMOVE = "add-remove"
+    REPLACE = "replace"
+
+    @property
+    def relation(self) -> str:
+        """The value of `bqsgd.release.Relation` that is meant."""
+        return {"add-remove": "add/remove one", "replace": "replace one"}[self.value]
+
+
 Method = Annotated[MethodChoice, typer.Option(help=METHOD_HELP)]
 Dim = Annotated[int, typer.Option(help="Number of coordinates of one message (model parameters).", min=1)]
 NominalDim = Annotated[
@@ -42,6 +54,10 @@ DatasetSize = Annotated[int, typer.Option(help="Samples one client holds.", min=
 Sampling = Annotated[
     SamplingChoice,
     typer.Option(help="How a batch is drawn: poisson (add/remove one), fixed size (replace one), none (all data)."),
+]
+Relation = Annotated[
+    RelationChoice | None,
+    typer.Option(help="Which data sets are neighbours; follows from --sampling, free only where that is none."),
 ]
 Linf = Annotated[
     float | None,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 from bqsgd.cli.output import Json, emit
+from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 from bqsgd.errors import InvalidParameter
 
 
@@ -30,6 +30,7 @@ def plan(
     rounds: Annotated[int | None, typer.Option(help="Messages the client will send (needed by exact).", min=1)] = None,
     method: options.Method = options.MethodChoice.EXACT,
     sampling: options.Sampling = options.SamplingChoice.POISSON,
+    relation: options.Relation = None,
     linf: options.Linf = None,
     l2: options.L2 = None,
     rounding: Annotated[
@@ -46,6 +47,7 @@ def plan(
     """
     from bqsgd.planner.plan import Budget
 
+    neighbours = None if relation is None else relation.relation
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     if method is options.MethodChoice.PAPER:
         from bqsgd.planner.paper import plan_paper
@@ -57,6 +59,7 @@ def plan(
             dataset_size=dataset_size,
             rounds=1 if rounds is None else rounds,
             scheme=sampling.scheme,
+            relation=neighbours,
             linf=linf,
             l2=l2,
             rounding=(rounding or RoundingChoice.STRICT).value,
@@ -75,6 +78,7 @@ def plan(
             dataset_size=dataset_size,
             rounds=rounds,
             scheme=sampling.scheme,
+            relation=neighbours,
             linf=linf,
             l2=l2,
         )
@@ -91,7 +95,7 @@ def plan(
         "nominal_epsilon": made.nominal.epsilon_per_round,
         **nominal_fields(made.nominal, totals=rounds is not None),
     }
-    notes = [NOMINAL_NOTE]
+    notes = [NOMINAL_NOTE] if guarantee is None else [f"Guarantee: {guarantee}.", NOMINAL_NOTE]
     if made.method == "paper" and made.nominal.epsilon_per_round > budget.epsilon:
         notes.append(f"Rounding to the nearest passes the asked nominal epsilon {budget.epsilon}.")
     title = f"Plan for {bits} bits, epsilon {epsilon}, delta {delta:g}"

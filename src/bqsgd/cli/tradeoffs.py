@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bqsgd.cli.privacy_fields import NOMINAL_NOTE
 from bqsgd.cli.output import Json, emit, to_json
+from bqsgd.cli.privacy_fields import NOMINAL_NOTE
 
 
 def tradeoffs(
