@@ -5,34 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
 
 from bqsgd.errors import AccountingError
-from bqsgd.noise import ROUND_BITS
-from bqsgd.privacy.coordinate import coordinate_atoms
+from bqsgd.privacy.coordinate import ROUNDING_SHIFT, coordinate_atoms
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
 from bqsgd.privacy.message import message_pair
 from bqsgd.privacy.pair import FLOAT_CHARGE, MASS_TOLERANCE, Pair
 from bqsgd.privacy.sampling import Sampled, fixed_size, poisson
 from bqsgd.release import Release, Scheme
 
-Law = pld_pmf.DensePLDPmf
+Law: TypeAlias = Any  # pld_pmf.DensePLDPmf, which carries no types
 Spent = tuple[tuple[Release, int], ...]
 """Releases and how many rounds of each, in a fixed order."""
 GRID_FRACTION = 0.01
 FINE_POINTS = 1 << 17
 TAIL = 1e-15
-ROUNDING_SHIFT = 2.0**-ROUND_BITS * (1 + 2.0**-20)
-"""The encoder rounds its input to a grid of 2^-24 steps, which can move two neighbours apart by that much (the last
-factor is for float64 arithmetic before it)."""
 
 
 @lru_cache(maxsize=256)
-def sampled_message(release: Release) -> Sampled:
+def sampled_message(release: Release, *, attained: bool = False) -> Sampled:
     """The pair of one sampled message of a release, "remove" order."""
-    pair = message_pair(release.mechanism.trials, release.shift + ROUNDING_SHIFT, release.dimension)
+    shift = release.shift if attained else release.shift + ROUNDING_SHIFT
+    pair = message_pair(release.mechanism.trials, shift, release.dimension, attained=attained)
     if release.sampling.scheme is Scheme.FIXED_SIZE:
         return fixed_size(pair, release.sampling.rate)
     return poisson(pair, release.sampling.rate)
@@ -58,12 +56,12 @@ def beyond_meaning(release: Release, rounds: int, delta: float) -> bool:
     return taking_part > 2 * delta and mean - 10 * deviation + math.log(release.sampling.rate) > MEANINGLESS_EPSILON
 
 
-def _dense(pair: Pair) -> Law:
+def _dense(pair: Pair) -> Any:
     return pld_pmf.DensePLDPmf(pair.step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
 
 
-def _composed(parts: Sequence[tuple[Pair, int]]) -> Law:
-    total = None
+def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
+    total: Any = None
     for pair, rounds in parts:
         one = _dense(pair)
         many = one if rounds == 1 else one.self_compose(rounds, TAIL)
@@ -77,9 +75,9 @@ def _composed(parts: Sequence[tuple[Pair, int]]) -> Law:
 
 
 @lru_cache(maxsize=64)
-def composed(spent: Spent) -> tuple[Law, Law]:
+def composed(spent: Spent, *, attained: bool = False) -> tuple[Law, Law]:
     """The privacy loss distributions of everything spent: "remove" and "add" (one and the same under replace-one)."""
-    messages = [(sampled_message(release), rounds) for release, rounds in spent]
+    messages = [(sampled_message(release, attained=attained), rounds) for release, rounds in spent]
     count = sum(rounds for _, rounds in messages)
     variance = sum(rounds * message.loss_deviation**2 for message, rounds in messages)
     reach = sum(rounds * max(-float(x.loss[0]), float(x.loss[-1])) for x, rounds in messages)

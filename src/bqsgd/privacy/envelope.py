@@ -51,7 +51,7 @@ def envelope(one: Pair, other: Pair) -> Pair:
 
     major, height, tail, head = winner(majors), winner(curves), winner(tails), winner(heads)
     turns = np.flatnonzero(wins[:-1] != wins[1:])
-    for i in turns:  # the chord over the crossing in the segment (i, i + 1)
+    for i in turns.tolist():  # the chord over the crossing in the segment (i, i + 1)
         if i >= zero:  # T_P = H_i + z_i T_Q with T_Q (z_{i+1} - z_i) = H_i - H_{i+1}
             chord = height[i] + (height[i] - height[i + 1]) / np.expm1(step)
             tail[i] = np.clip(chord, *sorted((tails[0][i], tails[1][i])))
@@ -59,7 +59,7 @@ def envelope(one: Pair, other: Pair) -> Pair:
             chord = (height[i + 1] - height[i]) / (np.exp(loss[i]) * np.expm1(step))
             head[i] = np.clip(chord, *sorted((heads[0][i], heads[1][i])))
     q_only = (one.q_only, other.q_only)[wins[0]]
-    for i in sorted({int(j) for turn in turns for j in (turn, turn + 1)}):
+    for i in sorted({j for turn in turns.tolist() for j in (turn, turn + 1)}):
         if i > zero:
             mass = tail[i - 1] - tail[i]
         elif i < zero:

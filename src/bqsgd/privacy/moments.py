@@ -27,7 +27,7 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class MomentRates:
-    """per_square[k] bounds psi_k(u) / u^2 for both orders and all shifts; cubic and quartic bound psi_3, psi_4 by psi_2.
+    """per_square[k] bounds psi_k(u) / u^2 for both orders and all shifts; cubic, quartic bound psi_3, psi_4 by psi_2.
 
     psi_3 >= cubic * psi_2 and psi_4 <= quartic * psi_2 for every shift. `tail` is the mass moved to delta a coordinate,
     `drift` what cutting the tails adds to psi_k in first order: at most k * drift * u.
@@ -64,10 +64,9 @@ def _excess(moved: Floats, base: Floats, orders: range) -> Floats:
     """max over both orders of sum P^k Q^(1-k) - 1, indexed [order, shift]."""
     with np.errstate(divide="ignore"):
         log_ratio = np.where(moved > 0, np.log1p((moved - base) / base), 0.0)
-    up = np.stack([np.expm1(k * log_ratio) @ base for k in orders])
-    # Order B: sum P(0)^k P(u)^(1-k) = sum P(0) r^(1-k).
-    down = np.stack([np.expm1((1 - k) * log_ratio) @ base for k in orders])
-    return np.maximum(np.maximum(up, down), 0.0)
+    # Order A is sum P(0) r^k; order B is sum P(0)^k P(u)^(1-k) = sum P(0) r^(1-k).
+    rows = [np.maximum(np.expm1(k * log_ratio) @ base, np.expm1((1 - k) * log_ratio) @ base) for k in orders]
+    return np.maximum(np.asarray(rows, dtype=np.float64), 0.0)
 
 
 def _intervals(largest: float, ratio: float) -> Floats:

@@ -2,8 +2,8 @@
 
 A `Pair` stands for two laws P ("record in") and Q ("record out") through their privacy loss log(P/Q). Grid point i has
 loss l_i = i * step, P-mass p_i and Q-mass q_i = p_i exp(-l_i). What P has and Q lacks is `p_only` (infinite loss), what
-Q has and P lacks is `q_only`. For losses below 0 the Q-mass is the stored figure, for the others the P-mass: each is then
-the smaller-error one, and multiplying by exp(l) only ever shrinks an error.
+Q has and P lacks is `q_only`. For losses below 0 the Q-mass is the stored figure, for the others the P-mass: going to
+the other law then only ever shrinks an error.
 
 A pair dominates a mechanism when its hockey-stick curve H_e(P || Q) = sum (p - e^e q)_+ lies on or above the
 mechanism's for every real e; domination survives composition and subsampling (docs/accounting.md).
@@ -22,12 +22,12 @@ Floats = npt.NDArray[np.float64]
 MASS_TOLERANCE = 1e-9
 """How far a law's total mass may be from 1 before the accountant refuses to go on; the gap itself is charged."""
 FLOAT_CHARGE = 1e-14
-"""Added to delta for every composed round: far above the error of the transforms (tests measure it), far below delta."""
+"""Added to delta for every composed round: above the error of the transforms (tests measure it), far below delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Grid points first, first + 1, ...; `major` is the P-mass where the loss is >= 0 and the Q-mass where it is < 0."""
+    """Grid points first, first + 1, ...; `major` is the P-mass where the loss is >= 0, the Q-mass where it is < 0."""
 
     step: float
     first: int
@@ -38,7 +38,8 @@ class Pair:
     @property
     def loss(self) -> Floats:
         """The loss of each grid point."""
-        return (self.first + np.arange(self.major.size)) * self.step
+        points: Floats = (self.first + np.arange(self.major.size, dtype=np.float64)) * self.step
+        return points
 
     @property
     def p(self) -> Floats:

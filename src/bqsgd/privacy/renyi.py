@@ -13,19 +13,18 @@ import numpy as np
 from scipy.special import gammaln, logsumexp
 
 from bqsgd.errors import AccountingError
-from bqsgd.noise import ROUND_BITS
+from bqsgd.privacy.coordinate import ROUNDING_SHIFT
 from bqsgd.privacy.moments import MAX_ORDER, MomentRates, moment_rates
 from bqsgd.privacy.pair import Floats
 from bqsgd.release import Release, Scheme
 
-ROUNDING_SHIFT = 2.0**-ROUND_BITS * (1 + 2.0**-20)
 TAIL_SHARE = 1e-3
 """Share of delta that the tails may use up."""
 ORDERS = np.arange(2, MAX_ORDER + 1)
 
 
-def _log_comb(n: Floats | float, k: Floats | float) -> Floats:
-    return np.asarray(gammaln(np.asarray(n) + 1) - gammaln(np.asarray(k) + 1) - gammaln(np.asarray(n) - k + 1))
+def _log_comb(n: float, k: Floats | float) -> Floats:
+    return np.asarray(gammaln(n + 1) - gammaln(np.asarray(k) + 1) - gammaln(n - np.asarray(k) + 1))
 
 
 def _message_log_moments(release: Release, rates: MomentRates) -> tuple[Floats, float]:
@@ -42,7 +41,7 @@ def _removed(log_moments: Floats, rate: float) -> Floats:
     """log E_Q[(1 - g + g P/Q)^a]: an exact binomial sum of the message's moments."""
     result = np.empty(ORDERS.size)
     for row, a in enumerate(ORDERS):
-        k = np.arange(a + 1)
+        k = np.arange(a + 1, dtype=np.float64)
         terms = _log_comb(float(a), k) + (a - k) * math.log1p(-rate) + k * math.log(rate) + log_moments[: a + 1]
         result[row] = logsumexp(terms)
     return np.maximum(result, 0.0)
@@ -51,8 +50,8 @@ def _removed(log_moments: Floats, rate: float) -> Floats:
 def _added(log_moments: Floats, rates: MomentRates, rate: float, edge: float) -> Floats:
     """log E_Q[(1 - g + g P/Q)^(1-a)], expanded to second or fourth order in g (P/Q - 1) >= -g with its remainder.
 
-    With v = log M_2: M_3 >= e^(cubic v) and M_4 <= e^(quartic v). The bound is taken over all v up to its largest value,
-    on intervals: terms that grow with v at the upper end, terms that fall at the lower one.
+    With v = log M_2: M_3 >= e^(cubic v) and M_4 <= e^(quartic v). The bound is taken over all v up to its largest
+    value, on intervals: terms that grow with v at the upper end, terms that fall at the lower one.
     """
     largest = float(log_moments[2])
     v = np.linspace(0.0, largest, 2001)
@@ -76,7 +75,7 @@ def _without_replacement(log_moments: Floats, rate: float) -> Floats:
     result = np.empty(ORDERS.size)
     second = min(math.log(4) + math.log(math.expm1(max(log_moments[2], 1e-300))), math.log(2) + log_moments[2])
     for row, a in enumerate(ORDERS):
-        j = np.arange(3, a + 1)
+        j = np.arange(3, a + 1, dtype=np.float64)
         terms = math.log(2) + _log_comb(float(a), j) + j * math.log(rate) + log_moments[3 : a + 1]
         pair = float(_log_comb(float(a), 2.0)) + 2 * math.log(rate) + second
         result[row] = logsumexp(np.concatenate([[0.0, pair], terms]))

@@ -1,7 +1,7 @@
 """Sampling of the record, applied to a whole message's pair (never coordinate by coordinate: that under-reports).
 
-With rate g the record takes part with probability g. "Remove" compares (1 - g) Q + g P with Q, "add" is its reverse; both
-depend on (P, Q) only through its hockey-stick curve, monotonely, so a dominating pair stays dominating
+With rate g the record takes part with probability g. "Remove" compares (1 - g) Q + g P with Q, "add" is its reverse;
+both depend on (P, Q) only through its hockey-stick curve, monotonely, so a dominating pair stays dominating
 (docs/accounting.md, Claim 3).
 """
 
