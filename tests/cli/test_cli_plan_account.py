@@ -103,11 +103,11 @@ def test_account_by_sampling(bqsgd, sampling):
 
 
 def test_plan_exact_is_the_default_and_ends_on_the_private_side(bqsgd):
-    setup = ["--dim", 50, "--batch", 32, "--dataset-size", 1000, "--rounds", 2]
-    fields = bqsgd("plan", "--bits", 5, "--epsilon", 1, "--delta", 1e-3, *setup, "--json").json
+    setup = ["--dim", 5, "--batch", 32, "--dataset-size", 1000, "--rounds", 1, "--sampling", "none"]
+    fields = bqsgd("plan", "--bits", 6, "--epsilon", 1, "--delta", 1e-3, *setup, "--json").json
     assert fields["planned_by"] == "exact"
     assert 0 < fields["epsilon"] <= 1
-    assert fields["code_count"] <= 32
+    assert fields["code_count"] <= 64
     plan = Plan.from_dict(fields["plan"])
     assert plan.guarantee.epsilon == fields["epsilon"]
     run = ["--levels", fields["levels"], "--trials", fields["trials"], "--delta", 1e-3]
