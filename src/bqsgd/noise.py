@@ -32,6 +32,12 @@ _EXACT_TRIALS = 1024
 _WEIGHT_BITS = 320
 ROUND_BITS = 24
 """Low bits of a coordinate's 64-bit word: the stochastic rounding draw. The rest choose the binomial value."""
+ROUNDING_SLACK_STEPS = 2.0**-ROUND_BITS * (1 + 2.0**-6)
+"""Inputs Delta quantiser steps apart are encoded as inputs at most Delta + this apart: accountants add it to the shift.
+
+Before the draw, an input is rounded to the 2^-24 grid of the rounding probability without randomness: half a grid step
+for each of two inputs. The float64 arithmetic before it adds less than 2^-6 of one (levels to 2^20).
+"""
 NOISE_BITS = 64 - ROUND_BITS
 REFINE_BITS = 64
 """Extra bits of an alias threshold, looked at only when the first NOISE_BITS tie with it."""

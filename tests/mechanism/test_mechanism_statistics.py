@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bqsgd.mechanism.bq import ROUNDING_SLACK_STEPS, encode
+from bqsgd.mechanism.bq import encode
 from bqsgd.mechanism.kernels import round_scalar, round_vector
-from bqsgd.noise import ROUND_BITS, binomial_pmf, seeded_rng
+from bqsgd.noise import ROUND_BITS, ROUNDING_SLACK_STEPS, binomial_pmf, seeded_rng
 from bqsgd.params import MAX_LEVELS, Mechanism
 
 FALSE_ALARM = 1e-9
@@ -82,7 +82,7 @@ def probability_up(x: float, clip: float, levels: int, vector: bool) -> Fraction
     below, above = 0, 1 << ROUND_BITS  # draws below the fraction round up
     while below < above:
         middle = (below + above) // 2
-        if middle < 1 << ROUND_BITS and rounded(middle) > low:
+        if rounded(middle) > low:
             below = middle + 1
         else:
             above = middle

@@ -19,18 +19,11 @@ from bqsgd.mechanism import kernels
 from bqsgd.mechanism.slices import for_slices
 from bqsgd.mechanism.ties import resolve_ties
 from bqsgd.mechanism.vector import Vector, as_vector, check_finite
-from bqsgd.noise import ROUND_BITS, NoiseSource, alias_table
+from bqsgd.noise import NoiseSource, alias_table
 from bqsgd.params import Clip, Mechanism, check_clip, check_int
 
 CHUNK = 1 << 14
 """Coordinates a kernel call works on: values, keystream and codes of one chunk stay in the second-level cache."""
-
-ROUNDING_SLACK_STEPS = 2.0 ** (1 - ROUND_BITS)
-"""Inputs Delta quantiser steps apart are encoded as inputs at most Delta + this apart; accountants add it to the shift.
-
-Before the draw each input is rounded, without randomness, to the 2^-24 grid of the rounding probability: half a grid
-step each, and float64 arithmetic adds less than 2^-6 of one (levels <= 2^20), so two inputs part by less than 2^-23.
-"""
 
 Codes = npt.NDArray[np.unsignedinteger]
 
@@ -60,9 +53,8 @@ class Encoding:
         self.dimension = self.values.size
         self.dtype = code_dtype(mechanism)
         self.clip = check_clip(clip, self.dimension)
-        smallest = self.clip if isinstance(self.clip, float) else float(self.clip.min())
-        if not smallest > 2.0**-900:
-            raise InvalidParameter(f"clip must be above 2^-900 for the steps to be representable, got {smallest}")
+        if not 2.0**-900 < np.min(self.clip) <= np.max(self.clip) < 2.0**900:
+            raise InvalidParameter("clip must lie between 2^-900 and 2^900, for the steps to be representable")
         # A float32 that is C rounded up counts as C (the kernel cuts it to C): clamping in float32 is then enough.
         self._slack = 1.0 + 2.0**-24 if self.values.dtype == np.float32 else 1.0
         self._least_limit = sys.float_info.max if clamp else 0.0
