@@ -65,7 +65,8 @@ def _excess(moved: Floats, base: Floats, orders: range) -> Floats:
     with np.errstate(divide="ignore"):
         log_ratio = np.where(moved > 0, np.log1p((moved - base) / base), 0.0)
     # Order A is sum P(0) r^k; order B is sum P(0)^k P(u)^(1-k) = sum P(0) r^(1-k).
-    rows = [np.maximum(np.expm1(k * log_ratio) @ base, np.expm1((1 - k) * log_ratio) @ base) for k in orders]
+    with np.errstate(over="ignore", invalid="ignore"):  # orders that overflow are infinite, and so left out
+        rows = [np.maximum(np.expm1(k * log_ratio) @ base, np.expm1((1 - k) * log_ratio) @ base) for k in orders]
     return np.maximum(np.asarray(rows, dtype=np.float64), 0.0)
 
 

@@ -60,7 +60,7 @@ def _added(log_moments: Floats, rates: MomentRates, rate: float, edge: float) ->
     for row, a in enumerate(ORDERS):
         n = float(a - 1)
         c2, c3, c4 = (float(np.exp(_log_comb(n + j - 1, float(j)))) * rate**j for j in (2, 3, 4))
-        second = c2 * (1 - rate) ** -(n + 2) * (math.expm1(largest) + 2 * edge)
+        second = c2 * (1 - rate) ** -(n + 2) * (float(np.expm1(largest)) + 2 * edge)
         c4 *= (1 - rate) ** -(n + 4)
         rising = (c2 + 3 * c3 + 6 * c4) * np.exp(high) + c4 * np.exp(rates.quartic * high)
         falling = (c3 + 4 * c4) * np.exp(rates.cubic * low)
