@@ -189,6 +189,8 @@ def test_only_the_coordinate_beyond_its_own_clip_is_named() -> None:
         (torch.zeros(10)[::2], "contiguous"),
         (torch.zeros(5, dtype=torch.bfloat16), "in place"),
         (torch.zeros(5, device="meta"), "in place"),
+        (torch._neg_view(torch.ones(5)), "negated"),
+        (np.ma.masked_array(np.zeros(5), mask=[1, 0, 0, 0, 0]), "masked"),
     ],
 )
 def test_what_cannot_be_read_in_place_is_refused(values: object, reason: str) -> None:
@@ -203,6 +205,7 @@ def test_what_cannot_be_read_in_place_is_refused(values: object, reason: str) ->
         ({"clip": float("nan")}, "clip"),
         ({"clip": -1.0}, "clip"),
         ({"clip": 1e-300}, "2\\^-900"),
+        ({"clip": 1e300}, "2\\^900"),
         ({"clip": np.ones(4)}, "one entry a coordinate"),
         ({"clip": np.array([1.0, 1.0, 0.0, 1.0, 1.0])}, "positive"),
         ({"clip": np.array([1.0, np.nan, 1.0, 1.0, 1.0])}, "positive"),

@@ -21,6 +21,8 @@ def as_vector(values: Any, name: str = "values") -> Vector:
     Raises:
         InvalidParameter: another type, dtype, number of dimensions, memory layout or device, or no coordinate at all.
     """
+    if isinstance(values, np.ma.MaskedArray):
+        raise InvalidParameter(f"{name} must not be a masked array: its mask would be lost; fill it first")
     array = values if isinstance(values, np.ndarray) else _from_tensor(values, name)
     if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
         raise InvalidParameter(f"{name} must be float32 or float64 in native byte order, got {array.dtype}")
@@ -36,12 +38,12 @@ def as_vector(values: Any, name: str = "values") -> Vector:
 def _from_tensor(values: Any, name: str) -> npt.NDArray[Any]:
     if not hasattr(values, "__dlpack__"):
         raise InvalidParameter(f"{name} must be a NumPy array or a CPU tensor, got {type(values).__name__}")
+    if hasattr(values, "is_neg") and values.is_neg():
+        raise InvalidParameter(f"{name} is a lazily negated tensor: its memory holds other signs; resolve_neg() it")
     try:
         return np.from_dlpack(values.detach() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise InvalidParameter(
-            f"{name} cannot be read in place ({error}); move it to the CPU as float32"
-        ) from error
+        raise InvalidParameter(f"{name} cannot be read in place ({error}); move it to the CPU as float32") from error
 
 
 def check_finite(vector: Vector, name: str = "values") -> None:

@@ -1,0 +1,1 @@
+"""Side-by-side runs against what one would otherwise use; each module is run with `python -m benchmarks.NAME`."""
