@@ -47,20 +47,23 @@ def largest(codes: Codes) -> int:
 @inline
 def put32(out: Bytes, at: int, word: np.uint64) -> None:
     """Store the low 32 bits of `word` in four bytes."""
-    out[at] = _U8(word & _U64(255))
-    out[at + 1] = _U8((word >> _U64(8)) & _U64(255))
-    out[at + 2] = _U8((word >> _U64(16)) & _U64(255))
-    out[at + 3] = _U8((word >> _U64(24)) & _U64(255))
+    # Unsigned indices: a signed one is tested for being negative, byte by byte, and the four stores stay four.
+    first = _U64(at)
+    out[first] = _U8(word & _U64(255))
+    out[first + _U64(1)] = _U8((word >> _U64(8)) & _U64(255))
+    out[first + _U64(2)] = _U8((word >> _U64(16)) & _U64(255))
+    out[first + _U64(3)] = _U8((word >> _U64(24)) & _U64(255))
 
 
 @inline
 def get32(data: Bytes, at: int) -> np.uint64:
     """Load four bytes as 32 bits."""
+    first = _U64(at)
     return (
-        _U64(data[at])
-        | (_U64(data[at + 1]) << _U64(8))
-        | (_U64(data[at + 2]) << _U64(16))
-        | (_U64(data[at + 3]) << _U64(24))
+        _U64(data[first])
+        | (_U64(data[first + _U64(1)]) << _U64(8))
+        | (_U64(data[first + _U64(2)]) << _U64(16))
+        | (_U64(data[first + _U64(3)]) << _U64(24))
     )
 
 
@@ -117,7 +120,7 @@ def read(data: Bytes, bit: int, width: int) -> np.uint64:
     """Bits [bit, bit + width) as a number, width <= 56: the slow way, for the end of the data."""
     value, got, at = _U64(0), 0, bit >> 3
     while got < width + (bit & 7):
-        value |= _U64(data[at]) << _U64(got)
+        value |= _U64(data[_U64(at)]) << _U64(got)
         got += 8
         at += 1
     return (value >> _U64(bit & 7)) & ((_U64(1) << _U64(width)) - _U64(1))
@@ -178,8 +181,14 @@ def unpack_mixed(
     piece_bits = min(word_bits, 31)
     for start in range(0, codes.size, digits):
         count = min(digits, codes.size - start)
-        safe = ((bit + word_bits + count * low) >> 3) + 8 <= data.size
-        word = read(data, bit, piece_bits) | (read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
+        safe = ((bit + word_bits + count * low) >> 3) + 9 <= data.size
+        if safe:
+            word = (get32(data, bit >> 3) | (get32(data, (bit >> 3) + 4) << _U64(32))) >> _U64(bit & 7)
+            if (bit & 7) + word_bits > 64:
+                word |= _U64(data[_U64((bit >> 3) + 8)]) << _U64(64 - (bit & 7))
+            word &= (_U64(1) << _U64(word_bits)) - _U64(1)
+        else:
+            word = read(data, bit, piece_bits) | (read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
         bit += word_bits
         if word >= table[3 + count]:
             if count == digits:
@@ -211,4 +220,18 @@ def count(codes: Codes, counts: npt.NDArray[np.int64]) -> int:
         top = max(top, code)
         if code < counts.size:
             counts[code] += 1
+    return int(top)
+
+
+@jit
+def join(bins: npt.NDArray[np.integer], low: npt.NDArray[np.uint32], first: int, low_bits: int, codes: Codes) -> int:
+    """Write (first + bin) 2^low_bits + low for each bin (`low` is empty at 0 bits); return the largest of them."""
+    kind = codes.dtype.type
+    top = _U64(0)
+    for i in range(codes.size):
+        code = (_U64(bins[i]) + _U64(first)) << _U64(low_bits)
+        if low_bits > 0:
+            code |= _U64(low[i])
+        top = max(top, code)
+        codes[i] = kind(code)
     return int(top)

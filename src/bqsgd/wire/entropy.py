@@ -156,19 +156,18 @@ def iterate(payload: Payload, mechanism: Mechanism, dimension: int) -> Iterator[
         pieces = _zstd_pieces(stream, dimension, prefix.bins)
     at = 0
     for piece in pieces:
-        codes = (piece + np.uint32(prefix.first)) << np.uint32(prefix.low_bits)
+        raw = np.empty(piece.size if prefix.low_bits else 0, np.uint32)
         if prefix.low_bits:
             begin, end = at * prefix.low_bits // 8, ((at + piece.size) * prefix.low_bits + 7) // 8
-            raw = np.empty(piece.size, np.uint32)
             _, spare = bits.unpack_plain(bits.readonly(low[begin:end]), raw, prefix.low_bits)
             if spare:
                 raise BadPayload("the bits after the last low part must be zero, found a one")
-            codes |= raw
-        top = bits.largest(codes)
+        codes = np.empty(piece.size, code_dtype(code_count))
+        top = bits.join(bits.readonly(piece), raw, prefix.first, prefix.low_bits, codes)
         if top >= code_count:
             raise CodeOutOfRange(f"codes must be below {code_count}, found {top}")
         at += piece.size
-        yield codes.astype(code_dtype(code_count))
+        yield codes
 
 
 def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
@@ -193,12 +192,12 @@ def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
     return _Prefix(mode=Mode(mode), low_bits=low_bits, first=first, bins=bins, table_bytes=table_bytes)
 
 
-def _ans_pieces(stream: Payload, dimension: int, counts: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint32]]:
+def _ans_pieces(stream: Payload, dimension: int, counts: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.integer]]:
     if stream.size % 4 or (counts.size == 1 and stream.size):
         raise BadPayload(f"the ANS words must be whole (none for one bin), got {stream.size} bytes")
     if counts.size == 1:
         for start in range(0, dimension, CHUNK_CODES):
-            yield np.zeros(min(CHUNK_CODES, dimension - start), np.uint32)
+            yield np.zeros(min(CHUNK_CODES, dimension - start), np.int32)
         return
     words = np.frombuffer(stream.tobytes(), "<u4").astype(np.uint32)
     if words.size and words[-1] == 0:
@@ -208,14 +207,14 @@ def _ans_pieces(stream: Payload, dimension: int, counts: npt.NDArray[np.int64]) 
     for start in range(0, dimension, CHUNK_CODES):
         piece = coder.decode(model, min(CHUNK_CODES, dimension - start))
         seen += np.bincount(piece, minlength=counts.size)
-        yield piece.view(np.uint32)
+        yield piece
     if not coder.is_empty():
         raise BadPayload("the ANS stream must end with the last code, it goes on")
     if not np.array_equal(seen, counts):
         raise BadPayload("the ANS stream does not hold the codes its own table counts")
 
 
-def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDArray[np.uint32]]:
+def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDArray[np.integer]]:
     try:
         size = zstandard.get_frame_parameters(stream.data).content_size
         if size != dimension:  # before decompressing: the library allocates what the frame claims
@@ -227,4 +226,4 @@ def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDA
     if found.size != dimension or bits.largest(found) >= bins:
         raise BadPayload(f"the zstandard frame must hold {dimension} bins below {bins}, it does not")
     for start in range(0, dimension, CHUNK_CODES):
-        yield found[start : start + CHUNK_CODES].astype(np.uint32)
+        yield found[start : start + CHUNK_CODES]
