@@ -171,6 +171,14 @@ def test_values_beyond_the_clip_are_refused_unless_clamped(at: int, beyond: floa
         assert codes[at] == (4 if beyond > 0 else 0)
 
 
+def test_a_refused_vector_leaves_no_code_without_noise_behind() -> None:
+    values, out = np.full(1000, 0.5), np.full(1000, 77, np.uint8)
+    values[999] = np.nan
+    with pytest.raises(NonFiniteInput):
+        encode(values, Mechanism(levels=2, trials=251), clip=1.0, rng=privacy_rng(), out=out)
+    assert not out.any()
+
+
 def test_only_the_coordinate_beyond_its_own_clip_is_named() -> None:
     with pytest.raises(OutOfRange, match=r"values\[1\] is 0\.5, beyond the clip 0\.25"):
         encode(np.array([0.5, 0.5]), Mechanism(levels=2, trials=2), clip=np.array([1.0, 0.25]), rng=privacy_rng())

@@ -67,7 +67,7 @@ class Encoding:
         """Write the codes of coordinates [start, stop) into `out`; `start` is even.
 
         Raises:
-            NonFiniteInput, OutOfRange: see `encode`; the contents of `out` are then undefined.
+            NonFiniteInput, OutOfRange: see `encode`; `out` then holds no code that lacks its noise.
         """
         if start % 2 or not 0 <= start <= stop <= self.dimension:
             raise InvalidParameter(
@@ -88,6 +88,7 @@ class Encoding:
             else:
                 rounding, clip = kernels.round_vector, self.clip[a:b]
             if rounding(self.values[a:b], clip, levels, self._slack, self._least_limit, words, codes):
+                codes[:] = 0  # rounded but not noised yet: leave nothing of it behind
                 self._refuse(a, b)
             if kernels.add_noise(words, packed, index_bits, first, codes):
                 resolve_ties(words, table, codes, refinement=partial(self._refinement, a))
