@@ -28,7 +28,7 @@ from bqsgd.wire.histogram import best_split, histogram, write_counts
 
 CASES = [(1, 251), (2, 251), (52, 16279), (8, 4079), (4, 60), (1024, 1 << 20), (127, 0), (7, 0), (1, 0)]
 DIMENSIONS = [61_706, 2_000_000]
-REPEATS = 5
+REPEATS = 9
 
 
 def draw(mechanism: Mechanism, dimension: int, rng: np.random.Generator) -> Codes:
