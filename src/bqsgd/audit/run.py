@@ -89,7 +89,7 @@ def audit(
 
     By default the real encoder is run on the accountant's worst-case inputs. Give `inputs` (see `canary_inputs`) to
     audit what a client does before the encoder, and `encode` to audit another encoder; the claim stays that of the
-    release. The highest epsilon that n runs can show is about log(n / 5): a low figure may only mean few runs.
+    release. The highest epsilon that n runs can show is about log(n / 12): a low figure may only mean few runs.
 
     Raises:
         InvalidParameter: too few runs, a confidence outside (0, 1), inputs of another dimension.

@@ -15,7 +15,7 @@ from bqsgd.params import Mechanism
 
 Encode = Callable[..., npt.NDArray[np.unsignedinteger]]
 """(values, *, rng) -> codes, one code a value."""
-CHUNK_VALUES = 1 << 21
+CHUNK_VALUES = 1 << 18
 LOSS_LIMIT = 60.0
 """A code that only one side can give decides the run; a finite stand-in keeps sums defined for faulty encoders too."""
 

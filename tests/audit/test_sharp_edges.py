@@ -1,0 +1,209 @@
+"""Every edge that docs/sharp_edges.md calls refused is refused, with the error it names."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bqsgd.errors import BqsgdError, BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, OutOfRange
+from bqsgd.mechanism import bq
+from bqsgd.noise import privacy_rng, seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
+
+PAGE = Path(__file__).parents[2] / "docs" / "sharp_edges.md"
+RELEASE = Release(
+    mechanism=Mechanism(levels=1, trials=60),
+    dimension=1,
+    sensitivity=Sensitivity(linf=0.125),
+    sampling=Sampling(scheme=Scheme.FULL),
+)
+
+
+def open_ledger(folder: Path, **changes: object) -> Ledger:
+    arguments: dict[str, object] = {"client": 1, "budget_epsilon": 0.3, "budget_delta": 1e-5, **changes}
+    return Ledger.open(folder / "ledger", **arguments)  # type: ignore[arg-type]
+
+
+def spent(folder: Path) -> Ledger:
+    ledger = open_ledger(folder)
+    ledger.spend(RELEASE, run="a", round=0, seeded=False)
+    return ledger
+
+
+def noise_copied(folder: Path) -> None:
+    with pytest.raises(TypeError):
+        copy.copy(privacy_rng())
+    pickle.dumps(privacy_rng())
+
+
+def _in_child(work: Callable[[], object]) -> None:
+    """Run `work` in a forked child; raise here what it raised there."""
+    kinds: tuple[type[BqsgdError], ...] = (InvalidParameter, LedgerError)
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except kinds as error:
+            os._exit(1 + kinds.index(type(error)))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise kinds[code - 1]("in the child")
+
+
+def noise_forked(folder: Path) -> None:
+    source = seeded_rng(seed=1)
+    _in_child(lambda: source.words(4))
+
+
+def ledger_forked(folder: Path) -> None:
+    with open_ledger(folder) as ledger:
+        ledger.reserve(RELEASE, run="a", first_round=0, rounds=1, seeded=False)
+        _in_child(lambda: ledger.spend(RELEASE, run="a", round=0, seeded=False))
+
+
+def _gradients(*, normalised: bool, reduction: str) -> None:
+    torch = pytest.importorskip("torch")
+    from bqsgd.persample import clipped_gradients
+    from bqsgd.persample.clips import Clamp
+
+    layers = [torch.nn.Linear(3, 4), *([torch.nn.BatchNorm1d(4)] if normalised else []), torch.nn.Linear(4, 2)]
+    batch = torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
+    loss = torch.nn.CrossEntropyLoss(reduction=reduction)
+    clipped_gradients(torch.nn.Sequential(*layers), loss, batch, clip=Clamp(1.0), batch_size=5)
+
+
+def no_ledger(folder: Path) -> None:
+    pytest.importorskip("torch")
+    from bqsgd.training.spending import Spending
+
+    Spending(None, run="a", seeded=False).spend(RELEASE, round=0, last_round=3)
+
+
+def budget_passed(folder: Path) -> None:
+    with open_ledger(folder) as ledger:
+        for number in range(100):
+            ledger.spend(RELEASE, run="a", round=number, seeded=False)
+
+
+def ledger_edited(folder: Path) -> None:
+    spent(folder).close()
+    connection = sqlite3.connect(folder / "ledger")
+    connection.execute("DELETE FROM entries WHERE number = 2")
+    connection.commit()
+    connection.close()
+    open_ledger(folder)
+
+
+def relations_mixed(folder: Path) -> None:
+    replaced = replace(RELEASE, sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE))
+    Accountant().compose(RELEASE).compose(replaced)
+
+
+def sampling_mismatch(folder: Path) -> None:
+    replace(
+        RELEASE,
+        sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE),
+        sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+    )
+
+
+def round_again(folder: Path) -> None:
+    spent(folder).close()
+    with open_ledger(folder) as ledger:
+        ledger.spend(RELEASE, run="a", round=0, seeded=False)
+
+
+def wrong_release(folder: Path) -> None:
+    with open_ledger(folder) as ledger:
+        ledger.reserve(RELEASE, run="a", first_round=0, rounds=2, seeded=False)
+        ledger.spend(replace(RELEASE, dimension=2), run="a", round=0, seeded=False)
+
+
+def round_twice(folder: Path) -> None:
+    with spent(folder) as ledger:
+        ledger.spend(RELEASE, run="a", round=0, seeded=False)
+
+
+def local_steps(folder: Path) -> None:
+    pytest.importorskip("torch")
+    from bqsgd.training.config import Config
+
+    Config(local_steps=2, unit="sample")
+
+
+def training_loss(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from bqsgd.training.client import Client
+    from bqsgd.training.config import Config
+
+    Client(
+        client=0,
+        model=torch.nn.Linear(2, 2),
+        loss=torch.nn.CrossEntropyLoss(reduction="none"),
+        inputs=np.zeros((8, 2), np.float32),
+        targets=np.zeros(8, np.int64),
+        config=Config(batch_size=4, private_metrics=True),
+        ledger=None,
+    )
+
+
+def _encode(value: float) -> None:
+    bq.encode(np.array([value]), RELEASE.mechanism, clip=1.0, rng=privacy_rng())
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
+    "noise-copied": (noise_copied, TypeError),
+    "noise-forked": (noise_forked, InvalidParameter),
+    "reduced-loss": (lambda _: _gradients(normalised=False, reduction="mean"), InvalidParameter),
+    "batch-norm": (lambda _: _gradients(normalised=True, reduction="none"), InvalidParameter),
+    "no-clip": (lambda _: _encode(1.5), OutOfRange),
+    "not-finite": (lambda _: _encode(float("nan")), NonFiniteInput),
+    "no-ledger": (no_ledger, InvalidParameter),
+    "budget-passed": (budget_passed, BudgetExhausted),
+    "ledger-lost": (lambda folder: open_ledger(folder, create_missing=False), LedgerError),
+    "ledger-edited": (ledger_edited, LedgerError),
+    "sampling-mismatch": (sampling_mismatch, InvalidParameter),
+    "relations-mixed": (relations_mixed, InvalidParameter),
+    "re-noised-resume": (round_again, LedgerError),
+    "round-twice": (round_twice, LedgerError),
+    "wrong-release": (wrong_release, LedgerError),
+    "ledger-forked": (ledger_forked, LedgerError),
+    "local-steps": (local_steps, InvalidParameter),
+    "training-loss": (training_loss, InvalidParameter),
+    "reused-run-name": (round_again, LedgerError),
+}
+
+
+@pytest.mark.parametrize("edge", REFUSALS)
+def test_the_edge_is_refused(edge: str, tmp_path: Path) -> None:
+    attempt, error = REFUSALS[edge]
+    with pytest.raises(error):
+        attempt(tmp_path)
+
+
+def test_the_page_calls_refused_what_is_refused() -> None:
+    edges = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert len(edges) > 30
+    called = {edge for edge, text in edges.items() if "**Refused**" in text}
+    assert called == REFUSALS.keys()
+    for edge in called:
+        assert f"`{REFUSALS[edge][1].__name__}`" in edges[edge], edge
+
+
+def test_what_is_marked_is_marked() -> None:
+    quiet = replace(RELEASE, mechanism=Mechanism(levels=1, trials=0))
+    assert Accountant().compose(quiet).epsilon(1e-5) == float("inf")
+    assert "no privacy claim" in str(Accountant().compose(RELEASE).guarantee(delta=1e-5, seeded=True))
