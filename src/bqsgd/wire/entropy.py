@@ -2,7 +2,7 @@
 
 A code is split into a bin (its high bits) and `low_bits` raw bits. Noise makes the histogram smooth, so a coarse bin
 loses next to nothing and its table stays small; the encoder takes the split that gives the fewest bytes. The bins go
-through zstandard where that comes within 1.5 % of the entropy (ten times faster), else through constriction's ANS coder
+through zstandard where that comes within 1.5 % of the entropy (it is faster), else through constriction's ANS coder
 with the histogram of the bins in the payload; where neither gains, the fixed-width payload is stored.
 
 All of it is computed from the noised codes alone (post-processing): it costs no privacy. The length does depend on the
