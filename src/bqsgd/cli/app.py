@@ -21,6 +21,7 @@ from bqsgd.cli.ledger import ledger
 from bqsgd.cli.plan import plan
 from bqsgd.cli.report import report
 from bqsgd.cli.tradeoffs import tradeoffs
+from bqsgd.cli.train import train
 from bqsgd.errors import BqsgdError
 
 app = typer.Typer(name="bqsgd", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -43,6 +44,7 @@ def about(
 
 
 app.command()(demo)
+app.command()(train)
 app.command()(plan)
 app.command()(account)
 app.command()(audit)

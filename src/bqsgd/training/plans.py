@@ -102,7 +102,7 @@ def plan_release(situation: Situation, budget: Budget, *, rounds: int, spent: Sp
         before = before.compose(release, count)
     if spent and before.epsilon(budget.delta) >= budget.epsilon:
         raise Infeasible(
-            f"the rounds before have spent epsilon {before.epsilon(budget.delta):.4g} at delta {budget.delta:g} already, "
+            f"earlier rounds have spent epsilon {before.epsilon(budget.delta):.4g} at delta {budget.delta:g}, "
             f"the budget is now {budget.epsilon:g}"
         )
     mechanism = least_error_mechanism(budget, situation.release, rounds=rounds, spent=before)

@@ -1,0 +1,177 @@
+"""A training run as `train` and `demo` do it: data, session, run folder, progress, report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from bqsgd.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from bqsgd.engines.session import Session, Task
+    from bqsgd.training.client import PrivateLog
+    from bqsgd.training.config import Config
+
+PRIVATE_NOTE = "private_metrics: computed from private data, outside the guarantee; kept in the clients' own files."
+
+
+def task_of(config: Config) -> Task:
+    """The data set, shares and model that the settings name."""
+    from bqsgd import data, models
+    from bqsgd.engines.session import Task
+    from bqsgd.training.seeds import Purpose, derive
+
+    dataset = data.load(config.dataset, folder=config.data_folder)
+    shares = data.partition(
+        dataset.train,
+        config.clients,
+        seed=derive(config.init_seed, Purpose.SHARES),
+        concentration=config.concentration,
+        smallest=config.batch_size,
+    )
+    name = config.model or models.default_for(dataset.input_shape)
+    shape, classes, seed = dataset.input_shape, dataset.classes, derive(config.init_seed, Purpose.MODEL)
+    return Task(
+        make_model=lambda: models.build(
+            name, input_shape=shape, classes=classes, seed=seed, activation=config.activation
+        ),
+        shares=[(share.inputs, share.labels) for share in shares],
+        test=(dataset.test.inputs, dataset.test.labels),
+    )
+
+
+def run(config: Config, *, folder: Path, resuming: bool, tensorboard: bool = False) -> dict[str, Any]:
+    """Train to the end, or to Ctrl-C; returns the fields to print. Everything about the run is in `folder` then."""
+    from bqsgd.cli.progress import shown
+    from bqsgd.engines.session import Session
+    from bqsgd.reports.folder import RunWriter
+    from bqsgd.reports.page import write_report
+
+    task = task_of(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    begin = Session.resume if resuming else Session.start
+    with ExitStack() as stack:
+        log = _private_log(folder) if config.private_metrics else None
+        session = stack.enter_context(begin(task, config, folder=folder, private_log=log))
+        config = session.config
+        writer = stack.enter_context(RunWriter(folder, keep_through=session.server.round - 1 if resuming else -1))
+        if not resuming:
+            writer.config(config.to_dict())  # after the ledgers: a folder with settings has all its ledgers
+        sinks = [writer.append]
+        if tensorboard:
+            from bqsgd.reports.tensorboard import TensorBoardLog
+
+            sinks.append(stack.enter_context(TensorBoardLog(folder / "tensorboard")).append)
+        with _interrupts() as asked_to_stop:
+            for record in shown(session.rounds(), config=config, first_round=session.server.round):
+                for sink in sinks:
+                    sink(record)
+                if asked_to_stop:
+                    break
+        session.checkpoint()
+        final = session.evaluate()
+    fields = _summary(session, final, folder)
+    with RunWriter(folder) as writer:
+        writer.summary(fields)
+    fields["report"] = str(write_report(folder))
+    fields["finished"] = session.server.round == config.rounds
+    return fields
+
+
+def _summary(session: Session, final: tuple[float, float] | None, folder: Path) -> dict[str, Any]:
+    from bqsgd.reports.folder import read_rounds
+
+    result = session.result()
+    totals = dict.fromkeys(("bytes_up", "bytes_down", "bytes_up_float32"), 0)
+    seconds, nominal = 0.0, None
+    for record in read_rounds(folder):
+        for name in totals:
+            totals[name] += getattr(record, name)
+        seconds, nominal = record.time, record.nominal_epsilon
+    coordinates = totals["bytes_up_float32"] / 4
+    return {
+        "accuracy": None if final is None else final[0],
+        "loss": None if final is None else final[1],
+        "rounds": result.rounds,
+        "guarantee": None if result.guarantee is None else result.guarantee.to_dict(),
+        "guarantee_client": result.client,
+        "nominal": None
+        if nominal is None
+        else {
+            "epsilon": nominal,
+            "delta": session.config.delta,
+            "method": "Theorem 1: nominal epsilon (as published; not a guarantee)",
+        },
+        **totals,
+        "bits_per_coordinate": 8 * totals["bytes_up"] / coordinates if coordinates else None,
+        "seeded": result.seeded,
+        "seconds": seconds,
+        "versions": _versions(),
+        "config": session.config.to_dict(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("bqsgd", "torch", "numpy", "dp-accounting")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that fills at the first Ctrl-C, so that the round in hand is finished; the second one interrupts it."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = signal.signal(signal.SIGINT, note)
+    except ValueError:  # not in the main thread: somebody else's business
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _private_log(folder: Path) -> Any:
+    place = folder / "private"
+    place.mkdir(parents=True, exist_ok=True)
+
+    def of_client(client: int) -> PrivateLog:
+        path = place / f"client-{client:04}.jsonl"
+
+        def append(figures: dict[str, Any]) -> None:
+            with path.open("a") as stream:
+                stream.write(json.dumps(figures) + "\n")
+
+        return append
+
+    return of_client
+
+
+def stored(folder: Path, given: dict[str, Any]) -> Config | None:
+    """The settings of the run in `folder`, None when there is none; a setting given that differs is refused."""
+    from bqsgd.training.config import Config
+
+    path = folder / "config.toml"
+    if not path.exists():
+        return None
+    config = Config.from_toml(path)
+    for name, value in given.items():
+        if getattr(config, name) != value:
+            raise InvalidParameter(
+                f"{folder} was started with {name}={getattr(config, name)!r}, not {value!r}; resume it without that "
+                "option or start a new run in another folder"
+            )
+    return config
