@@ -1,6 +1,6 @@
 """The ten settings of the paper's tables: nominal epsilon, exact epsilon, audited lower bound, for two clips.
 
-python experiments/privacy_table.py            # runs everything (about 20 minutes on one core), writes both files
+python experiments/privacy_table.py            # runs everything (about ten minutes on one core), writes both files
 python experiments/privacy_table.py --page     # writes docs/privacy_table.md again from the JSON
 """
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "privacy_table.json", HERE.parent / "docs" / "privacy_table.md"
 DIMENSIONS = {"LeNet-5": 61_706, "AlexNet": 1_158_010}
 DELTA, CONFIDENCE = 1e-5, 0.99
-MESSAGE_SAMPLES, RUN_SAMPLES, MOST_AUDITED = 10_000, 300, 61_706
+MESSAGE_SAMPLES, RUN_SAMPLES, MOST_AUDITED = 10_000, 120, 61_706
 CLIPS = {"per-sample clamp": None, "batch-mean clip": 2.0}
 """Most one sample moves a coordinate, in clip ranges: 1/batch (the default) or the whole range."""
 
