@@ -20,8 +20,8 @@ def check_losses(losses: Tensor, batch: int) -> Tensor:
     if not isinstance(losses, Tensor) or losses.shape != (batch,):
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise InvalidParameter(
-            f"loss_fn must return one loss a sample, shape ({batch},), got {got}; use reduction='none' and sum or average "
-            "what is left of each sample"
+            f"loss_fn must return one loss a sample, shape ({batch},), got {got}; use reduction='none' and sum or "
+            "average what is left of each sample"
         )
     return losses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -77,7 +78,7 @@ def clipped_gradients(
                 dropped = clipped_sum(_slots(mean, parameters, factors, bounds), clip, batch_size=batch_size)
     mean = mean.float()
     if isinstance(clip, BatchMean):
-        if not bool(torch.isfinite(mean).all()):
+        if not all(math.isfinite(end) for end in mean.aminmax()):
             raise NonFiniteInput("the sum of the unclipped gradients overflows float32; lower the loss scale")
         mean.clamp_(-clip.bound, clip.bound)
     return ClippedGradients(mean, dropped)

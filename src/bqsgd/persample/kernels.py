@@ -19,22 +19,27 @@ BLOCK_FLOATS = 1 << 16
 """Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""
 
 
-def in_threads(work: Callable[[int, int], None], items: int) -> None:
-    """Call work(start, stop) over disjoint shares of range(items), as many as torch has threads."""
-    threads = max(1, min(torch.get_num_threads(), items))
+def shares(items: int) -> int:
+    """Threads worth using for so many items."""
+    return max(1, min(torch.get_num_threads(), items))
+
+
+def in_threads(work: Callable[[int, int, int], None], items: int) -> None:
+    """Call work(share, start, stop) over disjoint shares of range(items), as many as torch has threads."""
+    threads = shares(items)
     edges = [items * i // threads for i in range(threads + 1)]
     failures: list[BaseException] = []
 
-    def guarded(start: int, stop: int) -> None:
+    def guarded(share: int) -> None:
         try:
-            work(start, stop)
+            work(share, edges[share], edges[share + 1])
         except BaseException as error:  # raised again below, in the calling thread
             failures.append(error)
 
-    others = [threading.Thread(target=guarded, args=(edges[i], edges[i + 1])) for i in range(1, threads)]
+    others = [threading.Thread(target=guarded, args=(share,)) for share in range(1, threads)]
     for thread in others:
         thread.start()
-    guarded(edges[0], edges[1])
+    guarded(0)
     for thread in others:
         thread.join()
     if failures:
@@ -47,15 +52,16 @@ def usable(values: Tensor) -> bool:
 
 
 def pack_lanes(values: Tensor, width: int) -> Tensor:
-    """(batch, positions, n) -> (panels, batch, positions, width), the last panel filled up with zeros."""
-    batch, positions, size = values.shape
+    """(batch, positions, groups, n) -> (groups, panels, batch, positions, width), the last panel filled with zeros."""
+    batch, positions, groups, size = values.shape
     whole, rest = divmod(size, width)
-    packed = values.new_empty(whole + bool(rest), batch, positions, width)
+    packed = values.new_empty(groups, whole + bool(rest), batch, positions, width)
     if whole:
-        packed[:whole].permute(1, 2, 0, 3).copy_(values[:, :, : whole * width].unflatten(2, (whole, width)))
+        panels = values[..., : whole * width].reshape(batch, positions, groups, whole, width)
+        packed[:, :whole].permute(2, 3, 0, 1, 4).copy_(panels)
     if rest:
-        packed[whole, :, :, :rest] = values[:, :, whole * width :]
-        packed[whole, :, :, rest:] = 0
+        packed[:, whole, ..., :rest] = values[..., whole * width :].permute(2, 0, 1, 3)
+        packed[:, whole, ..., rest:] = 0
     return packed
 
 
@@ -71,16 +77,11 @@ def clamped_outer_sum(a: Tensor, e: Tensor, bound: float, weights: Tensor, out: 
     clamp(e a, C) = e clamp(a, C / |e|): the thresholds are made once a sample and row, a hair inside C / |e|, so that
     rounding never takes a product beyond C.
     """
-    batch, width = e.shape
-    strips = -(-width // tiles.OUTER_ROWS)
-    scalars = e.new_zeros(batch, 3, strips * tiles.OUTER_ROWS)
-    scalars[:, 0, :width] = e * weights[:, None]
-    scalars[:, 1, :width] = bound * (1 - 2.0**-22) / e.abs()
-    torch.neg(scalars[:, 1], out=scalars[:, 2])
-    packed = scalars.unflatten(2, (strips, tiles.OUTER_ROWS)).permute(2, 0, 1, 3).contiguous().numpy().reshape(-1)
-    lanes = pack_lanes(a[:, None, :], tiles.OUTER_WIDTH).numpy()
-    flat, target, items = lanes.reshape(-1), out.numpy(), len(lanes) * strips
-    in_threads(lambda start, stop: tiles.run_outer(packed, flat, batch, start, stop, target), items)
+    strips = -(-e.shape[1] // tiles.OUTER_ROWS)
+    scalars = np.zeros((strips, len(e), 2, tiles.OUTER_ROWS), np.float32)
+    tiles.pack_scalars(e.numpy(), weights.float().numpy(), bound, scalars)
+    lanes, target = pack_lanes(a[:, None, None, :], tiles.OUTER_WIDTH)[0, :, :, 0].numpy(), out.numpy()
+    in_threads(lambda _, start, stop: tiles.run_outer(scalars, lanes, start, stop, target), strips)
 
 
 @njit(nogil=True, cache=True)
@@ -101,15 +102,16 @@ def clamped_outer_squares(a: Tensor, e: Tensor, bound: float) -> Tensor:
     """(batch,) float64 squared norms of clamp(e_bo a_bi, -C, C) in O(n log n): sort both sides, then sweep once."""
     left, right = np.sort(a.abs().numpy(), axis=1), np.sort(e.abs().numpy(), axis=1)
     out = np.empty(len(left))
-    in_threads(lambda start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left))
+    in_threads(lambda _, start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left))
     return torch.from_numpy(out)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A sum over positions p of scalar x lane: row r of sample b reads scalars[b, group * group_stride + base[p] + r's offset].
+    """Gradients that are sums over positions of scalar x lane, the scalars read through a window that slides.
 
-    lanes: (batch, positions, groups, lanes a group).
+    Row r of a group at position p is scalars[b, group * group_stride + base[p] + offsets[r]]; its lanes are
+    lanes[b, p, group].
     """
 
     scalars: Tensor
@@ -118,34 +120,31 @@ class Windows:
     lanes: Tensor
     group_stride: int = 0
 
-    def _operands(self) -> tuple[tuple[np.ndarray, tuple[int, ...], np.ndarray, np.ndarray, np.ndarray], int]:
-        batch, positions, groups, size = self.lanes.shape
-        width = tiles.NARROW if size <= tiles.NARROW else tiles.WIDE
-        packed = torch.stack([pack_lanes(self.lanes[:, :, group], width) for group in range(groups)])
-        panels = packed.shape[1]
-        offsets = np.pad(self.offsets, (0, -len(self.offsets) % tiles.ROWS), mode="edge")
-        scalars = self.scalars.contiguous()
-        block = max(1, BLOCK_FLOATS // (scalars.shape[1] + groups * panels * positions * width))
-        shape = (batch, block, scalars.shape[1], self.group_stride, panels, width)
-        return (scalars.numpy().reshape(-1), shape, self.base, offsets, packed.numpy().reshape(-1)), groups * panels
-
     def clamped_sum(self, bound: float, weights: Tensor) -> Tensor:
         """(groups, rows, lanes a group): sum_b w_b clamp(g_b, -C, C)."""
-        operands, panels = self._operands()
-        strips, width, groups, size = len(operands[3]) // tiles.ROWS, operands[1][5], *self.lanes.shape[2:]
-        sums = torch.zeros(panels * strips, tiles.ROWS, width)
-        flat, each = sums.numpy().reshape(-1), weights.float().contiguous().numpy()
-        in_threads(
-            lambda start, stop: tiles.run_sums(*operands, inside(bound), each, start, stop, flat), panels * strips
-        )
-        ordered = sums.view(groups, -1, strips * tiles.ROWS, width).transpose(1, 2).flatten(2)
+        batch, _, groups, size = self.lanes.shape
+        strips, panels = -(-len(self.offsets) // tiles.ROWS), -(-size // self._width)
+        sums = torch.zeros(shares(batch), groups * panels * strips * tiles.ROWS * self._width)
+        self._run(0, bound, weights.float().contiguous().numpy(), lambda share: sums[share].numpy())
+        total = sums[0] if len(sums) == 1 else sums.sum(dim=0)
+        ordered = total.view(groups, panels, strips * tiles.ROWS, self._width).transpose(1, 2).flatten(2)
         return ordered[:, : len(self.offsets), :size]
 
     def norms(self, *, squared: bool, bound: float = float("inf")) -> Tensor:
         """(batch,) sums of squares of clamp(g_b, -C, C) in float64, or max|g_b|."""
-        operands, _ = self._operands()
-        batch, rows = len(self.lanes), len(self.offsets)
-        partial = torch.zeros(batch, tiles.LANES)
-        flat, limit = partial.numpy().reshape(-1), inside(bound)
-        in_threads(lambda start, stop: tiles.run_norms(*operands, limit, squared, rows, start, stop, flat), batch)
+        partial = torch.zeros(len(self.lanes), tiles.LANES)
+        flat = partial.numpy().reshape(-1)
+        self._run(2 if squared else 1, bound, np.empty(0, np.float32), lambda _: flat)
         return partial.double().sum(dim=1) if squared else partial.amax(dim=1)
+
+    @property
+    def _width(self) -> int:
+        return tiles.NARROW if self.lanes.shape[3] <= tiles.NARROW else tiles.WIDE
+
+    def _run(self, mode: int, bound: float, weights: np.ndarray, result: Callable[[int], np.ndarray]) -> None:
+        rows, (batch, positions, groups, size) = len(self.offsets), self.lanes.shape
+        offsets = np.pad(self.offsets, (0, -rows % tiles.ROWS), mode="edge")
+        scalars, lanes, width, limit = self.scalars.contiguous().numpy(), self.lanes.numpy(), self._width, inside(bound)
+        block = max(1, BLOCK_FLOATS // (scalars.shape[1] + positions * groups * size))
+        windows = (scalars, self.group_stride, self.base, offsets, rows, lanes, width, block, limit, weights)
+        in_threads(lambda share, start, stop: tiles.run_windows(mode, *windows, start, stop, result(share)), batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bqsgd.persample.factors import Built
+from bqsgd.persample.factors import Built, max_norm, squared_norm
 
 
 class Rows(Built):
@@ -43,12 +43,12 @@ class Rows(Built):
         return dense.flatten(1)
 
     def max_norms(self) -> Tensor:
-        each = torch.linalg.vector_norm(self.values, ord=torch.inf, dim=1)
+        each = max_norm(self.values)
         return each.new_zeros(self.batch).scatter_reduce_(0, self.sample, each, "amax")
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
         values = self.values if bound is None else self.values.clamp(-bound, bound)
-        each = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        each = squared_norm(values)
         return each.new_zeros(self.batch).index_add_(0, self.sample, each)
 
     def weighted_sum(self, weights: Tensor, out: Tensor) -> None:

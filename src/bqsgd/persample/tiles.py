@@ -9,6 +9,7 @@ one processor: LLVM splits the vectors where they are too wide. The one exceptio
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class _Emit:
 def outer_tile(rows: int, vectors: int) -> Callable[..., None]:
     """Tile of sum_b s_b clamp(v_b, -t_b, t_b) with s, t scalars of the row: one position a sample.
 
-    scalars: (batch, 3, rows) holding s, t and -t; lanes: (batch, 16 * vectors).
+    scalars: (batch, 2, rows) holding s and t; lanes: (batch, 16 * vectors).
     """
 
     @intrinsic
@@ -87,16 +88,15 @@ def outer_tile(rows: int, vectors: int) -> Callable[..., None]:
             lane = emit.pointer(kinds[2], arguments[2], arguments[3])
             target = emit.pointer(kinds[5], arguments[5], ir.Constant(WORD, 0))
             sums = emit.registers(rows, vectors)
-            for register in sum(sums, []):
+            for register in chain(*sums):
                 builder.store(ZERO, register)
             with cgutils.for_range(builder, arguments[4], intp=WORD) as loop:
-                s = emit.at(scalar, builder.mul(loop.index, ir.Constant(WORD, 3 * rows)))
+                s = emit.at(scalar, builder.mul(loop.index, ir.Constant(WORD, 2 * rows)))
                 v = emit.at(lane, builder.mul(loop.index, ir.Constant(WORD, LANES * vectors)))
                 values = [emit.load(v, LANES * column) for column in range(vectors)]
                 for row in range(rows):
-                    factor, high, low = (
-                        emit.broadcast(builder.load(emit.at(s, part * rows + row))) for part in range(3)
-                    )
+                    factor, high = (emit.broadcast(builder.load(emit.at(s, part * rows + row))) for part in range(2))
+                    low = builder.fsub(ZERO, high)
                     for column, register in enumerate(sums[row]):
                         held = emit.clamp(values[column], high, low)
                         builder.store(emit.fma(factor, held, builder.load(register)), register)
@@ -177,7 +177,7 @@ def _sequence_body(
     shifts = [builder.load(emit.at(pointers["offset"], row)) for row in range(ROWS)]
     sums = emit.registers(ROWS, vectors)
     with cgutils.for_range_slice(builder, span[0], span[1], ir.Constant(WORD, 1), intp=WORD) as (sample, _):
-        for register in sum(sums, []):
+        for register in chain(*sums):
             builder.store(ZERO, register)
         own = emit.at(pointers["scalar"], builder.mul(sample, stride))
         mine = emit.at(pointers["lane"], builder.mul(sample, builder.mul(positions, width)))
@@ -193,7 +193,7 @@ def _sequence_body(
         result = pointers["result"]
         if mode == "sum":
             weight = emit.broadcast(builder.load(emit.at(pointers["extra"], sample)))
-            for at, value in enumerate(sum(gradient, [])):
+            for at, value in enumerate(chain(*gradient)):
                 total = emit.fma(weight, emit.clamp(value, high, low), emit.load(result, LANES * at))
                 emit.store(total, result, LANES * at)
             return_at = None
@@ -213,76 +213,97 @@ def _sequence_body(
 
 # The loops over tiles live in this file because numba's cache watches only the file of the function it caches.
 OUTER_ROWS, OUTER_WIDTH = 5, 64
+OUTER_BLOCK = 1 << 17  # scalars kept in a core's cache while all lanes pass by
 _outer = outer_tile(OUTER_ROWS, OUTER_WIDTH // LANES)
 _sum, _max, _square = sequence_tile("sum"), sequence_tile("max"), sequence_tile("square")
 
 
 @njit(nogil=True, cache=True)
-def run_outer(scalars: Any, lanes: Any, batch: int, start: int, stop: int, out: Any) -> None:
-    """Tiles start..stop of sum_b s_b clamp(v_b): scalars (strips, batch, 3, 5), lanes (panels, batch, 64), both flat."""
-    strips = scalars.size // (batch * 3 * OUTER_ROWS)
-    buffer = np.empty(OUTER_ROWS * OUTER_WIDTH, np.float32)
-    for item in range(start, stop):
-        panel, strip = item // strips, item % strips
-        _outer(scalars, strip * batch * 3 * OUTER_ROWS, lanes, panel * batch * OUTER_WIDTH, batch, buffer)
-        for row in range(min(OUTER_ROWS, out.shape[0] - strip * OUTER_ROWS)):
-            for column in range(min(OUTER_WIDTH, out.shape[1] - panel * OUTER_WIDTH)):
-                out[strip * OUTER_ROWS + row, panel * OUTER_WIDTH + column] = buffer[row * OUTER_WIDTH + column]
+def pack_scalars(e: Any, weights: Any, bound: float, packed: Any) -> None:
+    """e (batch, n) -> packed (strips, batch, 2, 5): w e, and a threshold a hair inside C / |e|."""
+    batch, size = e.shape
+    inner = np.float32(bound * (1 - 2.0**-22))
+    for first in range(0, size, 16 * OUTER_ROWS):  # a few strips at a time, so that e is read a cache line at a time
+        for sample in range(batch):
+            for at in range(first, min(size, first + 16 * OUTER_ROWS)):
+                value, place = e[sample, at], packed[at // OUTER_ROWS, sample]
+                place[0, at % OUTER_ROWS] = value * weights[sample]
+                place[1, at % OUTER_ROWS] = inner / abs(value) if value != 0 else np.float32(np.inf)
 
 
 @njit(nogil=True, cache=True)
-def run_sums(
+def run_outer(scalars: Any, lanes: Any, start: int, stop: int, out: Any) -> None:
+    """Strips start..stop of sum_b s_b clamp(v_b); scalars (strips, batch, 2, 5), lanes (panels, batch, 64)."""
+    batch, strip_size, panel_size = lanes.shape[1], scalars[0].size, lanes[0].size
+    group = max(1, OUTER_BLOCK // strip_size)
+    left, right = scalars.reshape(-1), lanes.reshape(-1)
+    buffer = np.empty(OUTER_ROWS * OUTER_WIDTH, np.float32)
+    for first in range(start, stop, group):
+        for panel in range(lanes.shape[0]):
+            for strip in range(first, min(stop, first + group)):
+                _outer(left, strip * strip_size, right, panel * panel_size, batch, buffer)
+                for row in range(min(OUTER_ROWS, out.shape[0] - strip * OUTER_ROWS)):
+                    for column in range(min(OUTER_WIDTH, out.shape[1] - panel * OUTER_WIDTH)):
+                        out[strip * OUTER_ROWS + row, panel * OUTER_WIDTH + column] = buffer[row * OUTER_WIDTH + column]
+
+
+@njit(nogil=True, cache=True)
+def _pack(lanes: Any, first: int, last: int, block: int, width: int, packed: Any) -> None:
+    """lanes (batch, positions, groups, n) of samples first..last -> packed (groups, panels, block, positions, width).
+
+    The lanes beyond n are never written: they keep the zeros they start with.
+    """
+    _, positions, groups, size = lanes.shape
+    panel = 0
+    for group in range(groups):
+        for column in range(0, size, width):
+            used = min(width, size - column)
+            for sample in range(first, last):
+                at = (panel * block + sample - first) * positions * width
+                for position in range(positions):
+                    for lane in range(used):
+                        packed[at + position * width + lane] = lanes[sample, position, group, column + lane]
+            panel += 1
+
+
+@njit(nogil=True, cache=True)
+def run_windows(
+    mode: int,
     scalars: Any,
-    shape: Any,
+    group_stride: int,
     base: Any,
     offsets: Any,
+    rows: int,
     lanes: Any,
+    width: int,
+    block: int,
     bound: Any,
     weights: Any,
     start: int,
     stop: int,
-    sums: Any,
+    result: Any,
 ) -> None:
-    """Tiles start..stop of sum_b w_b clamp(g_b), added to sums (tiles, 8 * width), a block of samples at a time."""
-    batch, block, stride, group_stride, panels, width = shape
-    strips = offsets.size // ROWS
-    panel_size = batch * base.size * width
-    for first in range(0, batch, block):
-        last = min(batch, first + block)
-        for item in range(start, stop):
-            strip, panel = item % strips, item // strips
-            scalar_at, lane_at = panel // panels * group_stride, panel * panel_size
-            sum_at = item * ROWS * width
-            _sum(scalars, scalar_at, stride, base, offsets, strip * ROWS, lanes, lane_at, width, first, last, bound, weights, sums, sum_at)  # fmt: skip  # noqa: E501
+    """Samples start..stop of one reduction of g_b, a block that fits in the cache at a time.
 
-
-@njit(nogil=True, cache=True)
-def run_norms(
-    scalars: Any,
-    shape: Any,
-    base: Any,
-    offsets: Any,
-    lanes: Any,
-    bound: Any,
-    squared: bool,
-    rows: int,
-    start: int,
-    stop: int,
-    norms: Any,
-) -> None:
-    """Sums of squares of clamp(g_b), or max|g_b|, of samples start..stop into norms (batch, 16)."""
-    batch, block, stride, group_stride, panels, width = shape
-    strips = offsets.size // ROWS
-    panel_size = batch * base.size * width
+    Modes: 0 adds w_b clamp(g_b) to result (tiles, 8 * width); 1 puts max|g_b| and 2 the sum of squares of clamp(g_b) in
+    result (batch, 16), as 16 parts.
+    """
+    _, positions, groups, size = lanes.shape
+    panels, strips, stride = (size + width - 1) // width, offsets.size // ROWS, scalars.shape[1]
+    packed = np.zeros(groups * panels * block * positions * width, np.float32)
     full, ragged = np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
     ragged[: rows - (strips - 1) * ROWS] = 1
     for first in range(start, stop, block):
         last = min(stop, first + block)
-        for item in range(lanes.size // panel_size * strips):
+        _pack(lanes, first, last, block, width, packed)
+        for item in range(groups * panels * strips):
             strip, panel = item % strips, item // strips
-            scalar_at, lane_at = panel // panels * group_stride, panel * panel_size
+            scalar_at = panel // panels * group_stride
+            lane_at = (panel * block - first) * positions * width  # so that sample `first` is at the start
             mask = full if strip < strips - 1 else ragged
-            if squared:
-                _square(scalars, scalar_at, stride, base, offsets, strip * ROWS, lanes, lane_at, width, first, last, bound, mask, norms, 0)  # fmt: skip  # noqa: E501
+            if mode == 0:
+                _sum(scalars, scalar_at, stride, base, offsets, strip * ROWS, packed, lane_at, width, first, last, bound, weights, result, item * ROWS * width)  # fmt: skip  # noqa: E501
+            elif mode == 1:
+                _max(scalars, scalar_at, stride, base, offsets, strip * ROWS, packed, lane_at, width, first, last, bound, mask, result, 0)  # fmt: skip  # noqa: E501
             else:
-                _max(scalars, scalar_at, stride, base, offsets, strip * ROWS, lanes, lane_at, width, first, last, bound, mask, norms, 0)  # fmt: skip  # noqa: E501
+                _square(scalars, scalar_at, stride, base, offsets, strip * ROWS, packed, lane_at, width, first, last, bound, mask, result, 0)  # fmt: skip  # noqa: E501
