@@ -96,6 +96,9 @@ def _log_transform(pair: Pair, points: int, dimension: int) -> Complexes:
             angle = (2 * np.pi / points) * np.outer(part, index)
             less_one[part] = (-2 * np.sin(angle / 2) ** 2) @ mass - pair.p_only + 1j * (np.sin(angle) @ mass)
     size = 0.5 * np.log1p(np.maximum(2 * less_one.real + np.abs(less_one) ** 2, -1 + 1e-300))
+    modulus = np.abs(1.0 + less_one)
+    small = modulus < 0.5  # there the sum above cancels: a modulus of 1e-9 would be off by 1e-8
+    size[small] = np.log(np.maximum(modulus[small], 1e-300))
     result: Complexes = np.maximum(size, -700.0) + 1j * np.angle(1.0 + less_one)
     return result
 
