@@ -46,7 +46,7 @@ def law_of(table: AliasTable) -> dict[int, Fraction]:
     return law
 
 
-@pytest.mark.parametrize("trials", range(81))
+@pytest.mark.parametrize("trials", range(65))
 def test_pmf_is_the_correctly_rounded_binomial_for_every_small_m(trials: int) -> None:
     law = binomial_pmf(trials)
     assert law.first == 0
@@ -87,7 +87,7 @@ def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) 
 @settings(max_examples=15, deadline=None)
 def test_every_m_has_a_tight_table(trials: int) -> None:
     table = alias_table(trials)
-    assert sampler_tv_distance(trials) < 2.0**-79
+    assert sampler_tv_distance(trials) < 2.0**-63
     assert table.index_bits <= 14
     assert len(table.alias) == 1 << table.index_bits
     law = law_of(table)

@@ -4,7 +4,7 @@ The accountant, the sampler and the entropy coder all read Bin(m, 1/2) from `bin
 keystream: keyed by the operating system (`privacy_rng`), or by a seed for tests and reproductions (`seeded_rng`), in
 which case everything made from it carries the mark "seeded" and no privacy claim.
 
-The law is cut where both tails together weigh less than 2^-80 (never for m <= 80) and rounded to a fixed point of about
+The law is cut where both tails together weigh less than 2^-64 (never for m <= 64) and rounded to a fixed point of about
 100 bits, so that one table serves m up to 2^20. `binomial_pmf` is the law the sampler really has, cut and rounding
 included, so an accountant that reads it owes nothing for the sampler; the distance from the textbook binomial is
 `sampler_tv_distance`.
@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import MAX_TRIALS, check_int
 
-TAIL_BITS = 80
+TAIL_BITS = 64
 _EXACT_TRIALS = 1024
 _WEIGHT_BITS = 320
 ROUND_BITS = 24
@@ -86,7 +86,7 @@ def _shares(trials: int) -> tuple[int, int, list[int]]:
 def binomial_pmf(trials: int) -> BinomialPmf:
     """The law of the sampler on its effective support, each probability correctly rounded to float64.
 
-    To m = 80 that is Bin(m, 1/2) itself, beyond it Bin(m, 1/2) to within `sampler_tv_distance`.
+    To m = 64 that is Bin(m, 1/2) itself, beyond it Bin(m, 1/2) to within `sampler_tv_distance`.
 
     >>> binomial_pmf(2).pmf.tolist()
     [0.25, 0.5, 0.25]

@@ -108,7 +108,7 @@ class Release:
         if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
             raise InvalidParameter("Poisson sampling is accounted under add/remove; give the add/remove sensitivity")
         if scheme is Scheme.FIXED_SIZE and relation is not Relation.REPLACE:
-            raise InvalidParameter("fixed-size batches are accounted under replace-one; give the replace-one sensitivity")
+            raise InvalidParameter("fixed-size batches are accounted under replace-one; give its sensitivity")
 
     @property
     def shift(self) -> float:

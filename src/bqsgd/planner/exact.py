@@ -19,6 +19,7 @@ from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import MAX_BITS, Budget, Method, Plan, release_of
 from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.privacy.nominal import NominalPrivacy, NominalSetting
 from bqsgd.release import Relation, Release, Scheme
 
@@ -167,10 +168,10 @@ def _least_trials(
             high = m
         else:
             low = m
-        if last and math.isfinite(figure) and math.isfinite(last[1]) and figure != last[1] and m != last[0]:
+        if last and 0 < figure < math.inf and 0 < last[1] < math.inf and figure != last[1] and m != last[0]:
             power = min(3.0, max(0.2, -math.log(figure / last[1]) / math.log(m / last[0])))
         last = (m, figure)
-        wanted = m * (figure / target) ** (1 / power) if math.isfinite(figure) and figure > 0 else 2.0 * m
+        wanted = 2.0 * m if figure == math.inf else m * (figure / target) ** (1 / power)
         m = min(max(math.ceil(min(wanted, 2.0**40)), low + 1), high - 1)
     return high if high <= cap else None
 
@@ -178,14 +179,9 @@ def _least_trials(
 def _trades(epsilon: Callable[[int, int], float], budget: Budget, needed: int | None) -> str:
     """What the bits can reach, and what the epsilon needs."""
     least = epsilon(1, 2**budget.bits - 3)
-    reach = f"epsilon >= {_round_up(least)}" if math.isfinite(least) else "no finite epsilon"
+    reach = f"epsilon >= {rounded_up(least, 3)}" if math.isfinite(least) else "no finite epsilon"
     needs = f"more than {MAX_BITS} bits" if needed is None else f"{(needed + 2).bit_length()} bits"
     return (
         f"{budget.bits} bits reach {reach}; epsilon {budget.epsilon:g} needs {needs} "
         f"(exact total at delta {budget.delta:g}); or take a larger batch, fewer rounds or a wider range"
     )
-
-
-def _round_up(value: float) -> str:
-    digits = 2 - math.floor(math.log10(value))
-    return f"{math.ceil(value * 10**digits) / 10**digits:.4g}"

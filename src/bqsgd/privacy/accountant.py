@@ -73,7 +73,7 @@ class Accountant:
         if not self.spent:
             return 0.0
         deltas = [1.0, renyi.delta(self.spent, epsilon)]
-        if not self._hopeless(1e-3) and not _l2_decides(self.spent):
+        if not any(composition.beyond_meaning(release) for release, _ in self.spent) and not _l2_decides(self.spent):
             deltas.append(max(float(law.get_delta_for_epsilon(epsilon)) for law in _composed(self.spent)))
         return min(deltas)
 

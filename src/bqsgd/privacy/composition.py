@@ -11,7 +11,8 @@ import numpy as np
 from dp_accounting.pld import pld_pmf
 
 from bqsgd.errors import AccountingError
-from bqsgd.privacy.coordinate import ROUNDING_SHIFT, coordinate_atoms
+from bqsgd.noise import ROUNDING_SLACK_STEPS
+from bqsgd.privacy.coordinate import coordinate_atoms
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
 from bqsgd.privacy.message import message_pair
 from bqsgd.privacy.pair import FLOAT_CHARGE, MASS_TOLERANCE, Pair
@@ -29,31 +30,34 @@ TAIL = 1e-15
 @lru_cache(maxsize=256)
 def sampled_message(release: Release, *, attained: bool = False) -> Sampled:
     """The pair of one sampled message of a release, "remove" order."""
-    shift = release.shift if attained else release.shift + ROUNDING_SHIFT
+    shift = release.shift if attained else release.shift + ROUNDING_SLACK_STEPS
     pair = message_pair(release.mechanism.trials, shift, release.dimension, attained=attained)
     if release.sampling.scheme is Scheme.FIXED_SIZE:
         return fixed_size(pair, release.sampling.rate)
     return poisson(pair, release.sampling.rate)
 
 
-def beyond_meaning(release: Release, rounds: int, delta: float) -> bool:
-    """True when a cheap look shows that epsilon is above MEANINGLESS_EPSILON, so that no effort is spent on it.
+def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> bool:
+    """True when a cheap look shows that epsilon at `delta` is above MEANINGLESS_EPSILON: no effort is spent then.
 
-    One message in which the record takes part has a loss of mean d KL and variance d Var; unless that is too rare to
-    matter at `delta`, the composition's epsilon exceeds (mean - 10 deviations + log rate).
+    A message in which the record takes part has a loss of mean d KL and variance d Var; unless taking part is too rare
+    to matter at `delta`, epsilon exceeds (mean - 10 deviations + log rate), and is infinite when outcomes that only one
+    of two neighbours can produce are likelier than delta.
     """
     if release.mechanism.trials == 0:
         return True
-    atoms = coordinate_atoms(release.mechanism.trials, release.shift + ROUNDING_SHIFT)
+    atoms = coordinate_atoms(release.mechanism.trials, release.shift + ROUNDING_SLACK_STEPS)
     if atoms.loss.size == 0:
         return True
     taking_part = -math.expm1(rounds * math.log1p(-release.sampling.rate)) if release.sampling.rate < 1 else 1.0
-    never_shared = -math.expm1(release.dimension * math.log1p(-min(atoms.p_only, 1 - 1e-16)))
-    if taking_part * never_shared > 2 * delta:
-        return True
+    if taking_part <= 2 * delta:
+        return False
     mean = release.dimension * float(atoms.p @ atoms.loss)
     deviation = math.sqrt(release.dimension) * atoms.loss_deviation
-    return taking_part > 2 * delta and mean - 10 * deviation + math.log(release.sampling.rate) > MEANINGLESS_EPSILON
+    if mean - 10 * deviation + math.log(release.sampling.rate) > MEANINGLESS_EPSILON:
+        return True
+    revealed = -math.expm1(release.dimension * math.log1p(-min(atoms.p_only, 0.5)))
+    return delta > 0 and taking_part * revealed > 2 * delta
 
 
 def _dense(pair: Pair) -> Any:

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bqsgd.noise import ROUND_BITS, binomial_pmf
+from bqsgd.noise import binomial_pmf
 from bqsgd.privacy.pair import Floats
-
-ROUNDING_SHIFT = 2.0**-ROUND_BITS * (1 + 2.0**-20)
-"""The encoder rounds its input to a grid of 2^-24 steps, which can move two neighbours apart by that much (the last
-factor is for float64 arithmetic before it). Every accounted shift is this much longer than the stated one."""
 
 
 @dataclass(frozen=True, kw_only=True)

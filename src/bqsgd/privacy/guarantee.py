@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
@@ -11,6 +12,17 @@ from bqsgd.release import Relation, Trust, Unit
 
 MEANINGLESS_EPSILON = 1000.0
 """Beyond this figure no effort is spent: the bound is shown as "no meaningful guarantee"."""
+
+
+def rounded_up(value: float, digits: int = 4) -> str:
+    """An upper bound shown in a few significant digits stays an upper bound: rounded up, never to the nearest.
+
+    >>> rounded_up(0.331749)
+    '0.3318'
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value))):f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +54,7 @@ class Guarantee:
         """The figure as people should read it."""
         if self.epsilon > MEANINGLESS_EPSILON:
             return f"> {MEANINGLESS_EPSILON:.0f}: no meaningful guarantee"
-        return f"{self.epsilon:.4g}"
+        return rounded_up(self.epsilon)
 
     def __str__(self) -> str:
         text = (

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.special import gammaln, logsumexp
 
 from bqsgd.errors import AccountingError
-from bqsgd.privacy.coordinate import ROUNDING_SHIFT
+from bqsgd.noise import ROUNDING_SLACK_STEPS
 from bqsgd.privacy.moments import MAX_ORDER, MomentRates, moment_rates
 from bqsgd.privacy.pair import Floats
 from bqsgd.release import Release, Scheme
@@ -30,7 +30,7 @@ def _log_comb(n: float, k: Floats | float) -> Floats:
 def _message_log_moments(release: Release, rates: MomentRates) -> tuple[Floats, float]:
     """Upper bounds on log M_k of one unsampled message for k = 0 .. MAX_ORDER, and the mass its tails move to delta."""
     spread = math.sqrt(release.dimension)
-    length = release.shift_l2 + spread * ROUNDING_SHIFT
+    length = release.shift_l2 + spread * ROUNDING_SLACK_STEPS
     orders = np.arange(MAX_ORDER + 1)
     log_moments = rates.per_square * length**2 + orders * rates.drift * spread * length
     log_moments[:2] = 0.0  # M_0 = Q(kept) and M_1 = P(kept) are at most 1
@@ -88,7 +88,7 @@ def _log_moments(release: Release, tail: float) -> tuple[Floats, float]:
     if release.mechanism.trials == 0:
         return np.full(ORDERS.size, math.inf), 0.0
     try:
-        rates = moment_rates(release.mechanism.trials, release.shift + ROUNDING_SHIFT, tail)
+        rates = moment_rates(release.mechanism.trials, release.shift + ROUNDING_SLACK_STEPS, tail)
     except AccountingError:
         return np.full(ORDERS.size, math.inf), 0.0
     moments, edge = _message_log_moments(release, rates)
