@@ -18,7 +18,7 @@ def value_law(trials: int, x: float, support: range) -> np.ndarray:
 
 def orders(trials: int, shift: float) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """A = (P(shift), P(0)) and B = (P(0), P(shift))."""
-    support = range(0, trials + math.ceil(shift) + 2)
+    support = range(trials + math.ceil(shift) + 2)
     moved, still = value_law(trials, shift, support), value_law(trials, 0.0, support)
     return (moved, still), (still, moved)
 
