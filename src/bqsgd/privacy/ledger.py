@@ -19,10 +19,7 @@ Sending twice. What is private is the frame, not the round number:
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +27,10 @@ from typing import Any, Self
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
 from bqsgd.params import check_int
-from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.privacy.headroom import Headroom, compose_all
-from bqsgd.privacy.ledger_entries import MAX_RESERVED_ROUNDS, MAX_ROUND, Entry, Kind, PrivacyBudget, State
-from bqsgd.privacy.ledger_store import Store, create
+from bqsgd.privacy.ledger_book import Book
+from bqsgd.privacy.ledger_entries import MAX_RESERVED_ROUNDS, MAX_ROUND, Entry, Kind, PrivacyBudget
+from bqsgd.privacy.ledger_store import create
 from bqsgd.privacy.reservation import Grant, granted, returning, spending
 from bqsgd.release import Release
 
@@ -49,20 +45,9 @@ class Ledger:
 
     def __init__(self, path: str | Path) -> None:
         """Open what is there, as it is (for reading); training uses `Ledger.open`, which checks whose ledger it is."""
-        self._store = Store(Path(path))
+        self._book = Book(Path(path))
         self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._state = State()
-        self._entries: list[Entry] = []
-        self._headroom = Headroom(Accountant())
         self._unsent: dict[tuple[str, int], Grant] = {}
-        try:
-            self._refresh()
-            if self._state.budget is None:
-                raise LedgerError(f"{self.path} holds no budget; restore it from a backup")
-        except BaseException:
-            self._store.close()
-            raise
 
     @classmethod
     def open(
@@ -102,32 +87,31 @@ class Ledger:
     @property
     def path(self) -> Path:
         """Where the file is."""
-        return self._store.path
+        return self._book.store.path
 
     @property
     def client(self) -> int:
         """Whose ledger this is."""
-        return self._store.client
+        return self._book.store.client
 
     @property
     def budget(self) -> PrivacyBudget:
         """The budget in force."""
-        assert self._state.budget is not None
-        return self._state.budget
+        return self._book.budget
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Every entry, oldest first."""
         with self._lock:
-            self._refresh()
-            return tuple(self._entries)
+            self._book.refresh()
+            return tuple(self._book.entries)
 
     @property
     def spent_rounds(self) -> int:
         """Rounds that count as released, reserved ones included."""
         with self._lock:
-            self._refresh()
-            return self._state.total_rounds
+            self._book.refresh()
+            return self._book.state.total_rounds
 
     def spend(self, release: Release, *, run: str, round: int, seeded: bool, resume: bool = False) -> None:
         """Record one round durably; when this returns, its message may leave.
@@ -139,7 +123,7 @@ class Ledger:
             LedgerError: the round is already recorded and `resume` was not given, or it could not be made durable.
         """
         with self._lock:
-            self._check_process()
+            self._book.check_process()
             grant = self._unsent.get((run, round))
             if grant is None:
                 self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume)
@@ -174,31 +158,31 @@ class Ledger:
                     f"round {pending} of run {run!r} is reserved already and not sent yet; spend it first"
                 )
             while True:
-                with self._writing() as append:
-                    grants = granted(self._state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
+                with self._book.writing() as append:
+                    grants = granted(self._book.state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
                     charged = sum(grant.charged for grant in grants.values())
-                    fits = self._fits_already(release, charged)
+                    fits = self._book.surely_fits(release, charged)
                     if fits:
                         append(spending(grants, time=_now()))
                 if fits:
                     self._unsent.update(grants)
                     return
                 # The accountant is asked outside the transaction: it may take seconds and others want to write.
-                if not self._headroom.fits(self._state.rounds, release, charged, self.budget):
+                if not self._book.fits(release, charged):
                     raise BudgetExhausted(self._refusal(release, charged))
 
     def headroom(self, release: Release) -> int:
         """How many more rounds of `release` fit into what is left of the budget."""
         with self._lock:
-            self._refresh()
-            return self._headroom.most(self._state.rounds, release, self.budget)
+            self._book.refresh()
+            return self._book.most(release)
 
     def change_budget(self, *, epsilon: float, delta: float, reason: str) -> None:
         """Put another budget in force from here on; the change and its reason stay in the ledger."""
         if not reason.strip():
             raise InvalidParameter("reason must say why the budget changes")
         entry = Entry(kind=Kind.BUDGET, time=_now(), budget=PrivacyBudget(epsilon=epsilon, delta=delta), reason=reason)
-        with self._lock, self._writing() as append:
+        with self._lock, self._book.writing() as append:
             append([entry])
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
@@ -207,12 +191,8 @@ class Ledger:
         Seeded rounds make it say "seeded noise: no privacy claim".
         """
         with self._lock:
-            self._refresh()
-            if not self._state.rounds:
-                return None
-            accountant = compose_all(Accountant(), self._state.rounds)
-            wanted = self.budget.delta if delta is None else delta
-            return accountant.guarantee(delta=wanted, seeded=self._state.seeded_rounds > 0)
+            self._book.refresh()
+            return self._book.guarantee(delta)
 
     def to_dict(self, *, delta: float | None = None) -> dict[str, Any]:
         """Whose ledger, the budget, the guarantee and every entry, in plain JSON types."""
@@ -221,22 +201,22 @@ class Ledger:
             return {
                 "client": self.client,
                 "budget": {"epsilon": self.budget.epsilon, "delta": self.budget.delta},
-                "spent_rounds": self._state.total_rounds,
-                "seeded_rounds": self._state.seeded_rounds,
+                "spent_rounds": self._book.state.total_rounds,
+                "seeded_rounds": self._book.state.seeded_rounds,
                 "guarantee": None if guarantee is None else guarantee.to_dict(),
-                "entries": [entry.to_dict() for entry in self._entries],
+                "entries": [entry.to_dict() for entry in self._book.entries],
             }
 
     def close(self) -> None:
         """Give back the reserved rounds that were not sent, and close the file. After a crash nothing is given back."""
         with self._lock:
-            if os.getpid() != self._pid:
+            if not self._book.mine:
                 return  # the parent's file and the parent's rounds
             try:
                 self._give_back()
             finally:
                 self._unsent.clear()
-                self._store.close()
+                self._book.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -249,14 +229,11 @@ class Ledger:
     def _give_back(self) -> None:
         entries = returning(self._unsent, time=_now())
         if entries:
-            with self._writing() as append:
+            with self._book.writing() as append:
                 append(entries)
 
-    def _fits_already(self, release: Release, rounds: int) -> bool:
-        return rounds == 0 or self._headroom.known(self._state.rounds, release, rounds, self.budget) is True
-
     def _refusal(self, release: Release, rounds: int) -> str:
-        left = self._headroom.most(self._state.rounds, release, self.budget)
+        left = self._book.most(release)
         guarantee = self.guarantee()
         spent = "nothing is spent" if guarantee is None else f"spent so far: {guarantee}"
         return (
@@ -264,33 +241,3 @@ class Ledger:
             f"{self.budget.delta:g} of client {self.client}; {left} round(s) of this release are left; {spent}. "
             "Nothing was recorded: send nothing, stop here or raise the budget with change_budget(...)"
         )
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[Callable[[list[Entry]], None]]:
-        """Hold the write lock with the state up to date; what is appended becomes state only once it is durable."""
-        added: list[Entry] = []
-
-        def append(entries: list[Entry]) -> None:
-            for entry in entries:
-                self._store.append(entry.to_json())
-            added.extend(entries)
-
-        self._check_process()
-        with self._store.exclusive():
-            self._refresh()
-            yield append
-        for entry in added:
-            self._take(entry)
-
-    def _refresh(self) -> None:
-        self._check_process()
-        for body in self._store.fresh():
-            self._take(Entry.from_json(body))
-
-    def _take(self, entry: Entry) -> None:
-        self._state.add(entry)
-        self._entries.append(entry)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise LedgerError("a ledger does not survive a fork; open it again in the new process")
