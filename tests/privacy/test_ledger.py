@@ -229,6 +229,8 @@ DAMAGE = {
     "all entries removed": (_edit("DELETE FROM entries"), "lost entries"),
     "no head": (_edit("DELETE FROM head"), "damaged"),
     "fewer rounds": (_edit("UPDATE entries SET body = replace(body, '\"rounds\":5', '\"rounds\":1')"), "altered"),
+    "bytes for text": (_edit("UPDATE entries SET body = x'00ff' WHERE number = 2"), "altered"),
+    "a client that is no number": (_edit("UPDATE head SET client = 'me'"), "damaged"),
     "another client": (_edit("UPDATE head SET client = 9"), "altered"),
     "a trigger": (_edit("CREATE TRIGGER t AFTER INSERT ON entries BEGIN DELETE FROM entries; END"), "another program"),
     "a later format": (_edit("PRAGMA user_version = 2"), "format 2"),

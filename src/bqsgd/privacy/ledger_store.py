@@ -123,7 +123,9 @@ class Store:
             self._connection = _connect(path, mode="rw" if os.access(path, os.W_OK) else "ro")
             try:
                 self._check_file()
-                self.client = int(self._connection.execute("SELECT client FROM head").fetchone()[0])
+                self.client = self._connection.execute("SELECT client FROM head").fetchone()[0]
+                if not isinstance(self.client, int):
+                    raise LedgerError(f"{path} is damaged (its client is {self.client!r}); restore it from a backup")
             except BaseException:
                 self._connection.close()
                 raise
@@ -170,7 +172,7 @@ class Store:
         chain, number = self._chain, self._count
         for found, body, stored in rows:
             number += 1
-            chain = _link(chain, body)
+            chain = _link(chain, body) if isinstance(body, str) else b""
             if found != number or chain != stored:
                 raise LedgerError(
                     f"entry {found} of {self.path} was altered or removed; restore the ledger from a backup"
