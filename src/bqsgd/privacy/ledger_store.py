@@ -123,9 +123,10 @@ class Store:
             self._connection = _connect(path, mode="rw" if os.access(path, os.W_OK) else "ro")
             try:
                 self._check_file()
-                self.client = self._connection.execute("SELECT client FROM head").fetchone()[0]
-                if not isinstance(self.client, int):
-                    raise LedgerError(f"{path} is damaged (its client is {self.client!r}); restore it from a backup")
+                client = self._connection.execute("SELECT client FROM head").fetchone()[0]
+                if not isinstance(client, int):
+                    raise LedgerError(f"{path} is damaged (its client is {client!r}); restore it from a backup")
+                self.client: int = client
             except BaseException:
                 self._connection.close()
                 raise
