@@ -34,6 +34,7 @@ class Use:
     input: Tensor
     version: int
     edge: GradientEdge
+    shape: torch.Size
 
 
 def ruled_layers(model: nn.Module) -> list[nn.Module]:
@@ -59,8 +60,8 @@ def _recording(layers: list[nn.Module]) -> Iterator[list[Use]]:
         given = [*arguments, *named.values()]
         if len(given) != 1 or not isinstance(given[0], Tensor) or not isinstance(output, Tensor):
             trouble.append(f"{type(layer).__name__} was called with more than one tensor")
-        elif output.requires_grad:  # the edge, not the tensor: an activation in place would move the tensor
-            uses.append(Use(layer, given[0].detach(), given[0]._version, get_gradient_edge(output)))
+        elif output.requires_grad:
+            uses.append(Use(layer, given[0].detach(), given[0]._version, _edge(output), output.shape))
 
     hooks = [layer.register_forward_hook(record, prepend=True, with_kwargs=True) for layer in layers]
     try:
@@ -70,6 +71,16 @@ def _recording(layers: list[nn.Module]) -> Iterator[list[Use]]:
             hook.remove()
     if trouble:
         raise NoRule(trouble[0])
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """Where the error arrives: the edge, not the tensor, because an activation in place would move the tensor.
+
+    A linear layer over sequences returns a view of its product, and a change in place bypasses the view: take the base.
+    """
+    base = output._base
+    whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return get_gradient_edge(base if base is not None and whole else output)
 
 
 def capture(
@@ -124,7 +135,7 @@ def _factors(
         if error is None:
             continue
         seen = use.input if not use.input.is_floating_point() else working(use.input)
-        for parameter, factor in RULES[type(use.layer)](use.layer, seen, working(error)):
+        for parameter, factor in RULES[type(use.layer)](use.layer, seen, working(error).reshape(use.shape)):
             if parameter is not None and parameter.requires_grad:
                 made[id(parameter)].append(factor())
     return [merge(made[id(p)], batch=batch, coordinates=p.numel()) if id(p) in made else None for p in parameters]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.factors import micro_batch
@@ -42,6 +43,7 @@ def per_sample_gradients(
     size = micro_batch(sum(p.numel() for p in trainable.values()))
     for start in range(0, len(inputs), size):
         part = slice(start, start + size)
-        gradients = gradients_of(trainable, inputs[part].detach(), targets[part])
+        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels cannot be vmapped
+            gradients = gradients_of(trainable, inputs[part].detach(), targets[part])
         with torch.no_grad():
             yield [gradients[name].detach().flatten(1) for name in trainable]

@@ -16,7 +16,7 @@ from bqsgd.persample.capture import NoRule, capture
 from bqsgd.persample.clipping import Slot, clipped_sum
 from bqsgd.persample.clips import BatchMean, Clamp, Clip, Dual
 from bqsgd.persample.factors import Dense, Factor
-from bqsgd.persample.functional import LossFunction, per_sample_gradients
+from bqsgd.persample.functional import LossFunction, check_losses, per_sample_gradients
 from bqsgd.persample.rules import refuse_mixing
 
 
@@ -63,7 +63,8 @@ def clipped_gradients(
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     mean = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     dropped = 0
-    if len(inputs):
+    plain = isinstance(clip, BatchMean) and _mean_of_all(mean, parameters, model, loss_fn, inputs, targets, batch_size)
+    if len(inputs) and not plain:
         try:
             factors = capture(model, loss_fn, inputs, targets, parameters)
         except NoRule as reason:
@@ -82,6 +83,34 @@ def clipped_gradients(
             raise NonFiniteInput("the sum of the unclipped gradients overflows float32; lower the loss scale")
         mean.clamp_(-clip.bound, clip.bound)
     return ClippedGradients(mean, dropped)
+
+
+def _mean_of_all(
+    mean: Tensor,
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    batch_size: int,
+) -> bool:
+    """Fill `mean` by one ordinary backward; False, and zeros, when it is not finite: then samples must be told apart."""
+    if not len(inputs):
+        return True
+    with torch.enable_grad():
+        losses = check_losses(loss_fn(model(inputs), targets), len(inputs))
+        if losses.grad_fn is None:
+            raise InvalidParameter("the loss does not depend on a trainable parameter")
+        found = torch.autograd.grad(losses, parameters, torch.full_like(losses, 1 / batch_size), allow_unused=True)
+    start = 0
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            mean[start : start + parameter.numel()] = gradient.reshape(-1)
+        start += parameter.numel()
+    if all(math.isfinite(end) for end in mean.aminmax()):
+        return True
+    mean.zero_()
+    return False
 
 
 def _slots(

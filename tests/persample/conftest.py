@@ -1,0 +1,12 @@
+"""Sum up how many cases the battery ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    passed = terminalreporter.stats.get("passed", [])
+    cases = sum(value for report in passed for name, value in report.user_properties if name == "battery_cases")
+    if cases:
+        terminalreporter.write_line(f"per-sample gradient battery: {cases} cases against the batch-of-one oracle")
