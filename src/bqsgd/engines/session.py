@@ -93,7 +93,7 @@ class Session:
                 inputs=inputs,
                 targets=targets,
                 config=config,
-                ledger=self._ledger(number, resuming),
+                ledger=client_ledger(config, folder, number=number, resuming=resuming),
                 run=config.run or "run",
                 resume=resuming,
                 private_log=None if private_log is None else private_log(number),
@@ -131,21 +131,6 @@ class Session:
             session.server.restore(arrays, round=_round_of(state))
             session.started -= float(state.get("elapsed_seconds", 0.0))
         return session
-
-    def _ledger(self, number: int, resuming: bool) -> Ledger | None:
-        if self.folder is None:
-            return None
-        if self.config.mechanism is not None and self.config.mechanism.trials == 0:
-            return None  # no noise, no privacy, nothing to count
-        path = self.folder / "ledgers" / f"client-{number:04}.ledger"
-        if not resuming:
-            budget = self.config.budget(client=number, round=0)
-            return Ledger.open(path, client=number, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
-        ledger = Ledger(path)
-        if ledger.client != number:
-            ledger.close()
-            raise LedgerError(f"{path} is the ledger of client {ledger.client}, not {number}")
-        return ledger
 
     def rounds(self) -> Iterator[dict[str, Any]]:
         """Run what is left, yielding a record a round; checkpoints come every `checkpoint_every` rounds and last.
@@ -196,6 +181,24 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def client_ledger(config: Config, folder: Path | None, *, number: int, resuming: bool) -> Ledger | None:
+    """The ledger of client `number` in `folder`; a run that goes on must find the one it had."""
+    if folder is None:
+        return None
+    if config.mechanism is not None and config.mechanism.trials == 0:
+        return None  # no noise, no privacy, nothing to count
+    path = folder / "ledgers" / f"client-{number:04}.ledger"
+    if not resuming:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        budget = config.budget(client=number, round=0)
+        return Ledger.open(path, client=number, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
+    ledger = Ledger(path)
+    if ledger.client != number:
+        ledger.close()
+        raise LedgerError(f"{path} is the ledger of client {ledger.client}, not {number}")
+    return ledger
 
 
 def named(config: Config) -> Config:

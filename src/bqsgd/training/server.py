@@ -87,14 +87,18 @@ class Server:
         )
         return message
 
-    def receive(self, frame: Buffer, *, sender: int | None = None) -> Receipt:
-        """Check one frame and take it in; `sender` is the client the engine knows it came from, if it does."""
+    def receive(self, frame: Buffer, *, sender: int | None = None, arrived: float | None = None) -> Receipt:
+        """Check one frame and take it in.
+
+        sender: the client the engine knows it came from, if it does. arrived: when it came, on the server's clock;
+        None for now. An engine that puts frames into order says it, so that waiting for one makes no other late.
+        """
         current = self._current()
         started = time.perf_counter()
         size = memoryview(frame).nbytes  # type: ignore[arg-type]
         current.bytes_up += size
         try:
-            header = self._take_in(current, frame, sender)
+            header = self._take_in(current, frame, sender, arrived)
         except FrameError as error:
             receipt = Receipt(
                 client=sender, status=REFUSED, reason=f"{type(error).__name__}: {error}", frame_bytes=size
@@ -109,7 +113,7 @@ class Server:
         current.receipts[header.client] = receipt
         return receipt
 
-    def _take_in(self, current: OpenRound, frame: Buffer, sender: int | None) -> Header:
+    def _take_in(self, current: OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
         clip = self.config.encoder_range
         header = read_frame(frame, dimension=self.model.size, clip=clip, client=sender).header
         if header.client not in self.weights:
@@ -124,7 +128,8 @@ class Server:
         if self.config.mechanism is not None and header.mechanism != self.config.mechanism:
             raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.config.mechanism}")
         limit = self.config.deadline_seconds
-        if limit is not None and self._clock() - current.opened > limit:
+        came = self._clock() if arrived is None else arrived
+        if limit is not None and came - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
         if current.sum is not None:
             current.sum.add(frame, clip=clip, weight=self.weights[header.client])
