@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bqsgd.persample.functional import LossFunction
-from bqsgd.training.receipts import OK, Outcome
+from bqsgd.training.config import Config
+from bqsgd.training.receipts import OK, Outcome, Receipt
 from bqsgd.training.server import Server
 from bqsgd.training.vector import load_vector
 from bqsgd.wire.frame import Buffer
@@ -31,12 +32,14 @@ class Answer:
     """One client's answer as the engine got it: a frame, or the reason why there is none.
 
     declined: the client itself said that it sends nothing; otherwise it is missing (crashed, late, unreachable).
+    arrived: when it came, on the monotonic clock; None for now.
     """
 
     client: int
     frame: Buffer | None = None
     reason: str | None = None
     declined: bool = False
+    arrived: float | None = None
 
 
 class Engine(Protocol):
@@ -74,18 +77,22 @@ def evaluator(model: nn.Module, loss: LossFunction, inputs: Tensor, targets: Ten
     return evaluate
 
 
+def deliver(server: Server, answer: Answer) -> Receipt:
+    """Hand one answer to the open round."""
+    if answer.frame is not None:
+        return server.receive(answer.frame, sender=answer.client, arrived=answer.arrived)
+    if answer.declined:
+        return server.decline(answer.client, answer.reason or "declined")
+    return server.missing(answer.client, answer.reason or "no answer")
+
+
 def run_round(server: Server, engine: Engine) -> Outcome:
     """One round of Algorithm 1 over an engine."""
     started = time.perf_counter()
     message = server.open_round()
     writing = time.perf_counter() - started
     for answer in engine.exchange(message, round=server.round):
-        if answer.frame is not None:
-            server.receive(answer.frame, sender=answer.client)
-        elif answer.declined:
-            server.decline(answer.client, answer.reason or "declined")
-        else:
-            server.missing(answer.client, answer.reason or "no answer")
+        deliver(server, answer)
     outcome = server.close_round()
     seconds = dict(engine.seconds())
     for stage, elapsed in {**outcome.seconds, "frame": writing}.items():
@@ -109,18 +116,36 @@ def rounds(
     began = time.monotonic() if started is None else started
     while server.round < config.rounds:
         outcome = run_round(server, engine)
-        done = outcome.round + 1
-        due = done % config.evaluate_every == 0 or done == config.rounds
-        accuracy, loss = evaluate(server.best_model) if evaluate is not None and due else (None, None)
-        yield record(
-            outcome,
-            dimension=server.model.size,
-            elapsed=time.monotonic() - began,
-            accuracy=accuracy,
-            loss=loss,
-            epsilon=engine.epsilon(delta=config.delta) if due else None,
-            nominal=nominal(done),
-        )
+        yield record_of(server, outcome, evaluate=evaluate, epsilon=engine.epsilon, started=began, nominal=nominal)
+
+
+def due(config: Config, rounds_done: int) -> bool:
+    """Whether accuracy and exact epsilon are computed after this many rounds."""
+    return rounds_done % config.evaluate_every == 0 or rounds_done == config.rounds
+
+
+def record_of(
+    server: Server,
+    outcome: Outcome,
+    *,
+    evaluate: Evaluate | None,
+    epsilon: Callable[..., float | None],
+    started: float,
+    nominal: Callable[[int], float | None] = lambda rounds: None,
+) -> dict[str, Any]:
+    """The record of a round that was just closed."""
+    done = outcome.round + 1
+    now = due(server.config, done)
+    accuracy, loss = evaluate(server.best_model) if evaluate is not None and now else (None, None)
+    return record(
+        outcome,
+        dimension=server.model.size,
+        elapsed=time.monotonic() - started,
+        accuracy=accuracy,
+        loss=loss,
+        epsilon=epsilon(delta=server.config.delta) if now else None,
+        nominal=nominal(done),
+    )
 
 
 def record(
