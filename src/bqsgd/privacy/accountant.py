@@ -35,7 +35,7 @@ class Accountant:
     spent: Spent = ()
 
     def compose(self, release: Release, rounds: int = 1) -> Accountant:
-        """Add `rounds` messages of one release. The order of releases does not matter to the figure."""
+        """Add `rounds` messages of one release. The order does not matter, so the tally is kept in a fixed one."""
         check_int("rounds", rounds, 0, 2**40)
         counts = dict(self.spent)
         for other in counts:
@@ -48,7 +48,7 @@ class Accountant:
                 raise InvalidParameter("one accountant cannot mix relations (add/remove and replace-one)")
         if rounds:
             counts[release] = counts.get(release, 0) + rounds
-        return Accountant(tuple(counts.items()))
+        return Accountant(tuple(sorted(counts.items(), key=lambda item: repr(item[0]))))
 
     def epsilon(self, delta: float) -> float:
         """Least proven epsilon at `delta`; infinity when none is."""

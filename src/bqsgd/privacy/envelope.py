@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from bqsgd.errors import AccountingError
 from bqsgd.privacy.pair import Floats, Pair, checked
+
+TIE = 1e-15
+"""Curves closer than this share of the mass in sight count as equal, so that rounding does not make them cross; the
+share is charged to delta."""
+
+
+def _winner(difference: Floats, tolerance: Floats) -> npt.NDArray[np.intp]:
+    """1 where the second curve is higher, 0 where the first is; ties go with the grid point before."""
+    clear = np.abs(difference) > tolerance
+    last_clear = np.maximum.accumulate(np.where(clear, np.arange(difference.size), 0))
+    return (difference[last_clear] > 0).astype(np.intp)
 
 
 def _after(mass: Floats) -> Floats:
@@ -44,7 +56,7 @@ def envelope(one: Pair, other: Pair) -> Pair:
         curves.append(np.where(loss >= 0, upper, lower))
         tails.append(tail_p)  # T_P of the segment (i, i + 1)
         heads.append(head_q + q)  # L_Q of the segment (i, i + 1)
-    wins = (curves[1] > curves[0]).astype(np.intp)
+    wins = _winner(curves[1] - curves[0], TIE * np.where(loss >= 0, tails[0] + tails[1], heads[0] + heads[1]))
 
     def winner(choices: list[Floats]) -> Floats:
         return np.where(wins == 1, choices[1], choices[0])
@@ -68,4 +80,4 @@ def envelope(one: Pair, other: Pair) -> Pair:
             mass = 1.0 - head[i - 1] - (tail[i] - height[i])
         major[i] = max(0.0, mass)
     p_only = float(height[-1])  # nothing lies beyond the last grid point
-    return checked(Pair(step=step, first=first, major=major, p_only=p_only, q_only=q_only))
+    return checked(Pair(step=step, first=first, major=major, p_only=p_only + TIE, q_only=q_only + TIE))

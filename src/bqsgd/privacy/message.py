@@ -89,13 +89,14 @@ def _log_transform(pair: Pair, points: int, dimension: int) -> Complexes:
     np.add.at(dense, index % points, mass)
     less_one: Complexes = np.conj(fft.rfft(dense)) - 1.0
     with np.errstate(divide="ignore"):
-        size = 0.5 * np.log1p(2 * less_one.real + np.abs(less_one) ** 2)
+        size = 0.5 * np.log1p(np.maximum(2 * less_one.real + np.abs(less_one) ** 2, -1.0))
     low = np.flatnonzero(dimension * size > NEGLIGIBLE_EXPONENT)
     if dimension > 64 and low.size * mass.size <= 2e8:
         for part in np.array_split(low, max(1, low.size * mass.size // 4_000_000)):
             angle = (2 * np.pi / points) * np.outer(part, index)
             less_one[part] = (-2 * np.sin(angle / 2) ** 2) @ mass - pair.p_only + 1j * (np.sin(angle) @ mass)
-    size = 0.5 * np.log1p(np.maximum(2 * less_one.real + np.abs(less_one) ** 2, -1 + 1e-300))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size = 0.5 * np.log1p(np.maximum(2 * less_one.real + np.abs(less_one) ** 2, -1.0))
     modulus = np.abs(1.0 + less_one)
     small = modulus < 0.5  # there the sum above cancels: a modulus of 1e-9 would be off by 1e-8
     size[small] = np.log(np.maximum(modulus[small], 1e-300))
