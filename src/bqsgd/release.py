@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -120,6 +120,17 @@ class Release:
         """Largest Euclidean move in quantiser steps: s * l2 where known, never above sqrt(d) * shift."""
         bound = math.sqrt(self.dimension) * self.shift
         return bound if self.sensitivity.l2 is None else min(bound, self.mechanism.levels * self.sensitivity.l2)
+
+    def summed(self, honest_clients: int) -> Release:
+        """What the sum over n honest clients reveals of one of them, when secure aggregation hides the summands.
+
+        Their noises add up to Bin(n m, 1/2) and the others' values are a constant, so the pair is the same with n m
+        trials. Count only clients that surely take part and do not tell the server their noise.
+        """
+        check_int("honest_clients", honest_clients, 1, 2**53)
+        trials = self.mechanism.trials * honest_clients
+        mechanism = Mechanism(levels=self.mechanism.levels, trials=trials)
+        return replace(self, mechanism=mechanism, trust=Trust.SUMS_ONLY)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of `from_dict`."""

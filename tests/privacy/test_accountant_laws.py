@@ -149,6 +149,14 @@ def test_the_batch_mean_clip_is_beyond_meaning():
     assert not composition.beyond_meaning(release(2, 251))
 
 
+def test_sums_over_clients_need_less_noise_each():
+    """Four clients of 63 trials, only their sum seen, are as private as one client of 252 trials, and say so."""
+    summed = Accountant().compose(release(1, 63).summed(4), 100).guarantee(delta=1e-5)
+    assert summed.epsilon == Accountant().compose(release(1, 252), 100).epsilon(1e-5)
+    assert summed.trust == "server sees only sums over clients"
+    assert summed.epsilon < Accountant().compose(release(1, 63), 100).epsilon(1e-5)
+
+
 def test_no_noise_is_no_privacy():
     assert Accountant().compose(release(2, 0), 1).epsilon(1e-5) == math.inf
 
