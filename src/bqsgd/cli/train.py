@@ -12,7 +12,7 @@ from bqsgd.cli.output import Json, emit
 from bqsgd.errors import DataUnavailable, InvalidParameter
 
 Option = typer.Option
-DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "range": 0.02, "evaluate_every": 5}
+DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
 """What fits the 1,437 training samples of `digits` better than the defaults, which are for MNIST."""
 
 
@@ -60,6 +60,10 @@ def train(
         bool | None, Option(help="Keep training loss and batch sizes on the clients: outside the guarantee.")
     ] = None,
     workers: Annotated[int | None, Option(help="Clients that work at the same time.")] = None,
+    engine: Annotated[
+        str, Option(help="in-process, or distributed (start it with torchrun; each rank is a client).")
+    ] = "in-process",
+    backend: Annotated[str, Option(help="Of the distributed engine: gloo, nccl or mpi.")] = "gloo",
     config: Annotated[Path | None, Option(help="TOML file of these settings; options win over it.")] = None,
     out: Annotated[Path | None, Option(help="Run folder. Default: a new one under runs/.")] = None,
     resume: Annotated[bool, Option("--resume", help="Go on with the run in --out.")] = False,
@@ -74,31 +78,56 @@ def train(
     Example: bqsgd train --dataset mnist --epsilon 3 --out runs/first
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in _NOT_SETTINGS}
-    finish(given, config=config, out=out, resume=resume, tensorboard=tensorboard, json=json)
+    if engine not in ENGINES:
+        raise InvalidParameter(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
+    ranks = backend if engine == "distributed" else None
+    finish(given, config=config, out=out, resume=resume, tensorboard=tensorboard, json=json, backend=ranks)
 
 
-_NOT_SETTINGS = ("config", "out", "resume", "tensorboard", "json")
+ENGINES = ("in-process", "distributed")
+_NOT_SETTINGS = ("engine", "backend", "config", "out", "resume", "tensorboard", "json")
 
 
 def finish(
-    given: dict[str, Any], *, config: Path | None, out: Path | None, resume: bool, tensorboard: bool, json: bool
+    given: dict[str, Any],
+    *,
+    config: Path | None,
+    out: Path | None,
+    resume: bool,
+    tensorboard: bool,
+    json: bool,
+    backend: str | None = None,
 ) -> None:
-    """Run with the settings given on the command line, and print what came of it."""
-    from bqsgd.cli.training_run import PRIVATE_NOTE, run, stored
-    from bqsgd.training.config import Config
+    """Run with the settings given on the command line, and print what came of it.
 
+    backend: of torch.distributed when this process is one rank of many, None when all clients are in this process.
+    """
+    from bqsgd.cli.distributed_run import as_rank, run_rank
+    from bqsgd.cli.training_run import PRIVATE_NOTE, run, stored
+    from bqsgd.training.config import Config, read_settings
+
+    if backend is not None:
+        given = as_rank(given, out=out)
     if resume and out is None:
         raise InvalidParameter("--resume needs --out, the folder of the run to go on with")
     found = stored(out, given) if resume and out is not None else None
     if found is None:
-        settings = given if config is None else Config.from_toml(config, **given).to_dict()
+        settings = given if config is None else read_settings(config) | given
         chosen = Config.from_dict(fitted(settings))
         folder = out or new_folder(chosen.dataset)
         if (folder / "config.toml").exists():
             raise InvalidParameter(f"{folder} holds a run already; add --resume to go on or name another folder")
     else:
         chosen, folder = found, out or Path()
-    fields = run(chosen, folder=folder, resuming=found is not None, tensorboard=tensorboard)
+    if backend is None:
+        fields = run(chosen, folder=folder, resuming=found is not None, tensorboard=tensorboard)
+    else:
+        led = run_rank(
+            chosen, folder=folder, found=found is not None, resume=resume, tensorboard=tensorboard, backend=backend
+        )
+        if led is None:
+            return  # the serving rank prints
+        fields = led
     notes = [PRIVATE_NOTE] if chosen.private_metrics else []
     emit(outline(fields), as_json=json, title=f"Run {folder}", notes=(*claim(fields), *notes))
     if not fields["finished"]:

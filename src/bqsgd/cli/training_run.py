@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -47,8 +47,18 @@ def task_of(config: Config) -> Task:
     )
 
 
-def run(config: Config, *, folder: Path, resuming: bool, tensorboard: bool = False) -> dict[str, Any]:
-    """Train to the end, or to Ctrl-C; returns the fields to print. Everything about the run is in `folder` then."""
+def run(
+    config: Config,
+    *,
+    folder: Path,
+    resuming: bool,
+    tensorboard: bool = False,
+    begin: Callable[..., Session] | None = None,
+) -> dict[str, Any]:
+    """Train to the end, or to Ctrl-C; returns the fields to print. Everything about the run is in `folder` then.
+
+    begin: makes the session; one with all clients in this process unless given.
+    """
     from bqsgd.cli.progress import shown
     from bqsgd.engines.session import Session
     from bqsgd.reports.folder import RunWriter
@@ -56,9 +66,10 @@ def run(config: Config, *, folder: Path, resuming: bool, tensorboard: bool = Fal
 
     task = task_of(config)
     folder.mkdir(parents=True, exist_ok=True)
-    begin = Session.resume if resuming else Session.start
+    if begin is None:
+        begin = Session.resume if resuming else Session.start
     with ExitStack() as stack:
-        log = _private_log(folder) if config.private_metrics else None
+        log = private_log_in(folder) if config.private_metrics else None
         session = stack.enter_context(begin(task, config, folder=folder, private_log=log))
         config = session.config
         writer = stack.enter_context(RunWriter(folder, keep_through=session.server.round - 1 if resuming else -1))
@@ -125,7 +136,7 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """A list that fills at the first Ctrl-C, so that the round in hand is finished; the second one interrupts it."""
+    """A list that fills at the first Ctrl-C or SIGTERM: the round in hand is finished; the second one interrupts it."""
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -134,17 +145,18 @@ def _interrupts() -> Iterator[list[int]]:
         asked.append(number)
 
     try:
-        before = signal.signal(signal.SIGINT, note)
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not in the main thread: somebody else's business
         yield asked
         return
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _private_log(folder: Path) -> Any:
+def private_log_in(folder: Path) -> Any:
     place = folder / "private"
     place.mkdir(parents=True, exist_ok=True)
 

@@ -1,0 +1,8 @@
+"""`python -m bqsgd`: the same as the `bqsgd` command, for launchers such as torchrun."""
+
+import sys
+
+from bqsgd.cli.app import main
+
+if __name__ == "__main__":
+    sys.exit(main())

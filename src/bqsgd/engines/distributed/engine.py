@@ -1,0 +1,160 @@
+"""The engine on the serving rank: the model goes out to every rank, frames come back as bytes, in order, in time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from bqsgd.engines.distributed.link import Link, Reply
+from bqsgd.engines.distributed.transport import Channel, Kind, as_tensor
+from bqsgd.engines.inprocess import InProcess
+from bqsgd.errors import InvalidParameter
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.training.client import Client
+from bqsgd.training.rounds import Answer
+
+log = logging.getLogger("bqsgd.distributed")
+PATIENCE_SECONDS = 1800.0
+"""How long a round waits for a rank that is connected and silent, where the settings name no deadline."""
+_REASON_BYTES = 500
+
+
+class Distributed:
+    """An engine over the ranks of a process group; client number = rank.
+
+    A rank whose connection closes is missing from then on; one that is late misses the round, and its frame is handed
+    to the server when it comes, which refuses it. What a rank sends is bytes until the server has checked them.
+
+    Args:
+        client: the serving rank's own client.
+        channels: to the other ranks.
+        deadline_seconds: after this a round goes on without the ranks that have not answered.
+    """
+
+    def __init__(
+        self, client: Client, channels: Sequence[Channel], *, most_bytes: int, deadline_seconds: float | None = None
+    ) -> None:
+        self.own = InProcess([client])
+        self.numbers = sorted([client.client, *(channel.peer for channel in channels)])
+        if len(set(self.numbers)) != len(self.numbers):
+            raise InvalidParameter(f"each rank is one client, got {self.numbers}")
+        self.lost: dict[int, str] = {}
+        """Rank -> why it is gone."""
+        self._wait_seconds = PATIENCE_SECONDS if deadline_seconds is None else deadline_seconds
+        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._links = {
+            channel.peer: Link(channel, self._replies, most_bytes=max(most_bytes, 1 << 16)) for channel in channels
+        }
+        self._asked = 0
+        self._late: list[Answer] = []
+        self._guarantees: dict[int, Guarantee | None] = {}
+        self._closed = False
+
+    def exchange(self, message: bytes, *, round: int) -> Iterator[Answer]:
+        """The model to every rank at once; the answers in the order of ranks, each with the time it came."""
+        self._asked += 1
+        until, waiting = time.monotonic() + self._wait_seconds, self._ask_all(Kind.MODEL, as_tensor(message))
+        answers = {
+            answer.client: Answer(**{**vars(answer), "arrived": time.monotonic()})
+            for answer in self.own.exchange(message, round=round)
+        }
+        for number in self.numbers:
+            while number in waiting and number not in answers and self._next(until, waiting, answers):
+                pass
+            yield from self._taken_late()
+            yield answers.pop(number) if number in answers else self._missing(number)
+
+    def _missing(self, number: int) -> Answer:
+        reason = self.lost.get(number, f"no frame within {self._wait_seconds:g} s")
+        return Answer(client=number, reason=reason)
+
+    def _taken_late(self) -> Iterator[Answer]:
+        late, self._late = self._late, []
+        yield from late
+
+    def _ask_all(self, kind: Kind, body: object) -> set[int]:
+        ready = {rank: link for rank, link in self._links.items() if rank not in self.lost}
+        for link in ready.values():
+            link.ask(self._asked, kind, body)  # type: ignore[arg-type]
+        return set(ready)
+
+    def _next(self, until: float, waiting: set[int], answers: dict[int, Answer]) -> bool:
+        """Take in one reply; False when the time is up."""
+        try:
+            reply = self._replies.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return False
+        if reply.lost is not None:
+            self._lose(reply.rank, reply.lost)
+            waiting.discard(reply.rank)
+            return True
+        answer = partial(Answer, client=reply.rank, arrived=reply.arrived)
+        if reply.kind is Kind.FRAME:
+            found = answer(frame=reply.body)
+        elif reply.kind is Kind.DECLINED:
+            found = answer(reason=bytes(reply.body[:_REASON_BYTES]).decode(errors="replace"), declined=True)
+        elif reply.kind is Kind.GUARANTEE:
+            self._guarantees[reply.rank] = _guarantee(reply.body)
+            if reply.asked == self._asked:
+                waiting.discard(reply.rank)
+            return True
+        else:
+            self._lose(reply.rank, f"rank {reply.rank} answered with a message that is no answer")
+            waiting.discard(reply.rank)
+            return True
+        if reply.asked == self._asked:
+            answers[reply.rank] = found
+            waiting.discard(reply.rank)
+        elif found.frame is not None:
+            self._late.append(found)
+        return True
+
+    def _lose(self, rank: int, reason: str) -> None:
+        self.lost[rank] = reason
+        log.warning("%s; the run goes on without client %d while the quorum is met", reason, rank)
+
+    def seconds(self) -> Mapping[str, float]:
+        """Nothing: what a client's stages take depends on its batch, and stays with it."""
+        return {}
+
+    def epsilon(self, *, delta: float) -> float | None:
+        """The largest over the clients' own books, as far as they answer."""
+        found = [guarantee.epsilon for guarantee in self.guarantees(delta=delta).values() if guarantee is not None]
+        return max(found, default=None)
+
+    def guarantees(self, *, delta: float, wait_seconds: float = 60.0) -> dict[int, Guarantee | None]:
+        """Client -> what its book says it has spent; of a client that is gone or late, what it said last."""
+        own = self.own.clients.values()
+        self._guarantees |= {client.client: client.spending.guarantee(delta=delta) for client in own}
+        if not self._closed:
+            self._asked += 1
+            waiting = self._ask_all(Kind.REPORT, struct.pack("<d", delta))
+            until = time.monotonic() + wait_seconds
+            while waiting and self._next(until, waiting, {}):
+                pass
+            for rank in sorted((waiting | set(self.lost)) - set(self._guarantees)):
+                log.warning("client %d has not said what it has spent; its own ledger holds it", rank)
+        return dict(self._guarantees)
+
+    def close(self, *, wait_seconds: float = 10.0) -> None:
+        """Tell the clients that the run is over and close the own ledger."""
+        self._closed = True
+        until = time.monotonic() + wait_seconds
+        for rank, link in self._links.items():
+            if rank not in self.lost:
+                link.stop(wait_seconds=max(0.0, until - time.monotonic()))
+        self.own.close()
+
+
+def _guarantee(body: memoryview | bytes) -> Guarantee | None:
+    """A client's word on itself, checked; None when it has sent nothing or says nothing that can be read."""
+    try:
+        fields = json.loads(bytes(body)) if len(body) else None
+        return None if fields is None else Guarantee.from_dict(fields)
+    except (ValueError, TypeError, RecursionError):
+        return None
