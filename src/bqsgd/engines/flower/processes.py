@@ -1,0 +1,165 @@
+"""Flower's programs as child processes: each in its own group, with a log, and none of them outliving us."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bqsgd.errors import BqsgdError
+
+_MARK = "BQSGD_PROCESS_MARK"
+
+
+class FlowerFailed(BqsgdError, RuntimeError):
+    """One of Flower's programs failed or did not answer in time; the message ends with its last lines."""
+
+
+class Processes:
+    """A family of processes that share a folder and an environment; leaving the `with` block ends all of them.
+
+    They are found again by a mark in their environment, so that grandchildren that left their group end too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._mark = uuid.uuid4().hex
+        home = folder / "flwr-home"
+        for place in (home, folder / "logs"):
+            place.mkdir(parents=True, exist_ok=True)
+        beside = str(Path(sys.executable).parent)  # Flower starts its own programs by name
+        self.environment = os.environ | {
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join((beside, os.environ.get("PATH", ""))),
+            _MARK: self._mark,
+        }
+
+    def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a program in the background; its output goes to logs/`name`.log."""
+        with self.log(name).open("ab") as stream:
+            process = subprocess.Popen(
+                self._resolved(command),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self.environment | environment,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        self.running[name] = process
+        return process
+
+    def run(self, name: str, *command: str, seconds: float) -> str:
+        """Run a program to its end and return what it printed; failing or overdue raises."""
+        process = self.start(name, *command)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill(name)
+            raise FlowerFailed(
+                f"`{' '.join(command[:3])}` was not done after {seconds:g} s\n{self.tail(name)}"
+            ) from None
+        self.running.pop(name, None)
+        if code:
+            raise FlowerFailed(f"`{' '.join(command[:3])}` ended with code {code}\n{self.tail(name)}")
+        return self.text(name)
+
+    def _resolved(self, command: tuple[str, ...]) -> list[str]:
+        found = shutil.which(command[0], path=self.environment["PATH"])
+        if found is None:
+            raise FlowerFailed(f"{command[0]} is not installed beside {sys.executable}: pip install 'bqsgd[flower]'")
+        return [found, *command[1:]]
+
+    def log(self, name: str) -> Path:
+        """Where a program's output goes."""
+        return self.folder / "logs" / f"{name}.log"
+
+    def text(self, name: str) -> str:
+        """All that a program has printed so far."""
+        return self.log(name).read_text(errors="replace") if self.log(name).exists() else ""
+
+    def tail(self, name: str, lines: int = 15) -> str:
+        """Its last lines."""
+        return "\n".join(self.text(name).splitlines()[-lines:])
+
+    def wait_for(self, name: str, text: str, *, seconds: float) -> None:
+        """Wait until a program has printed `text`."""
+        end = time.monotonic() + seconds
+        while text not in self.text(name):
+            process = self.running.get(name)
+            if process is not None and process.poll() is not None:
+                raise FlowerFailed(f"{name} ended with code {process.returncode}\n{self.tail(name)}")
+            if time.monotonic() > end:
+                raise FlowerFailed(f"{name} did not print {text!r} within {seconds:g} s\n{self.tail(name)}")
+            time.sleep(0.2)
+
+    def kill(self, name: str) -> None:
+        """kill -9 a program and its whole group, as a power cut would."""
+        process = self.running.pop(name)
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+    def stop(self, *, seconds: float = 5.0) -> None:
+        """End everything: politely, then not."""
+        for process in self.running.values():
+            _signal_group(process.pid, signal.SIGTERM)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(process.poll() is None for process in self.running.values()):
+            time.sleep(0.1)
+        for process in self.running.values():
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait(10)
+        self.running.clear()
+        end = time.monotonic() + seconds
+        while (numbers := self.left_over()) and time.monotonic() < end:
+            for number in numbers:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def left_over(self) -> list[int]:
+        """Numbers of living processes that carry our mark (where /proc tells)."""
+        found = []
+        mark = f"{_MARK}={self._mark}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes() and "\nState:\tZ" not in (entry / "status").read_text():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    """A port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, number)
