@@ -24,7 +24,7 @@ task = Task(
     loss=nn.CrossEntropyLoss(reduction="none"),  # one loss a sample: each is clipped on its own
 )
 config = Config(
-    clients=4, rounds=60, batch_size=300, clip_norm=1.0, clip_bound=0.5, range=0.1, bits=8, epsilon=3.0, delta=1e-5,
+    clients=4, rounds=60, batch_size=300, clip_norm=1.0, clip_bound=0.5, bits=8, epsilon=3.0, delta=1e-5,
     learning_rate=1.0, evaluate_every=20, reserve_rounds=60,
 )  # fmt: skip
 with Session.start(task, config, folder=sys.argv[1] if len(sys.argv) > 1 else "runs/own_model") as session:

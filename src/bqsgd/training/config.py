@@ -38,7 +38,8 @@ class Config:
     """A run. The privacy budget (epsilon, delta) is the proven total of each client over all rounds.
 
     levels and trials: give both to fix the mechanism instead of planning it for the budget.
-    range: what one coordinate of the mean is clamped to before encoding; the clip's bound where left out.
+    range: what one coordinate of the mean is clamped to before encoding. Left out it is the clip's bound, or, when the
+    clip has a norm C2 and samples are averaged, 4 C2 / L if that is less: about twice the noise a client then adds.
     seed: makes noise and batches reproducible and voids the privacy claim. init_seed: of the initial model and of who
     holds which data; both are public.
     average: decay of the exponential average of the model, 0 for none. run: its name in the ledgers.
@@ -56,7 +57,7 @@ class Config:
     clip: str = "dual"
     clip_bound: float = 0.1
     clip_norm: float = 0.5
-    range: float | None = 0.004
+    range: float | None = None
     bits: int = 8
     epsilon: float = 3.0
     delta: float = 1e-5
@@ -138,7 +139,11 @@ class Config:
     @property
     def encoder_range(self) -> float:
         """R: coordinates are clamped to [-R, R] and encoded there."""
-        return self.range or (self.clip_norm if self.clip == "l2" else self.clip_bound)
+        if self.range is not None:
+            return self.range
+        bound = self.clip_norm if self.clip == "l2" else self.clip_bound
+        averaged = self.clip in ("l2", "dual") and self.unit == Unit.SAMPLE
+        return min(bound, 4 * self.clip_norm / self.batch_size) if averaged else bound
 
     def make_clip(self) -> Clip:
         """The clip of one sample's gradient (or of the client's whole update)."""
@@ -186,15 +191,19 @@ class Config:
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> Config:
         """Read a TOML file of at most 1 MiB; `overrides` win over it."""
-        try:
-            with open(path, "rb") as stream:
-                raw = stream.read(_MAX_CONFIG_BYTES + 1)
-            if len(raw) > _MAX_CONFIG_BYTES:
-                raise InvalidParameter(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes: not a configuration")
-            values = tomllib.loads(raw.decode())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InvalidParameter(f"{path} is not a readable TOML file: {error}") from error
-        return cls.from_dict({**values, **overrides})
+        return cls.from_dict({**read_settings(path), **overrides})
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The plain values of a TOML file of at most 1 MiB, not yet checked."""
+    try:
+        with open(path, "rb") as stream:
+            raw = stream.read(_MAX_CONFIG_BYTES + 1)
+        if len(raw) > _MAX_CONFIG_BYTES:
+            raise InvalidParameter(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes: not a configuration")
+        return tomllib.loads(raw.decode())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{path} is not a readable TOML file: {error}") from error
 
 
 _INTEGERS = (

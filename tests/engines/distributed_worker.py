@@ -1,0 +1,120 @@
+"""One rank of a small run over torch.distributed, with the mischief a test asks of it. Started as a process of its own.
+
+argv: JSON of {folder, settings, resume, mischief: {rank: {round: what}}}.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bqsgd.codec import encode_frame
+from bqsgd.engines.distributed import DistributedSession, joined
+from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
+from bqsgd.engines.session import Task
+from bqsgd.noise import seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.training.broadcast import read_broadcast
+from bqsgd.training.config import Config
+
+DIMENSION = 6
+LATE_SECONDS = 8.0
+
+
+def linear():
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.1, -0.2], [0.3, 0.0]]))
+        model.bias.zero_()
+    return model
+
+
+def points(samples, seed):
+    rng = np.random.default_rng(seed)
+    inputs = rng.normal(size=(samples, 2)).astype(np.float32)
+    return inputs, (inputs[:, 0] > inputs[:, 1]).astype(np.int64)
+
+
+def task(clients):
+    return Task(make_model=linear, shares=[points(60 + 10 * client, client) for client in range(clients)])
+
+
+def recording(engine, path):
+    """The engine's exchange, with a line a frame: round, client, SHA-256."""
+    exchange = engine.exchange
+
+    def recorded(message, *, round):
+        with path.open("a") as stream:
+            for answer in exchange(message, round=round):
+                if answer.frame is not None:
+                    line = {"round": round, "client": answer.client, "sha": hashlib.sha256(answer.frame).hexdigest()}
+                    stream.write(json.dumps(line) + "\n")
+                    stream.flush()
+                yield answer
+
+    engine.exchange = recorded
+
+
+class Mischief:
+    """A client that does as it should, but for the rounds in `plan`."""
+
+    def __init__(self, client, plan, channel=None):
+        self.real, self.plan, self.client, self.channel = client.answer, plan, client.client, channel
+
+    def __call__(self, message):
+        round = read_broadcast(message, dimension=DIMENSION).round
+        what = self.plan.get(str(round))
+        frame = self.real(message)  # counted in the ledger from here on
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "late":
+            time.sleep(LATE_SECONDS)
+        if what == "corrupt":
+            frame[-1] ^= 1
+        if what == "foreign":
+            mechanism, rng = Mechanism(levels=100, trials=20), seeded_rng(seed=0)
+            frame = encode_frame(
+                np.zeros(DIMENSION, np.float32), mechanism, clip=0.5, rng=rng, client=self.client + 40, round=round
+            )
+        if what == "flood":
+            import torch.distributed as dist
+
+            head = b"BQSD" + (18).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little")
+            dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), 0)
+        return frame
+
+
+def main():
+    asked = json.loads(sys.argv[1])
+    folder, config = Path(asked["folder"]), Config(**asked["settings"])
+    with joined(timeout_seconds=120) as group:
+        plan = asked["mischief"].get(str(group.rank), {})
+        if not group.serves:
+            with greeted(
+                task(group.size), config, group=group, folder=folder / f"disk-{group.rank}", resuming=asked["resume"]
+            ) as (client, channel, listener):
+                answer_rounds(Mischief(client, plan), client.spending, channel, listener)
+            return
+        begin = DistributedSession.resume if asked["resume"] else DistributedSession.start
+        with begin(task(group.size), config, folder=folder / "disk-0", group=group) as session:
+            own = session.ranks.own.clients[0]
+            own.answer = Mischief(own, plan)
+            recording(session.ranks, folder / "frames.jsonl")
+            with (folder / "rounds.jsonl").open("a") as stream:
+                for record in session.rounds():
+                    stream.write(json.dumps(record) + "\n")
+                    stream.flush()
+            session.checkpoint()
+        result = session.result()
+        np.save(folder / "model.npy", result.model)
+        print("finished after round", result.rounds, "guarantee", result.guarantee)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""kill -9 twenty times: the same final model under seeded noise, and never a message that is not in a ledger."""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from bqsgd.engines.session import Session, named
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.reports.folder import RunWriter, read_rounds
+
+KILLS = 20
+
+
+def work(task, config, folder):
+    """What `bqsgd train --resume` does, with every message that leaves written down first thing."""
+    resuming = (folder / "config.toml").exists()
+    begin = Session.resume if resuming else Session.start
+    with begin(task, config, folder=folder) as session:
+        log = os.open(folder / "sent.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        for client in session.engine.clients.values():
+
+            def answer(message, client=client, ask=client.answer):
+                frame = ask(message)
+                os.write(log, f"{client.client} {int.from_bytes(frame[32:40], 'little')}\n".encode())
+                return frame
+
+            client.answer = answer
+        with RunWriter(folder, keep_through=session.server.round - 1) as writer:
+            if not resuming:
+                writer.config(session.config.to_dict())
+            for record in session.rounds():
+                writer.append(record)
+        os.close(log)
+    return session
+
+
+def killed_run(task, config, folder, kills):
+    """Kill `kills` children at random moments, then let one finish; returns how many died at work."""
+    moments, at_work = random.Random(5), 0
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            try:
+                work(task, config, folder)
+            finally:
+                os._exit(0)
+        time.sleep(moments.uniform(0.01, 0.35))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        at_work += os.WIFSIGNALED(status)
+    return at_work
+
+
+def sent(folder):
+    lines = (folder / "sent.log").read_text().splitlines()
+    return Counter(tuple(map(int, line.split())) for line in lines)
+
+
+@pytest.fixture
+def config(settings):
+    return named(
+        settings(rounds=250, workers=1, checkpoint_every=7, reserve_rounds=10, epsilon=900.0, evaluate_every=100)
+    )
+
+
+def test_same_model_after_twenty_kills(task, config, tmp_path):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = work(task, config, tmp_path / "whole")
+    at_work = killed_run(task, config, tmp_path / "killed", KILLS)
+    session = work(task, config, tmp_path / "killed")
+    assert at_work >= KILLS // 2
+    np.testing.assert_array_equal(session.server.model, whole.server.model)
+    assert [record.round for record in read_rounds(tmp_path / "killed")] == list(range(250))
+    messages = sent(tmp_path / "killed")
+    assert set(messages) == {(client, round_) for client in range(4) for round_ in range(250)}
+    assert messages.total() > 1000  # some rounds were made again, and were the same bytes
+    for number in range(4):
+        with Ledger(tmp_path / f"killed/ledgers/client-{number:04}.ledger") as ledger:
+            assert ledger.spent_rounds == 250
+
+
+def test_no_uncounted_message_with_fresh_noise(task, settings, tmp_path):
+    config = named(
+        settings(
+            seed=None, rounds=60, workers=1, checkpoint_every=7, reserve_rounds=10, epsilon=900.0, evaluate_every=60
+        )
+    )
+    assert killed_run(task, config, tmp_path, KILLS) > 0
+    session = work(task, config, tmp_path)
+    messages = sent(tmp_path)
+    for number in range(4):
+        by_client = sum(count for (client, _), count in messages.items() if client == number)
+        with Ledger(tmp_path / f"ledgers/client-{number:04}.ledger") as ledger:
+            assert by_client <= ledger.spent_rounds
+            assert ledger.guarantee() == session.engine.clients[number].spending.guarantee(delta=1e-5)

@@ -1,0 +1,162 @@
+"""`bqsgd train`, `bqsgd demo` and the examples, as a user calls them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bqsgd.cli.app import main
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.reports.folder import read_rounds
+from bqsgd.training.checkpoint import load_checkpoint
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--dataset", "digits", "--levels", "17", "--trials", "220", "--epsilon", "30", "--rounds", "8"]
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, *arguments):
+    code = main(["train", *QUICK, *arguments, "--json"])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out) if captured.out else None, captured.err
+
+
+def test_a_run_leaves_everything_in_its_folder(capsys, somewhere):
+    code, printed, progress = run(capsys, "--out", "one", "--evaluate-every", "4", "--tensorboard")
+    assert code == 0
+    folder = somewhere / "one"
+    names = {"config.toml", "rounds.jsonl", "checkpoint.safetensors", "ledgers", "report.html", "summary.json"}
+    assert names <= {path.name for path in folder.iterdir()}
+    assert list((folder / "tensorboard").iterdir())
+    assert not (folder / "private").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    records = list(read_rounds(folder))
+    assert len(records) == summary["rounds"] == printed["rounds"] == 8
+    assert summary["bytes_up"] == sum(record.bytes_up for record in records)
+    assert summary["seeded"] is False
+    guarantee = summary["guarantee"]
+    assert {"epsilon", "delta", "relation", "unit", "trust", "sampling", "method"} <= set(guarantee)
+    with Ledger(folder / "ledgers/client-0000.ledger") as ledger:
+        assert ledger.guarantee().epsilon <= guarantee["epsilon"] == records[-1].epsilon_max
+    assert "round 4/8  test accuracy" in progress
+    assert "exact epsilon" in progress
+    assert "at delta 1e-05" in progress
+
+
+def test_seeded_runs_repeat_and_say_so(capsys, somewhere):
+    for name in ("a", "b"):
+        code, printed, progress = run(capsys, "--out", name, "--seed", "4")
+        assert code == 0
+        assert printed["seeded"] is True
+        assert "seeded: no claim" in progress
+    models = [load_checkpoint(somewhere / name)[0]["model"] for name in ("a", "b")]
+    np.testing.assert_array_equal(*models)
+    assert main(["train", *QUICK, "--out", "c", "--seed", "4"]) == 0
+    assert "no privacy claim" in " ".join(capsys.readouterr().out.split())
+
+
+def test_config_file_and_options_that_win(capsys, somewhere):
+    (somewhere / "run.toml").write_text('clip = "clamp"\nclip_bound = 0.02\nrounds = 99\nlearning_rate = 2.0\n')
+    code, printed, _ = run(capsys, "--config", "run.toml", "--out", "one", "--seed", "1")
+    assert code == 0
+    assert printed["rounds"] == 8
+    assert printed["nominal"]["method"].endswith("nominal epsilon (as published; not a guarantee)")
+    assert 'clip = "clamp"' in (somewhere / "one/config.toml").read_text()
+
+
+def test_private_metrics_are_labelled_and_stay_with_the_client(capsys, somewhere):
+    assert main(["train", *QUICK, "--out", "one", "--private-metrics"]) == 0
+    assert "outside the guarantee" in capsys.readouterr().out
+    lines = (somewhere / "one/private/client-0002.jsonl").read_text().splitlines()
+    assert len(lines) == 8
+    assert all(json.loads(line)["outside_the_guarantee"] for line in lines)
+    assert "batch_size" not in (somewhere / "one/rounds.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--local-steps", "3"], "no claim about one sample"),
+        (["--clip", "soft"], "clip must be one of"),
+        (["--resume"], "--resume needs --out"),
+        (["--config", "absent.toml"], "not a readable TOML"),
+        (["--batch-size", "5000"], "more than the 360 samples"),
+        (["--model", "lenet5"], "try mlp"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert main(["train", *QUICK, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_is_never_run_over_and_resume_keeps_the_settings(capsys):
+    assert run(capsys, "--out", "one", "--seed", "1")[0] == 0
+    assert main(["train", *QUICK, "--out", "one"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(["train", *QUICK, "--out", "one", "--resume", "--seed", "2"]) == 2
+    assert "started with seed=1" in capsys.readouterr().err
+    assert main(["train", "--out", "one", "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds"] == 8
+
+
+def test_without_mnist_the_run_says_so_and_takes_digits(capsys, somewhere, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(somewhere / "empty"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr("bqsgd.data.sources.TIMEOUT_SECONDS", 0.01)
+    arguments = [argument for argument in QUICK if argument not in ("--dataset", "digits")]
+    assert main(["train", *arguments, "--out", "one", "--seed", "1"]) == 0
+    error = capsys.readouterr().err
+    assert "no source of mnist answered" in error
+    assert "takes digits instead" in error
+    assert 'dataset = "digits"' in (somewhere / "one/config.toml").read_text()
+
+
+def test_ctrl_c_stops_after_the_round_with_a_checkpoint(somewhere, capsys):
+    arguments = [*QUICK[:-2], "--rounds", "100000", "--epsilon", "900", "--out", "one", "--evaluate-every", "100000"]
+    script = "import sys; from bqsgd.cli.app import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "train", *arguments, "--seed", "1", "--checkpoint-every", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        rounds = somewhere / "one/rounds.jsonl"
+        deadline = time.monotonic() + 240
+        while not (rounds.exists() and rounds.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=240)
+    assert process.returncode == 130, error
+    assert "stopped after round" in error
+    _, state = load_checkpoint(somewhere / "one")
+    records = list(read_rounds(somewhere / "one"))
+    assert state["round"] == len(records) > 0
+    assert json.loads((somewhere / "one/summary.json").read_text())["rounds"] == len(records)
+
+
+def test_the_demo_trains_and_reports(capsys):
+    assert main(["demo", "--dataset", "digits", "--rounds", "10", "--out", "shown"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("Test accuracy", "epsilon", "at delta 1e-05", "add/remove one sample", "than float32", "report.html"):
+        assert part in shown
+    assert main(["demo", "--dataset", "fashion-mnist"]) == 2
+
+
+def test_own_model_example_is_short_and_learns(somewhere):
+    script = ROOT / "examples/own_model.py"
+    assert len(script.read_text().splitlines()) <= 40
+    done = subprocess.run([sys.executable, script, "run"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    *lines, guarantee = done.stdout.splitlines()
+    assert float(lines[-1].split()[-1].rstrip("%")) > 95
+    assert guarantee.startswith("epsilon 2.9")
+    assert "at delta 1e-05" in guarantee

@@ -1,0 +1,64 @@
+"""Draws: the right law, nothing shared between purposes, clients and rounds."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.noise import privacy_rng, seeded_rng
+from bqsgd.release import Scheme
+from bqsgd.training.batches import draw_batch
+from bqsgd.training.seeds import Purpose, Sources, derive
+
+
+def draws(scheme, count, batch_size, dataset_size):
+    rng = seeded_rng(seed=5)
+    return [draw_batch(scheme, batch_size=batch_size, dataset_size=dataset_size, rng=rng) for _ in range(count)]
+
+
+def test_poisson_sizes_have_the_binomial_law():
+    # 4,000 batches of D = 200 at rate 0.15: mean 30, variance 25.5. Within 5 standard errors (false alarm 1e-6).
+    sizes = np.array([len(rows) for rows in draws(Scheme.POISSON, 4000, 30, 200)])
+    assert abs(sizes.mean() - 30) < 5 * np.sqrt(25.5 / 4000)
+    assert abs(sizes.var() - 25.5) < 5 * 25.5 * np.sqrt(2 / 4000)
+
+
+def test_poisson_takes_every_sample_at_the_same_rate_independently():
+    taken = np.zeros((4000, 40))
+    for row, rows in zip(taken, draws(Scheme.POISSON, 4000, 10, 40), strict=True):
+        row[rows] = 1
+    assert np.abs(taken.mean(0) - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / 4000)
+    correlation = np.corrcoef(taken.T) - np.eye(40)
+    assert np.abs(correlation).max() < 5.5 / np.sqrt(4000)  # 780 pairs: false alarm 3e-5
+
+
+def test_fixed_size_subsets_are_uniform():
+    counts = dict.fromkeys(itertools.combinations(range(5), 2), 0)
+    for rows in draws(Scheme.FIXED_SIZE, 5000, 2, 5):
+        counts[tuple(rows.tolist())] += 1
+    assert max(abs(count - 500) for count in counts.values()) < 5.5 * np.sqrt(5000 * 0.1 * 0.9)
+
+
+def test_edges():
+    rng = privacy_rng()
+    assert draw_batch(Scheme.FULL, batch_size=3, dataset_size=7, rng=rng).tolist() == list(range(7))
+    assert draw_batch(Scheme.POISSON, batch_size=7, dataset_size=7, rng=rng).tolist() == list(range(7))
+    assert draw_batch(Scheme.FIXED_SIZE, batch_size=7, dataset_size=7, rng=rng).tolist() == list(range(7))
+    with pytest.raises(InvalidParameter, match="batch_size"):
+        draw_batch(Scheme.POISSON, batch_size=8, dataset_size=7, rng=rng)
+
+
+def test_derived_seeds_differ_by_everything_and_are_stable():
+    keys = itertools.product((0, 1), Purpose, (0, 1), (0, 1))
+    seeds = [derive(seed, purpose, client=client, round=round) for seed, purpose, client, round in keys]
+    assert len(set(seeds)) == len(seeds) == 32
+    assert derive(7, Purpose.NOISE, client=2, round=9) == 9171505494486856468
+
+
+def test_sources_by_seed_repeat_and_by_the_system_never_do():
+    a, b = (Sources(seed=1, client=3).at(Purpose.BATCH, 4).words(4) for _ in range(2))
+    np.testing.assert_array_equal(a, b)
+    private = Sources(seed=None, client=3)
+    assert not private.seeded
+    assert not np.array_equal(private.at(Purpose.BATCH, 4).words(4), private.at(Purpose.BATCH, 4).words(4))

@@ -1,0 +1,64 @@
+"""Planning by client and by round: least error within the budget, on top of what came before."""
+
+import pytest
+
+from bqsgd.errors import Infeasible
+from bqsgd.params import Mechanism
+from bqsgd.planner.exact import plan_exact
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.release import Relation, Scheme, Unit
+from bqsgd.training.config import SAMPLINGS, BudgetChange
+from bqsgd.training.plans import Situation, release_in
+
+
+@pytest.fixture
+def situation(settings):
+    def make(**changes):
+        config = settings(levels=None, trials=None, **changes)
+        return config, Situation(
+            dimension=6,
+            dataset_size=60,
+            batch_size=config.batch_size,
+            scheme=SAMPLINGS[config.sampling],
+            clip=config.make_clip(),
+            range=config.encoder_range,
+            unit=Unit(config.unit),
+        )
+
+    return make
+
+
+def test_one_budget_is_the_planner_s_own_plan(situation):
+    config, where = situation(epsilon=10.0, rounds=6)
+    plan = plan_exact(
+        config.budget(client=0, round=0), dimension=6, batch_size=20, dataset_size=60, rounds=6, linf=1 / 20
+    )
+    assert release_in(config, where, client=0, round=5) == plan.release
+
+
+def test_changed_budgets_compose_within_the_new_budget(situation):
+    changes = (BudgetChange(client=1, from_round=3, epsilon=14.0),)
+    config, where = situation(epsilon=10.0, rounds=6, budgets=changes)
+    first, then = (release_in(config, where, client=1, round=round_) for round_ in (2, 3))
+    assert first == release_in(config, where, client=0, round=5)  # as a client whose budget never changes
+    assert first != then
+    total = Accountant().compose(first, 3).compose(then, 3).epsilon(1e-5)
+    assert 0.8 * 14.0 < total <= 14.0
+
+
+def test_a_lowered_budget_below_what_is_spent_is_infeasible(situation):
+    config, where = situation(epsilon=10.0, rounds=6, budgets=(BudgetChange(client=0, from_round=5, epsilon=2.0),))
+    with pytest.raises(Infeasible, match="earlier rounds have spent"):
+        release_in(config, where, client=0, round=5)
+    release_in(config, where, client=0, round=4)
+
+
+def test_relation_and_sampling_follow_the_scheme_and_the_unit(situation):
+    relation = {"poisson": Relation.ADD_REMOVE, "full": Relation.ADD_REMOVE, "fixed": Relation.REPLACE}
+    for sampling, expected in relation.items():
+        release = situation(sampling=sampling)[1].release(Mechanism(levels=3, trials=9))
+        assert release.sensitivity.relation is expected
+        assert release.sensitivity.linf == (2 if sampling == "fixed" else 1) / 20
+        assert release.sampling.rate == (1.0 if sampling == "full" else 20 / 60)
+    whole = situation(unit="client", local_steps=4)[1].release(Mechanism(levels=3, trials=9))
+    assert (whole.unit, whole.sensitivity.linf, whole.sampling.scheme) == (Unit.CLIENT, 2.0, Scheme.FULL)

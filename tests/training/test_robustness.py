@@ -1,0 +1,65 @@
+"""One of five clients sends adversarial but well-formed frames: robust rules keep learning, the mean does not."""
+
+import numpy as np
+import pytest
+import torch
+
+from bqsgd.codec import decode_frame
+from bqsgd.params import Mechanism, parameters_digest
+from bqsgd.training.rounds import Answer, evaluator, rounds
+from bqsgd.training.server import Server
+from bqsgd.training.vector import to_vector
+from bqsgd.wire.fixed import FixedWidth
+from bqsgd.wire.frame import FrameWriter
+
+MECHANISM = Mechanism(levels=8, trials=60)
+
+
+class WithOneLiar:
+    """Four honest clients and one that sends every code at the end of its range, against the others' direction."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def exchange(self, message, *, round):
+        frames = [client.answer(message) for client in self.clients]
+        honest = sum(decode_frame(frame, clip=0.5) for frame in frames)
+        # As if all the binomial noise had come out at 0 or m: no check of a frame can exclude it.
+        codes = np.where(honest > 0, 0, MECHANISM.code_count - 1).astype(np.uint8)
+        digest = parameters_digest(MECHANISM, clip=0.5, dimension=len(codes))
+        writer = FrameWriter(
+            mechanism=MECHANISM, digest=digest, client=4, round=round, dimension=len(codes), seeded=True
+        )
+        FixedWidth(MECHANISM.code_count).pack(codes, writer.payload)
+        yield from (Answer(client=client.client, frame=f) for client, f in zip(self.clients, frames, strict=True))
+        yield Answer(client=4, frame=writer.seal())
+
+    def seconds(self):
+        return {}
+
+    def epsilon(self, *, delta):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("rule", "learns"),
+    [("mean", False), ("median", True), ("trimmed-mean", True), ("krum", True), ("multi-krum", True)],
+)
+def test_one_liar_in_five(settings, make_client, rule, learns):
+    config = settings(
+        clients=5,
+        rounds=40,
+        levels=MECHANISM.levels,
+        trials=MECHANISM.trials,
+        aggregation=rule,
+        byzantine=0 if rule == "mean" else 1,
+        evaluate_every=40,
+    )
+    clients = [make_client(config, client) for client in range(4)]
+    server = Server(model=to_vector(clients[0].model), weights=dict.fromkeys(range(5), 1.0), config=config)
+    inputs, targets = torch.cat([c.inputs for c in clients]), torch.cat([c.targets for c in clients])
+    evaluate = evaluator(clients[0].model, clients[0].loss, inputs, targets)
+    *_, last = rounds(server, WithOneLiar(clients), evaluate=evaluate)
+    assert all(entry["status"] == "ok" for entry in last["clients"])
+    assert (last["test_accuracy"] > 0.9) == learns
+    assert learns or last["test_accuracy"] < 0.6
