@@ -1,8 +1,12 @@
-"""Sum up how many cases the battery ran."""
+"""One thread a process (the suite runs several), and the count of cases the battery ran."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+
+torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

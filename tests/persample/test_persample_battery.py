@@ -1,4 +1,4 @@
-"""Every rule x every clip x random shapes against the batch-of-one oracle, and the sensitivity on neighbouring batches."""
+"""Every rule x every clip x random shapes against the batch-of-one oracle, and the sensitivity on neighbours."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def draw_case(build: Callable[[st.DrawFn], Case], data: st.DataObject) -> tuple[
 
 @pytest.mark.parametrize("kind", CLIPS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("build", FAST + SLOW, ids=lambda build: build.__name__)
-def test_battery(build: Callable[[st.DrawFn], Case], kind: type, record_property: Callable[[str, object], None]) -> None:
+def test_battery(
+    build: Callable[[st.DrawFn], Case], kind: type, record_property: Callable[[str, object], None]
+) -> None:
     cases = 0
 
     @relaxed

@@ -53,6 +53,8 @@ def clipped_gradients(
     Raises:
         InvalidParameter: a layer mixes samples (BatchNorm), the loss is reduced, or an argument is out of place.
     """
+    if not isinstance(clip, Clip):
+        raise InvalidParameter(f"clip must be Scale, Clamp, L2, Dual or BatchMean, got {clip!r}")
     inputs, targets = _check_batch(batch)
     check_int("batch_size", batch_size, 1, 2**53)
     refuse_mixing(model)
