@@ -1,0 +1,108 @@
+"""Training with float32 messages on the same clients, batches and server: plain, and Gaussian DP-SGD.
+
+Messages are the library's checked float32 vectors, so that bytes are measured on real ones here too.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import pld
+from experiments.runs import RESULTS, Job, provenance, task
+
+from bqsgd.engines.session import Session
+from bqsgd.persample import L2, BatchMean, clipped_gradients
+from bqsgd.release import Scheme
+from bqsgd.training.batches import draw_batch
+from bqsgd.training.broadcast import read_broadcast, write_broadcast
+from bqsgd.training.optimisers import schedule
+from bqsgd.training.seeds import Purpose, derive
+from bqsgd.training.vector import load_vector
+
+NO_CLIP = BatchMean(1e6)
+
+
+def gaussian_event(noise_multiplier: float, *, rate: float, rounds: int) -> dp_accounting.DpEvent:
+    """`rounds` Poisson-sampled Gaussian messages of one client."""
+    one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise_multiplier))
+    return dp_accounting.SelfComposedDpEvent(one, rounds)
+
+
+def noise_for(epsilon: float, *, delta: float, rate: float, rounds: int) -> float:
+    """The least noise multiplier whose total is at most (epsilon, delta)."""
+    return float(
+        dp_accounting.calibrate_dp_mechanism(
+            lambda: pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-3),
+            lambda noise: gaussian_event(noise, rate=rate, rounds=rounds),
+            epsilon,
+            delta,
+            bracket_interval=dp_accounting.ExplicitBracketInterval(0.3, 20.0),
+            tol=1e-3,
+        )
+    )
+
+
+def run_float32(job: Job, *, noise_multiplier: float, clip_norm: float | None) -> dict[str, Any]:
+    """Train with float32 messages, or read the finished run. Noise has the deviation noise * clip_norm / L."""
+    place = RESULTS / f"{job.name}.json"
+    if not job.quick and place.exists():
+        return dict(json.loads(place.read_text(encoding="utf-8")))
+    found = _train(job, noise_multiplier, clip_norm)
+    if not job.quick:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[str, Any]:
+    config, started, sent, frames = job.config, time.monotonic(), 0, 0
+    clip = NO_CLIP if clip_norm is None else L2(clip_norm)
+    deviation = noise_multiplier * (clip_norm or 0.0) / config.batch_size
+    with Session(task(job), config, folder=None, resuming=False) as session:
+        model, optimiser = session.server.model, config.make_optimiser()
+        state = optimiser.init(model.size)
+        for round in range(config.rounds):
+            total = np.zeros(model.size)
+            for client in session.engine.clients.values():
+                load_vector(client.model, model)
+                rows = draw_batch(
+                    Scheme.POISSON,
+                    batch_size=config.batch_size,
+                    dataset_size=len(client.inputs),
+                    rng=client.sources.at(Purpose.BATCH, round),
+                )
+                batch = client.inputs[rows], client.targets[rows]
+                mean = clipped_gradients(
+                    client.model, client.loss, batch, clip=clip, batch_size=config.batch_size
+                ).mean.numpy()
+                if deviation:
+                    seed = derive(int(config.seed or 0), Purpose.NOISE, client=client.client, round=round)
+                    noise = np.random.default_rng(seed).standard_normal(mean.size, dtype=np.float32)
+                    mean = mean + np.float32(deviation) * noise
+                message = write_broadcast(mean, round=round)
+                sent, frames = sent + len(message), frames + 1
+                total += read_broadcast(message, dimension=mean.size).model / len(session.engine.clients)
+            rate = config.learning_rate * schedule(config.schedule, round=round, rounds=config.rounds)
+            state, step = optimiser.update(state, total, learning_rate=rate)
+            model = (model - step).astype(np.float32)
+        session.server.model = model
+        accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
+    return {
+        "name": job.name,
+        "claim": "seeded: no privacy claim" if deviation else "no privacy",
+        "accuracy": accuracy,
+        "loss": loss,
+        "dimension": model.size,
+        "bits_per_coordinate": 8 * sent / (model.size * frames),
+        "bytes_up": sent,
+        "frames": frames,
+        "seconds": time.monotonic() - started,
+        "noise_multiplier": noise_multiplier,
+        "clip_norm": clip_norm,
+        "config": config.to_dict(),
+        **provenance(),
+    }

@@ -1,0 +1,139 @@
+"""One training run of the reproduction: clients and server of the library, every update a real frame, resumable.
+
+A finished run is one file under results/training/; a run that was stopped goes on from its checkpoint and ends with the
+same model bit for bit, because every seeded draw depends on (seed, purpose, client, round) alone. The noise is seeded:
+that is right for a reproduction, and voids any privacy claim of the run itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiments.padded_digits import padded_digits
+
+from bqsgd.cli.training_run import task_of
+from bqsgd.engines.session import Session, Task
+from bqsgd.training.checkpoint import load_checkpoint, save_checkpoint
+from bqsgd.training.config import Config
+from bqsgd.training.rounds import run_round
+
+HERE = Path(__file__).parent
+RESULTS, CHECKPOINTS = HERE / "results" / "training", HERE.parent / "runs" / "reproduce"
+EVALUATIONS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run by name. quick: the digits of scikit-learn padded to 28 x 28 stand in for the data set, nothing is kept."""
+
+    name: str
+    config: Config
+    quick: bool = False
+
+    @property
+    def result(self) -> Path:
+        """Where the finished run is written."""
+        return RESULTS / f"{self.name}.json"
+
+
+def results(jobs: Sequence[Job], *, workers: int = 1) -> dict[str, dict[str, Any]]:
+    """The finished runs by name, running those that are missing, `workers` at a time."""
+    missing = [job for job in jobs if job.quick or not job.result.exists()]
+    if workers == 1 or len(missing) < 2:
+        fresh = {job.name: run(job, left=len(missing) - number) for number, job in enumerate(missing)}
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            fresh = dict(zip((job.name for job in missing), pool.map(run, missing), strict=True))
+    kept = {job.name: json.loads(job.result.read_text(encoding="utf-8")) for job in jobs if job.name not in fresh}
+    return {job.name: fresh.get(job.name) or kept[job.name] for job in jobs}
+
+
+def run(job: Job, *, left: int = 1) -> dict[str, Any]:
+    """Train to the end, from the checkpoint where there is one."""
+    if job.quick:
+        return _train(job, None, left)
+    folder = CHECKPOINTS / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it: wait, then take its result
+        if not job.result.exists():
+            found = _train(job, folder, left)
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            job.result.with_suffix(".part").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            job.result.with_suffix(".part").replace(job.result)
+            (folder / "checkpoint.safetensors").unlink(missing_ok=True)
+    return dict(json.loads(job.result.read_text(encoding="utf-8")))
+
+
+def _train(job: Job, folder: Path | None, left: int) -> dict[str, Any]:
+    config, started = job.config, time.monotonic()
+    totals: dict[str, Any] = {"bytes_up": 0, "frames": 0, "seconds": 0.0, "curve": []}
+    with Session(task(job), config, folder=None, resuming=False) as session:
+        server = session.server
+        if folder is not None and (found := load_checkpoint(folder)) is not None:
+            server.restore(found[0], round=int(found[1]["round"]))
+            totals = found[1]["totals"]
+            started -= totals["seconds"]
+        while server.round < config.rounds:
+            outcome = run_round(server, session.engine)
+            totals["bytes_up"] += outcome.bytes_up
+            totals["frames"] += sum(receipt.status == "ok" for receipt in outcome.receipts)
+            if server.round % max(1, config.rounds // EVALUATIONS) == 0 or server.round == config.rounds:
+                accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
+                totals["seconds"] = time.monotonic() - started
+                totals["curve"].append({"round": server.round, "accuracy": accuracy, "loss": loss})
+                _show(job, totals, left)
+                if folder is not None:
+                    save_checkpoint(folder, server.arrays(), {"round": server.round, "totals": totals})
+        dimension = server.model.size
+    return {
+        "name": job.name,
+        "quick": job.quick,
+        "claim": "seeded: no privacy claim" if config.seed is not None else "none",
+        "accuracy": totals["curve"][-1]["accuracy"],
+        "loss": totals["curve"][-1]["loss"],
+        "dimension": dimension,
+        "bits_per_coordinate": 8 * totals["bytes_up"] / (dimension * totals["frames"]),
+        **totals,
+        "config": config.to_dict(),
+        **provenance(),
+    }
+
+
+def task(job: Job) -> Task:
+    """The model and data of a job; channels last is the same mathematics in a third less time."""
+    found = padded_digits(job.config) if job.quick else task_of(job.config)
+    make = found.make_model
+    return replace(found, make_model=lambda: make().to(memory_format=torch.channels_last))
+
+
+def _show(job: Job, totals: dict[str, Any], left: int) -> None:
+    point, seconds = totals["curve"][-1], totals["seconds"]
+    remaining = seconds / point["round"] * (left * job.config.rounds - point["round"])
+    print(
+        f"{job.name}: round {point['round']}/{job.config.rounds}, test accuracy {point['accuracy']:.2%}, "
+        f"{seconds:.0f} s; {left} runs left, about {remaining / 60:.1f} min if alike",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and commit of this process."""
+    names = ("bqsgd", "torch", "numpy", "dp-accounting")
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+    return {"versions": versions, "commit": asked.stdout.strip() or "unknown"}

@@ -1,0 +1,60 @@
+"""Table 1: the experiment setting, with d and d_P measured beside the published ones.
+
+d_P = ||grad l||_1 / C (the paper's footnote) is measured on batches of 32 at the initial model and after some rounds
+without noise. It depends on data and model, so it cannot stand for the dimension in a guarantee.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from experiments.runs import provenance, task
+from experiments.tables import DATASETS, job
+
+from bqsgd.engines.session import Session
+from bqsgd.params import Mechanism
+from bqsgd.planner.published import FASHION_MNIST, MNIST, PublishedSetting
+from bqsgd.training.rounds import run_round
+from bqsgd.training.vector import load_vector
+
+NAME = "table1"
+NOISELESS = Mechanism(levels=127, trials=0)
+MEASURED_AFTER, BATCHES = (0, 20, 100), 20
+
+
+def reproduce(*, quick: bool = False, **unused: Any) -> dict[str, Any]:
+    """Both columns."""
+    return {"columns": [column(setting, quick=quick) for setting in (MNIST, FASHION_MNIST)], **provenance()}
+
+
+def column(setting: PublishedSetting, *, quick: bool) -> dict[str, Any]:
+    """The published column, our model, and d_P as training goes on."""
+    training = job(setting, NOISELESS, clip="batch-mean", seed=0, quick=quick)
+    after = MEASURED_AFTER[:1] if quick else MEASURED_AFTER
+    found = []
+    with Session(task(training), training.config, folder=None, resuming=False) as session:
+        client = session.engine.clients[0]
+        for rounds in after:
+            while session.server.round < rounds:
+                run_round(session.server, session.engine)
+            load_vector(client.model, session.server.model)
+            norms = [_norm(client, number, setting.batch_size) for number in range(2 if quick else BATCHES)]
+            found.append({"rounds": rounds, "nominal_dimension": float(np.mean(norms)) / setting.clip})
+        dimension = session.server.model.size
+    return {
+        "published": asdict(setting),
+        "model": DATASETS[setting.dataset][1],
+        "dimension": dimension,
+        "nominal_dimension_measured": found,
+    }
+
+
+def _norm(client: Any, number: int, size: int) -> float:
+    """||grad l||_1 of the mean loss over one batch."""
+    rows = slice(number * size % (len(client.inputs) - size), None)
+    inputs, targets = client.inputs[rows][:size], client.targets[rows][:size]
+    gradients = torch.autograd.grad(client.loss(client.model(inputs), targets).mean(), list(client.model.parameters()))
+    return float(sum(gradient.abs().sum() for gradient in gradients))
