@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from bqsgd.codec import encode_frame
 from bqsgd.engines.distributed import DistributedSession, joined
 from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
-from bqsgd.engines.session import Task
+from bqsgd.engines.session import Session, Task
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.training.broadcast import read_broadcast
@@ -78,7 +80,7 @@ class Mischief:
         if what == "corrupt":
             frame[-1] ^= 1
         if what == "foreign":
-            mechanism, rng = Mechanism(levels=100, trials=20), seeded_rng(seed=0)
+            mechanism, rng = Mechanism(levels=20, trials=200), seeded_rng(seed=0)
             frame = encode_frame(
                 np.zeros(DIMENSION, np.float32), mechanism, clip=0.5, rng=rng, client=self.client + 40, round=round
             )
@@ -90,9 +92,17 @@ class Mischief:
         return frame
 
 
+def warm(config, size):
+    """One round in this process: what is done for the first time then falls in no round with a deadline."""
+    with tempfile.TemporaryDirectory() as folder, Session.start(task(size), config, folder=folder) as session:
+        next(session.rounds())
+
+
 def main():
     asked = json.loads(sys.argv[1])
     folder, config = Path(asked["folder"]), Config(**asked["settings"])
+    if config.deadline_seconds is not None:
+        warm(replace(config, deadline_seconds=None), config.clients)
     with joined(timeout_seconds=120) as group:
         plan = asked["mischief"].get(str(group.rank), {})
         if not group.serves:

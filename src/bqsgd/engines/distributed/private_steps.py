@@ -1,0 +1,109 @@
+"""The per-sample path of the DDP hook: clipped means in place of DDP's gradient, each step counted before it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import Mechanism, check_int
+from bqsgd.persample import clipped_gradients
+from bqsgd.persample.clips import Clip
+from bqsgd.persample.functional import LossFunction
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.release import Release, Scheme, Unit
+from bqsgd.training.plans import Situation
+from bqsgd.training.spending import Spending
+from bqsgd.training.vector import dimension_of, trainable
+
+
+class PrivateSteps:
+    """One rank's steps with a guarantee.
+
+    Args:
+        model: the module inside DDP (`ddp_model.module`).
+        loss: (outputs, targets) -> one loss a sample.
+        clip: of one sample's gradient: Dual, Clamp, L2 or Scale.
+        batch_size: public L; the sum of clipped gradients is divided by it, however many samples a batch happens to
+            have.
+        dataset_size: samples this rank holds.
+        sampling: how the caller draws its batches. Poisson: every sample by itself with probability L / dataset_size.
+            Shuffling is neither Poisson nor fixed-size sampling: say Scheme.FULL then, which claims no amplification.
+        ledger: this rank's, on its own disk; None only with seeded noise, which has no claim.
+        run: name of this training in the ledger.
+        resume: goes on with a run that the ledger knows.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        loss: LossFunction,
+        clip: Clip,
+        batch_size: int,
+        dataset_size: int,
+        ledger: Ledger | None,
+        run: str,
+        sampling: Scheme = Scheme.POISSON,
+        resume: bool = False,
+    ) -> None:
+        self.model, self.loss, self.clip = model, loss, clip
+        self.batch_size = check_int("batch_size", batch_size, 1, 2**53)
+        self.dataset_size, self.sampling = dataset_size, Scheme(sampling)
+        self._ledger, self._run, self._resume = ledger, run, resume
+        self._spending: Spending | None = None
+        self._places = _places(model)
+        self._mean: npt.NDArray[np.float32] | None = None
+
+    def release(self, mechanism: Mechanism, *, range: float) -> Release:
+        """What one step of this rank reveals."""
+        situation = Situation(
+            dimension=dimension_of(self.model),
+            dataset_size=self.dataset_size,
+            batch_size=self.batch_size,
+            scheme=self.sampling,
+            clip=self.clip,
+            range=range,
+            unit=Unit.SAMPLE,
+        )
+        return situation.release(mechanism)
+
+    def supply(
+        self, batch: tuple[Tensor, Tensor], *, mechanism: Mechanism, range: float, step: int, seeded: bool
+    ) -> None:
+        """Count the step, then clip its gradients sample by sample and keep their mean for the hook."""
+        if self._mean is not None:
+            raise InvalidParameter("supply was called twice before a backward; call it once a step")
+        if self._spending is None:
+            self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
+        self._spending.spend(self.release(mechanism, range=range), round=step, last_round=step)
+        clipped = clipped_gradients(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size)
+        self._mean = clipped.mean.cpu().numpy()
+
+    def values_of(self, parameters: Sequence[Tensor]) -> npt.NDArray[np.float32]:
+        """The clipped mean of these parameters, in their order."""
+        if self._mean is None:
+            raise InvalidParameter("call state.supply((inputs, targets)) before every backward: nothing was sent")
+        mean = self._mean
+        return np.concatenate([mean[self._places[id(parameter)]] for parameter in parameters])
+
+    def used(self) -> None:
+        """The last bucket of the step is on its way."""
+        self._mean = None
+
+    def guarantee(self, *, delta: float) -> Guarantee | None:
+        """What the steps so far guarantee; None before the first."""
+        return None if self._spending is None else self._spending.guarantee(delta=delta)
+
+
+def _places(model: nn.Module) -> dict[int, slice]:
+    """Where each trainable parameter lies in the flat mean."""
+    places, start = {}, 0
+    for parameter in trainable(model):
+        places[id(parameter)] = slice(start, start + parameter.numel())
+        start += parameter.numel()
+    return places

@@ -1,0 +1,162 @@
+"""One rank of a DDP script with the hook: what each part found is printed as one line of JSON. argv: see the tests."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from distributed_worker import points
+from torch.nn.parallel import DistributedDataParallel
+
+from bqsgd.codec import decode_frame, encode_frame
+from bqsgd.engines.distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, joined
+from bqsgd.noise import privacy_rng, seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.persample import Clamp, clipped_gradients
+from bqsgd.privacy.ledger import Ledger
+
+LOSS = torch.nn.CrossEntropyLoss(reduction="none")
+NOISY = Mechanism(levels=20, trials=200)
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(2, 300), torch.nn.Tanh(), torch.nn.Linear(300, 2))
+
+
+def flat(model):
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).numpy().copy()
+
+
+def batch(rank):
+    return tuple(torch.as_tensor(part) for part in points(32, rank))
+
+
+def wrapped(model, state):
+    """DDP in small buckets, so that a step is several frames."""
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    ddp.register_comm_hook(state, bq_hook)
+    return ddp
+
+
+def gradient(ddp, own):
+    ddp.zero_grad()
+    LOSS(ddp(own[0]), own[1]).mean().backward()
+    return flat(ddp)
+
+
+def compresses(rank, size):
+    """Fine levels and no noise: the plain mean gradient up to one step of the grid; one warning in three steps."""
+    state = BQHookState(Mechanism(levels=1 << 15, trials=0), clip=1.0, rng=seeded_rng(seed=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = wrapped(network(), state)
+        found = [gradient(ddp, batch(rank)) for _ in range(3)]
+    plain = []
+    for other in range(size):
+        model = network()
+        LOSS(model(batch(other)[0]), batch(other)[1]).mean().backward()
+        plain.append(flat(model))
+    error = max(float(np.abs(each - np.mean(plain, axis=0)).max()) for each in found)
+    told = sum(issubclass(warning.category, NoGuaranteeWarning) for warning in caught)
+    return {"error": error, "steps": state.step, "warnings": told, "size": float(np.abs(plain[0]).max())}
+
+
+def is_private(rank, size, folder):
+    """The hook's mean is that of the clipped gradients, the ledger counts each step before it is sent."""
+    model, clip = network(), Clamp(0.01)
+    with Ledger.open(folder / f"{rank}.ledger", client=rank, budget_epsilon=1e4, budget_delta=1e-5) as ledger:
+        private = PrivateSteps(
+            model=model, loss=LOSS, clip=clip, batch_size=32, dataset_size=640, ledger=ledger, run="hook"
+        )
+        state = BQHookState(NOISY, clip=0.01, rng=privacy_rng(), private=private)
+        ddp = wrapped(model, state)
+        try:
+            gradient(ddp, batch(rank))
+            refused = "nothing"
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        before = ledger.spent_rounds
+        ddp = wrapped(model, state)
+        total = np.zeros(sum(parameter.numel() for parameter in model.parameters()))
+        steps = 40
+        for _ in range(steps):
+            state.supply(batch(rank))
+            total += gradient(ddp, batch(rank))
+        spent, guarantee = ledger.spent_rounds, private.guarantee(delta=1e-5)
+    means = [clipped_gradients(network(), LOSS, batch(r), clip=clip, batch_size=32).mean.numpy() for r in range(size)]
+    deviation = 0.01 / NOISY.levels * np.sqrt((NOISY.trials / 4 + 0.25) / size / steps)
+    z = (total / steps - np.mean(means, axis=0)) / deviation
+    return {
+        "refused": refused,
+        "before": before,
+        "spent": spent,
+        "guarantee": str(guarantee),
+        "chi2": float((z**2).mean()),
+        "largest": float(np.abs(z).max()),
+    }
+
+
+def same_everywhere(rank, size):
+    """Every rank ends with the same gradient, which is that of the frames that seeded noise makes."""
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    private = PrivateSteps(
+        model=model, loss=LOSS, clip=Clamp(0.1), batch_size=32, dataset_size=640, ledger=None, run="seeded"
+    )
+    state = BQHookState(NOISY, clip=0.1, rng=seeded_rng(seed=rank), private=private)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, bq_hook)
+    mean = {r: clipped_gradients(model, LOSS, batch(r), clip=Clamp(0.1), batch_size=32).mean for r in range(size)}
+    state.supply(batch(rank))
+    found = gradient(ddp, batch(rank))
+    # DDP's bucket holds the parameters in the order in which their gradients come: here bias before weight or after.
+    orders = [slice(None), np.r_[4:6, 0:4]]
+    matches = False
+    for order in orders:
+        frames = [
+            encode_frame(mean[r].numpy()[order], NOISY, clip=0.1, rng=seeded_rng(seed=r), client=r, round=0, clamp=True)
+            for r in range(size)
+        ]
+        expected = np.empty(6)
+        expected[order] = np.mean([decode_frame(frame, clip=0.1) for frame in frames], axis=0)
+        matches |= bool(np.allclose(found, expected, atol=1e-7))
+    return {"gradient": found.tobytes().hex(), "matches": matches}
+
+
+def foreign(rank):
+    """A rank with another clip is found out on every rank."""
+    ddp = wrapped(network(), BQHookState(NOISY, clip=1.0 + rank, rng=seeded_rng(seed=1)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gradient(ddp, batch(rank))
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    return {"refused": "nothing"}
+
+
+def main():
+    folder = Path(json.loads(sys.argv[1])["folder"])
+    torch.set_num_threads(1)
+    with joined(timeout_seconds=120) as group:
+        found = {
+            "compresses": compresses(group.rank, group.size),
+            "private": is_private(group.rank, group.size, folder),
+            "same": same_everywhere(group.rank, group.size),
+            "foreign": foreign(group.rank),
+        }
+        dist.barrier()
+        (folder / f"found-{group.rank}.json").write_text(json.dumps(found))
+        sys.stdout.flush()
+        os._exit(0)  # the refused steps left collectives behind that a clean end would wait for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The DDP hook on two real ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_processes import run_ranks
+
+from bqsgd.engines.distributed import BQHookState, bq_hook
+from bqsgd.errors import InvalidParameter
+from bqsgd.noise import seeded_rng
+from bqsgd.params import Mechanism
+
+SCRIPT = Path(__file__).parent / "distributed_hook_worker.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("hook")
+    ended = run_ranks(folder, {}, script=SCRIPT, ranks=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_without_per_sample_clipping_it_compresses_and_says_once_that_it_guarantees_nothing(found):
+    for rank in found:
+        assert rank["compresses"]["warnings"] == 1
+        assert rank["compresses"]["steps"] == 3
+        assert rank["compresses"]["error"] <= 1 / (1 << 15)
+        assert rank["compresses"]["size"] > 100 / (1 << 15), "the gradient is not zero to begin with"
+
+
+def test_with_per_sample_gradients_the_clipped_mean_is_sent_and_counted(found):
+    for rank in found:
+        private = rank["private"]
+        assert "supply" in private["refused"]
+        assert private["before"] == 0, "a refused step costs nothing"
+        assert private["spent"] == 40
+        assert private["guarantee"].startswith("epsilon ")
+        assert (
+            "add/remove one sample; server sees each client's messages; poisson rate 0.05, 40 rounds"
+            in (private["guarantee"])
+        )
+        # 1,502 coordinates: the mean square of z has a standard error of 0.037; 6 of them, and 6 sigma for the
+        # largest of 1,502, alarm falsely less than once in 10^5 runs.
+        assert abs(private["chi2"] - 1) < 0.22
+        assert private["largest"] < 6
+
+
+def test_every_rank_has_the_mean_of_the_same_frames(found):
+    assert found[0]["same"] == found[1]["same"]
+    assert found[0]["same"]["matches"]
+
+
+def test_a_rank_with_another_clip_is_refused_everywhere(found):
+    for rank in found:
+        assert "WrongParameters" in rank["foreign"]["refused"] or "clip" in rank["foreign"]["refused"]
+
+
+def test_arguments_are_checked():
+    state = BQHookState(Mechanism(levels=2, trials=4), clip=1.0, rng=seeded_rng(seed=0))
+    with pytest.raises(InvalidParameter, match="supply needs"):
+        state.supply((torch.zeros(1, 2), torch.zeros(1)))
+    with pytest.raises(InvalidParameter, match="clip"):
+        BQHookState(Mechanism(levels=2, trials=4), clip=0.0, rng=seeded_rng(seed=0))
+
+    class Doubles:
+        def buffer(self):
+            return torch.zeros(3, dtype=torch.float64)
+
+    with pytest.raises(InvalidParameter, match="float32"):
+        bq_hook(state, Doubles())
