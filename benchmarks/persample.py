@@ -2,9 +2,9 @@
 
 `python -m benchmarks.persample` prints the tables, writes benchmarks/results/persample.json and exits with 1 if a
 target is missed. Rivals take turns in one process and each keeps its best time, all doing the same work: forward,
-per-sample gradients, clip, sum. On one core the time is CPU time, which on a quiet machine is the wall time and on a busy
-one leaves out the waiting; on two cores it is wall time. Memory is the peak of a fresh process beyond what it held before
-its steps.
+per-sample gradients, clip, sum. On one core the time is CPU time, which on a quiet machine is the wall time and on a
+busy one leaves out the waiting; on two cores it is wall time. Memory is the peak of a fresh process beyond what it held
+before its steps.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ def check_samples_apart(model: nn.Module, loss_fn: LossFunction, batch: tuple[Te
     """Raise unless the batch gives every sample the gradient norm that it has alone.
 
     A forward that mixes samples in code of its own (`x - x.mean(0)`), or that moves the batch dimension away from the
-    front, would have the wrong gradients clipped. Run this once on a few samples before training; layers that draw random
-    numbers must be switched off (`model.eval()`), or the two roads see different masks. A model without fast rules is
-    taken sample by sample anyway and passes.
+    front, would have the wrong gradients clipped. Run this once on a few samples before training; layers that draw
+    random numbers must be switched off (`model.eval()`), or the two roads see different masks. A model without fast
+    rules is taken sample by sample anyway and passes.
     """
     inputs, targets = batch
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -34,8 +34,8 @@ def check_samples_apart(model: nn.Module, loss_fn: LossFunction, batch: tuple[Te
     if not bool(((together - alone).abs() <= TOLERANCE * alone.abs().max()).all()):
         worst = int((together - alone).abs().argmax())
         raise InvalidParameter(
-            f"sample {worst} has gradient norm {float(alone[worst]):.6g} alone but {float(together[worst]):.6g} in the "
-            "batch: the model mixes samples or moves the batch dimension; keep samples apart and the batch dimension first"
+            f"sample {worst} has gradient norm {float(alone[worst]):.6g} alone, {float(together[worst]):.6g} in a batch: "
+            "the model mixes samples or moves the batch dimension; keep samples apart and the batch dimension first"
         )
 
 

@@ -96,7 +96,7 @@ def _mean_of_all(
     targets: Tensor,
     batch_size: int,
 ) -> bool:
-    """Fill `mean` by one ordinary backward; False, and zeros, when it is not finite: then samples must be told apart."""
+    """Fill `mean` by one ordinary backward; False, and zeros, if it is not finite: then samples must be told apart."""
     if not len(inputs):
         return True
     with torch.enable_grad():

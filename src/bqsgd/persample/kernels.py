@@ -14,6 +14,7 @@ from numba import njit
 from torch import Tensor
 
 from bqsgd.persample import tiles
+from bqsgd.persample.vectors import LANES
 
 BLOCK_FLOATS = 1 << 16
 """Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""
@@ -132,7 +133,7 @@ class Windows:
 
     def norms(self, *, squared: bool, bound: float = float("inf")) -> Tensor:
         """(batch,) sums of squares of clamp(g_b, -C, C) in float64, or max|g_b|."""
-        partial = torch.zeros(len(self.lanes), tiles.LANES)
+        partial = torch.zeros(len(self.lanes), LANES)
         flat = partial.numpy().reshape(-1)
         self._run(2 if squared else 1, bound, np.empty(0, np.float32), lambda _: flat)
         return partial.double().sum(dim=1) if squared else partial.amax(dim=1)

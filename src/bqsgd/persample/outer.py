@@ -180,13 +180,13 @@ class ConvWeight(Outer):
         return self.a[index].flatten(1)[:, torch.from_numpy(where).to(self.a.device)]
 
     def errors(self, index: slice | Tensor) -> Tensor:
-        return self.e[index].flatten(2).unflatten(1, (self.groups, self.outputs)).transpose(2, 3)
+        return self.e[index].reshape(-1, self.groups, self.outputs, self.positions).transpose(2, 3)
 
     def windows(self) -> Windows | None:
         if not usable(self.a):
             return None
         base, offsets, group_stride = self.addresses
-        lanes = self.e.flatten(2).unflatten(1, (self.groups, self.outputs)).permute(0, 3, 1, 2)
+        lanes = self.e.view(self.batch, self.groups, self.outputs, self.positions).permute(0, 3, 1, 2)
         return Windows(self.a.flatten(1), base, offsets, lanes, group_stride)
 
     def place(self, sums: Tensor, out: Tensor) -> None:

@@ -13,7 +13,7 @@ from bqsgd.persample.factors import Dense, Factor, Summed
 from bqsgd.persample.outer import ConvWeight, LinearWeight
 from bqsgd.persample.rows import Rows
 
-Gradients = Iterator[tuple[nn.Parameter | None, Callable[[], Factor]]]
+Gradients = Iterator[tuple[Tensor | None, Callable[[], Factor]]]
 Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
 """(layer, its input, errors at its output) -> each parameter and how to make its factor."""
 

@@ -1,9 +1,7 @@
-"""Register tiles of the fused kernels, written as LLVM vectors because the loop vectoriser stops at half the width.
+"""Register tiles of the fused kernels and the loops over them.
 
 A tile is `rows` x `lanes` coordinates of a weight gradient. Its rows are read as scalars and broadcast, its lanes as
-vectors of 16 float32; the accumulators stay in registers, so no (batch, out, in) tensor exists. Nothing here is tied to
-one processor: LLVM splits the vectors where they are too wide. The one exception, a single-instruction symmetric clamp
-(AVX-512 `vrangeps`), is used where the processor has it.
+vectors of 16 float32; the accumulators stay in registers, so no (batch, out, in) tensor exists.
 """
 
 from __future__ import annotations
@@ -13,63 +11,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16
-FLOAT, WORD, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
-VECTOR = ir.VectorType(FLOAT, LANES)
-ZERO = ir.Constant(VECTOR, [0.0] * LANES)
-UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
-
-
-class _Emit:
-    """The few vector operations a tile needs."""
-
-    def __init__(self, context: Any, builder: Any) -> None:
-        self.context, self.builder = context, builder
-        self.has_range = "+avx512dq" in context.codegen().magic_tuple()[2]
-
-    def pointer(self, kind: Any, value: Any, offset: Any) -> Any:
-        return self.builder.gep(self.context.make_array(kind)(self.context, self.builder, value).data, [offset])
-
-    def at(self, pointer: Any, offset: Any) -> Any:
-        return self.builder.gep(pointer, [ir.Constant(WORD, offset) if isinstance(offset, int) else offset])
-
-    def load(self, pointer: Any, offset: Any) -> Any:
-        return self.builder.load(self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
-
-    def store(self, value: Any, pointer: Any, offset: Any) -> None:
-        self.builder.store(value, self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
-
-    def broadcast(self, scalar: Any) -> Any:
-        first = self.builder.insert_element(UNDEFINED, scalar, ir.Constant(INT32, 0))
-        return self.builder.shuffle_vector(first, UNDEFINED, ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES))
-
-    def intrinsic(self, name: str, *arguments: Any) -> Any:
-        kind = ir.FunctionType(VECTOR, [argument.type for argument in arguments])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return self.intrinsic("llvm.fma.v16f32", x, y, z)
-
-    def maximum(self, x: Any, y: Any) -> Any:
-        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
-
-    def clamp(self, x: Any, high: Any, low: Any) -> Any:
-        """x held to [low, high], with low = -high."""
-        if self.has_range:  # the smaller magnitude with the sign of x
-            every, plain = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)
-            return self.intrinsic(
-                "llvm.x86.avx512.mask.range.ps.512", x, high, ir.Constant(INT32, 2), ZERO, every, plain
-            )
-        x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
-        return self.maximum(x, low)
-
-    def registers(self, rows: int, vectors: int) -> list[list[Any]]:
-        return [[cgutils.alloca_once(self.builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]
+from bqsgd.persample.vectors import LANES, WORD, ZERO, Emit
 
 
 def outer_tile(rows: int, vectors: int) -> Callable[..., None]:
@@ -83,7 +30,7 @@ def outer_tile(rows: int, vectors: int) -> Callable[..., None]:
         typing: Any, scalars: Any, scalar_at: Any, lanes: Any, lane_at: Any, batch: Any, out: Any
     ) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit, kinds = _Emit(context, builder), signature.args
+            emit, kinds = Emit(context, builder), signature.args
             scalar = emit.pointer(kinds[0], arguments[0], arguments[1])
             lane = emit.pointer(kinds[2], arguments[2], arguments[3])
             target = emit.pointer(kinds[5], arguments[5], ir.Constant(WORD, 0))
@@ -143,7 +90,7 @@ def sequence_tile(mode: str) -> Callable[..., None]:
         result_at: Any,
     ) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit, kinds, zero = _Emit(context, builder), signature.args, ir.Constant(WORD, 0)
+            emit, kinds, zero = Emit(context, builder), signature.args, ir.Constant(WORD, 0)
             positions = context.make_array(kinds[3])(context, builder, arguments[3]).nitems
             pointers = {
                 "scalar": emit.pointer(kinds[0], arguments[0], arguments[1]),
@@ -169,7 +116,7 @@ def sequence_tile(mode: str) -> Callable[..., None]:
 
 
 def _sequence_body(
-    emit: _Emit, mode: str, vectors: int, pointers: dict[str, Any], stride: Any, positions: Any, span: Any, bound: Any
+    emit: Emit, mode: str, vectors: int, pointers: dict[str, Any], stride: Any, positions: Any, span: Any, bound: Any
 ) -> None:
     builder, width = emit.builder, ir.Constant(WORD, LANES * vectors)
     high = emit.broadcast(bound)
@@ -211,7 +158,7 @@ def _sequence_body(
             emit.store(total, result, return_at)
 
 
-# The loops over tiles live in this file because numba's cache watches only the file of the function it caches.
+# The loops live beside their tiles because numba's cache watches only the file of the function it caches.
 OUTER_ROWS, OUTER_WIDTH = 5, 64
 OUTER_BLOCK = 1 << 17  # scalars kept in a core's cache while all lanes pass by
 _outer = outer_tile(OUTER_ROWS, OUTER_WIDTH // LANES)

@@ -1,0 +1,69 @@
+"""Vector operations emitted as LLVM, because numba's loop vectoriser stops at half the width of the processor.
+
+Nothing here is tied to one processor: LLVM splits the vectors where they are too wide. The one exception, a symmetric
+clamp in a single instruction (AVX-512 `vrangeps`), is used where the processor has it.
+
+numba's cache does not watch this file: after a change here, change `tiles.py` too or clear the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
+
+LANES = 16
+FLOAT, WORD, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+VECTOR = ir.VectorType(FLOAT, LANES)
+ZERO = ir.Constant(VECTOR, [0.0] * LANES)
+UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
+
+
+class Emit:
+    """The few vector operations a tile needs."""
+
+    def __init__(self, context: Any, builder: Any) -> None:
+        self.context, self.builder = context, builder
+        self.has_range = "+avx512dq" in context.codegen().magic_tuple()[2]
+
+    def pointer(self, kind: Any, value: Any, offset: Any) -> Any:
+        return self.builder.gep(self.context.make_array(kind)(self.context, self.builder, value).data, [offset])
+
+    def at(self, pointer: Any, offset: Any) -> Any:
+        return self.builder.gep(pointer, [ir.Constant(WORD, offset) if isinstance(offset, int) else offset])
+
+    def load(self, pointer: Any, offset: Any) -> Any:
+        return self.builder.load(self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
+
+    def store(self, value: Any, pointer: Any, offset: Any) -> None:
+        self.builder.store(value, self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
+
+    def broadcast(self, scalar: Any) -> Any:
+        first = self.builder.insert_element(UNDEFINED, scalar, ir.Constant(INT32, 0))
+        return self.builder.shuffle_vector(first, UNDEFINED, ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES))
+
+    def intrinsic(self, name: str, *arguments: Any) -> Any:
+        kind = ir.FunctionType(VECTOR, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, arguments)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return self.intrinsic("llvm.fma.v16f32", x, y, z)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+
+    def clamp(self, x: Any, high: Any, low: Any) -> Any:
+        """x held to [low, high], with low = -high."""
+        if self.has_range:  # the smaller magnitude with the sign of x
+            every, plain = ir.Constant(ir.IntType(16), -1), ir.Constant(INT32, 4)
+            return self.intrinsic(
+                "llvm.x86.avx512.mask.range.ps.512", x, high, ir.Constant(INT32, 2), ZERO, every, plain
+            )
+        x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
+        return self.maximum(x, low)
+
+    def registers(self, rows: int, vectors: int) -> list[list[Any]]:
+        one = cgutils.alloca_once
+        return [[one(self.builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]  # type: ignore[no-untyped-call]
