@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-all lint types layers bench clean
+.PHONY: install demo test test-all lint types layers bench bench-persample clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -37,6 +37,9 @@ test-all: lint types layers
 
 bench: install
 	$(BIN)/python -m benchmarks.mechanism
+
+bench-persample: install
+	$(BIN)/python -m benchmarks.persample
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
