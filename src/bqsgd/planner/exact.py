@@ -70,13 +70,19 @@ def least_error_mechanism(
             found[levels] = trials
         ratio = trials / levels**2
         levels = _largest_levels(ratio, top)
-    upward = max(found, default=0) + 1
-    for s in range(max(levels, upward), 0, -1):
-        if s in found or (found and not _could_win(s, found)):
-            continue
-        trials = least_trials(s, ratio * s**2, top - 2 * s)
+
+    def try_levels(s: int) -> bool:
+        trials = found.get(s) or least_trials(s, min(ratio * s**2, top - 2 * s), top - 2 * s)
         if trials is not None:
             found[s] = trials
+        return trials is not None
+
+    above = max(levels, *found, 1)
+    while 2 * above < top and try_levels(above):  # what s + 1 can do, s can
+        above += 1
+    for s in range(above - 1, 0, -1):
+        if not found or _could_win(s, found):
+            try_levels(s)
     if not found:
         raise Infeasible(_trades(exact, budget, least_trials(1, ratio, 1 << MAX_BITS)))
     best = min(found, key=lambda s: noise_variance(Mechanism(levels=s, trials=found[s])))
