@@ -25,7 +25,7 @@ import torch
 from benchmarks.persample_rivals import CLIPS, MATERIALISING, MODELS, OPACUS, RIVALS, Step, batch_of, make_step, plain
 
 RESULTS = Path(__file__).parent / "results" / "persample.json"
-ROUNDS, PATIENCE_SECONDS = 12, 20.0
+ROUNDS, PATIENCE_SECONDS = 10, 15.0
 SPEED_LIMIT, MEMORY_LIMIT = 2.0, 1.5
 MEMORY_MODEL = "MLP 784-2048-2048-10"
 FAST_CLIPS = ("L2", "Scale", "Clamp")
@@ -37,7 +37,7 @@ def best_seconds(steps: dict[str, Step], threads: int) -> dict[str, float]:
     best, spent = dict.fromkeys(steps, float("inf")), dict.fromkeys(steps, 0.0)
     for turn in range(ROUNDS + 1):
         for name, step in steps.items():
-            if spent[name] > PATIENCE_SECONDS and turn > 3:
+            if spent[name] > PATIENCE_SECONDS and turn > 2:
                 continue
             start, wall = clock(), time.perf_counter()
             step()

@@ -34,7 +34,7 @@ def check_samples_apart(model: nn.Module, loss_fn: LossFunction, batch: tuple[Te
     if not bool(((together - alone).abs() <= TOLERANCE * alone.abs().max()).all()):
         worst = int((together - alone).abs().argmax())
         raise InvalidParameter(
-            f"sample {worst} has gradient norm {float(alone[worst]):.6g} alone, {float(together[worst]):.6g} in a batch: "
+            f"sample {worst} has gradient norm {float(alone[worst]):.6g} alone, {float(together[worst]):.6g} in batch: "
             "the model mixes samples or moves the batch dimension; keep samples apart and the batch dimension first"
         )
 
