@@ -1,0 +1,148 @@
+"""`torchrun -m bqsgd train --engine distributed`: the model is that of one process, bit for bit; a killed rank ends the
+job, which can go on. And what ranks say to each other before the first round."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_processes import environment, finish, lines, processes
+
+from bqsgd.cli.app import main
+from bqsgd.engines.distributed import joined
+from bqsgd.engines.distributed.hello import SettingsDiffer, hello_of, read_hello, read_welcome, welcome_of
+from bqsgd.engines.distributed.transport import PeerLost, as_tensor
+from bqsgd.errors import InvalidParameter
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.training.checkpoint import load_checkpoint
+from bqsgd.training.config import Config
+
+RANKS, ROUNDS = 4, 250
+SETTINGS = (
+    *("--dataset", "digits", "--rounds", str(ROUNDS), "--batch-size", "32", "--levels", "17", "--trials", "220"),
+    *("--epsilon", "1000", "--seed", "5", "--checkpoint-every", "100000", "--evaluate-every", "1000"),
+)
+
+
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return [*command, "-m", "bqsgd", "train", "--engine", "distributed", *arguments], environment()
+
+
+def rank_process(parent, rank):
+    """The process that the launcher started as this rank."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return int(child)
+    raise AssertionError(f"rank {rank} has no process")
+
+
+def wait_for_rounds(path, count, launcher):
+    until = time.monotonic() + 100
+    while not path.exists() or len(path.read_bytes().splitlines()) < count:
+        assert launcher.poll() is None, launcher.stdout.read()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
+def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_end(tmp_path):
+    folder = tmp_path / "ranks"
+    with processes([torchrun(*SETTINGS, "--out", str(folder))]) as started:
+        wait_for_rounds(folder / "rounds.jsonl", 3, started[0])
+        os.kill(rank_process(started[0].pid, 2), signal.SIGKILL)
+        [(code, output)] = finish(started)
+    assert code != 0
+    assert "rank 2 is gone: the connection was closed by the other side" in output
+    assert "client 2: missing (rank 2 is gone" in output
+    assert f"go on with: bqsgd train --out {folder} --resume" in " ".join(output.split())
+    stopped = load_checkpoint(folder)[1]["round"]
+    assert 3 <= stopped < ROUNDS
+    lost = sum(entry["status"] == "missing" for record in lines(folder / "rounds.jsonl") for entry in record["clients"])
+    with Ledger(folder / "ledgers" / "client-0002.ledger") as ledger:
+        assert ledger.spent_rounds >= stopped - lost
+        assert ledger.spent_rounds % 20 == 0, "killed: all it had reserved stays counted"
+
+    with processes([torchrun("--out", str(folder), "--resume")]) as started:
+        [(code, output)] = finish(started)
+    assert code == 0, output
+    assert load_checkpoint(folder)[1]["round"] == ROUNDS
+    assert [record["round"] for record in lines(folder / "rounds.jsonl")] == list(range(ROUNDS))
+
+
+def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys):
+    settings = [*SETTINGS, "--rounds", "12"]
+    with processes([torchrun(*settings, "--out", str(tmp_path / "ranks"))]) as started:
+        [(code, output)] = finish(started)
+    assert code == 0, output
+    assert main(["train", *settings, "--clients", str(RANKS), "--out", str(tmp_path / "one")]) == 0
+    capsys.readouterr()
+    several, one = (load_checkpoint(tmp_path / name) for name in ("ranks", "one"))
+    assert several[0].keys() == one[0].keys()
+    assert all(several[0][name].tobytes() == one[0][name].tobytes() for name in one[0])
+    books = [
+        [{key: record[key] for key in ("bytes_up", "bytes_down", "clients", "stepped")} for record in found]
+        for found in (lines(tmp_path / name / "rounds.jsonl") for name in ("ranks", "one"))
+    ]
+    assert books[0] == books[1]
+    assert all(entry["status"] == "ok" for record in books[0] for entry in record["clients"])
+
+
+def test_ranks_agree_on_settings_before_anything_is_sent():
+    config = Config(clients=3, rounds=5, run="a", seed=1, data_folder="here")
+    hello = memoryview(hello_of(config, resuming=True))
+    assert read_hello(hello, replace(config, run=None, data_folder="there")) == ("a", True)
+    with pytest.raises(SettingsDiffer, match="epsilon, rounds"):
+        read_hello(hello, replace(config, rounds=6, epsilon=2.0))
+    with pytest.raises(SettingsDiffer, match="'b'"):
+        read_hello(hello, replace(config, run="b"))
+    assert read_welcome(memoryview(welcome_of(samples=7))) == 7
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"[]", b"{", b"[" * 60000, b'{"format": "other"}', welcome_of(samples=0), b"\x80\x02"]
+)
+def test_a_first_message_that_is_none_is_refused(message):
+    with pytest.raises(PeerLost):
+        read_welcome(memoryview(message))
+    with pytest.raises(PeerLost):
+        read_hello(memoryview(message), Config())
+
+
+def test_a_process_without_a_launcher_or_a_backend_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InvalidParameter, match="torchrun"), joined():
+        pass
+    with pytest.raises(InvalidParameter, match="gloo, nccl, mpi"), joined(backend="carrier-pigeon"):
+        pass
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidParameter, match="no mpi"), joined(backend="mpi"):
+        pass
+
+
+def test_the_command_asks_for_a_folder_and_a_known_engine(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert main(["train", "--engine", "distributed"]) == 2
+    assert "needs --out" in capsys.readouterr().err
+    assert main(["train", "--engine", "abacus"]) == 2
+    assert "in-process or distributed" in capsys.readouterr().err
+
+
+def test_bytes_become_tensors_and_back():
+    assert as_tensor(b"").numel() == 0
+    assert bytes(as_tensor(b"\x00\xff").numpy()) == b"\x00\xff"
+    frame = bytearray(b"ab")
+    tensor = as_tensor(frame)
+    frame[0] = 0
+    assert tensor.tolist() == [0, 98], "a frame is not copied on its way out"
+    assert as_tensor(torch.ones(2, dtype=torch.uint8)).tolist() == [1, 1]
