@@ -175,9 +175,9 @@ def _least_trials(
         else:
             low = m
         if last and 0 < figure < math.inf and 0 < last[1] < math.inf and figure != last[1] and m != last[0]:
-            power = min(3.0, max(0.2, -math.log(figure / last[1]) / math.log(m / last[0])))
+            power = min(3.0, max(0.01, -math.log(figure / last[1]) / math.log(m / last[0])))
         last = (m, figure)
-        wanted = 2.0 * m if figure == math.inf else m * (figure / target) ** (1 / power)
+        wanted = 2.0 * m if figure == math.inf else m * min(8.0, (figure / target) ** (1 / power))
         m = min(max(math.ceil(min(wanted, 2.0**40)), low + 1), high - 1)
     return high if high <= cap else None
 
