@@ -17,6 +17,7 @@ from bqsgd import __version__
 from bqsgd.cli.account import account
 from bqsgd.cli.audit import audit
 from bqsgd.cli.demo import demo
+from bqsgd.cli.flower import flower
 from bqsgd.cli.ledger import ledger
 from bqsgd.cli.plan import plan
 from bqsgd.cli.report import report
@@ -49,6 +50,7 @@ app.command()(plan)
 app.command()(account)
 app.command()(audit)
 app.add_typer(ledger, name="ledger")
+app.add_typer(flower, name="flower")
 app.command()(tradeoffs)
 app.command()(report)
 

@@ -23,16 +23,6 @@ class Letter:
     arrived: float = 0.0
 
 
-class Clock:
-    """The server's clock. It shows when the frame in hand arrived, as frames are handed over in the clients' order."""
-
-    def __init__(self) -> None:
-        self.reading: float | None = None
-
-    def __call__(self) -> float:
-        return time.monotonic() if self.reading is None else self.reading
-
-
 class Carrier(Grid):
     """Wraps Flower's grid. An answer belongs to the node its question was sent to, whatever it says of itself.
 

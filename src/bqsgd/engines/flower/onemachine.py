@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,13 +58,14 @@ class OneMachine:
         """A node key that is not registered."""
         return make_node_key(self.folder / "keys", name=name)[0]
 
-    def register(self, name: str) -> Path:
-        """A node key that the SuperLink knows; returns the private one."""
-        private, public = make_node_key(self.folder / "keys", name=name)
-        self.processes.run(
-            f"register-{name}", "flwr", "supernode", "register", str(public), _CONNECTION, seconds=_START_SECONDS
-        )
-        return private
+    def register(self, names: Sequence[str]) -> list[Path]:
+        """Node keys that the SuperLink knows, one a name; returns the private ones."""
+        made = {name: make_node_key(self.folder / "keys", name=name) for name in names}
+        for name, (_, public) in made.items():
+            self.processes.start(f"register-{name}", "flwr", "supernode", "register", str(public), _CONNECTION)
+        for name in names:
+            self.processes.finish(f"register-{name}", seconds=_START_SECONDS + 10 * len(names))
+        return [made[name][0] for name in names]
 
     def start_node(self, name: str, *, client: int, key: Path | None, **environment: str) -> None:
         """Start a SuperNode; its ledger lies in nodes/`name`."""

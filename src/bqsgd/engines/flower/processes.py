@@ -66,17 +66,20 @@ class Processes:
 
     def run(self, name: str, *command: str, seconds: float) -> str:
         """Run a program to its end and return what it printed; failing or overdue raises."""
-        process = self.start(name, *command)
+        self.start(name, *command)
+        return self.finish(name, seconds=seconds)
+
+    def finish(self, name: str, *, seconds: float) -> str:
+        """Wait for the end of a program that was started."""
+        process = self.running[name]
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill(name)
-            raise FlowerFailed(
-                f"`{' '.join(command[:3])}` was not done after {seconds:g} s\n{self.tail(name)}"
-            ) from None
+            raise FlowerFailed(f"{name} was not done after {seconds:g} s\n{self.tail(name)}") from None
         self.running.pop(name, None)
         if code:
-            raise FlowerFailed(f"`{' '.join(command[:3])}` ended with code {code}\n{self.tail(name)}")
+            raise FlowerFailed(f"{name} ended with code {code}\n{self.tail(name)}")
         return self.text(name)
 
     def _resolved(self, command: tuple[str, ...]) -> list[str]:

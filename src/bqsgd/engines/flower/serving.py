@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from bqsgd.engines.flower.answering import MakeModel
-from bqsgd.engines.flower.carrier import Carrier, Clock
+from bqsgd.engines.flower.carrier import Carrier
 from bqsgd.engines.flower.roster import Roster
 from bqsgd.engines.flower.settings import Service, read_settings
 from bqsgd.engines.flower.strategy import FrameStrategy, model_record
@@ -65,14 +65,14 @@ def serve(
     """Run what is left of the run, over any Flower grid."""
     config = _stored_name(config, service.folder)
     assert config.run is not None
-    carrier, clock, initial = Carrier(grid), Clock(), to_vector(model)
+    carrier, initial = Carrier(grid), to_vector(model)
     roster = Roster(config, dimension=initial.size)
     roster.gather(carrier, seconds=service.join_seconds)
-    server = Server(model=initial, weights=roster.samples, config=config, clock=clock)
+    server = Server(model=initial, weights=roster.samples, config=config)
     keeper = _Keeper(service.folder, server)
     keeper.resume()
     limit = config.deadline_seconds or service.round_seconds
-    strategy = FrameStrategy(server=server, roster=roster, carrier=carrier, clock=clock, run=config.run, seconds=limit)
+    strategy = FrameStrategy(server=server, roster=roster, carrier=carrier, run=config.run, seconds=limit)
 
     def after(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if strategy.outcome is None:  # Flower asks before the first round too

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Met
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from bqsgd.engines.flower.carrier import Carrier, Clock, Letter
+from bqsgd.engines.flower.carrier import Carrier, Letter
 from bqsgd.engines.flower.messages import FRAME, MODEL, clean, data_of, has_data, parcel, read_guarantee, word
 from bqsgd.engines.flower.roster import Roster
 from bqsgd.errors import FrameError, InvalidParameter
@@ -32,17 +32,15 @@ class FrameStrategy(Strategy):
     """Sends the server's message to every client and hands it their frames, in the order of client numbers.
 
     Args:
-        server: the run's state; its clock must be `clock`.
+        server: the run's state.
         roster: the clients that have joined.
         carrier: the grid, wrapped; `start` must be given the same.
         run: the run's name in the clients' ledgers.
         seconds: how long a round waits for its answers.
     """
 
-    def __init__(
-        self, *, server: Server, roster: Roster, carrier: Carrier, clock: Clock, run: str, seconds: float
-    ) -> None:
-        self.server, self.roster, self.carrier, self.clock = server, roster, carrier, clock
+    def __init__(self, *, server: Server, roster: Roster, carrier: Carrier, run: str, seconds: float) -> None:
+        self.server, self.roster, self.carrier = server, roster, carrier
         self.run, self.seconds = run, seconds
         self.outcome: Outcome | None = None
         """The round closed last."""
@@ -86,7 +84,7 @@ class FrameStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Hand over the answers, close the round, and say what became of each client."""
-        answers: list[tuple[bool, int, float, Answer]] = []
+        answers: list[tuple[bool, int, Answer]] = []
         for reply in replies:
             letter = self.carrier.letter_of(reply)
             if letter.kind == MessageType.QUERY:  # it said who it is too late for `greet`
@@ -97,16 +95,14 @@ class FrameStrategy(Strategy):
                 logger.warning("node %d answered, but it is no client of this run any more", letter.node)
                 continue
             late = letter.group != str(self.server.round)
-            answers.append((late, client, letter.arrived, self._read(client, letter, reply)))
-        for late, client, arrived, answer in sorted(answers, key=lambda entry: entry[:2]):
+            answers.append((late, client, self._read(client, letter, reply)))
+        for late, client, answer in sorted(answers, key=lambda entry: entry[:2]):
             if late and answer.frame is None:
                 logger.warning("client %d: no frame to an earlier round either: %s", client, answer.reason)
                 continue
-            self.clock.reading = arrived
             receipt = deliver(self.server, answer)
             if late:
                 _say(self.server.round, receipt)
-        self.clock.reading = None
         self.outcome = self.server.close_round()
         for receipt in self.outcome.receipts:
             if receipt.status != OK:
@@ -129,7 +125,7 @@ class FrameStrategy(Strategy):
             if guarantee is not None:
                 self.guarantees[client] = guarantee
             if has_data(reply, kind=FRAME):
-                return Answer(client=client, frame=data_of(reply, kind=FRAME))
+                return Answer(client=client, frame=data_of(reply, kind=FRAME), arrived=letter.arrived)
             reason = word(reply, "declined", str)
         except FrameError as error:
             return Answer(client=client, reason=f"refused: {error}")

@@ -1,0 +1,148 @@
+"""`bqsgd flower`: a Flower app to edit, and a whole federation on this machine to see it work."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bqsgd.cli.output import Json, emit
+from bqsgd.errors import InvalidParameter
+
+flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
+
+_SAMPLES = 1437
+"""Training samples of `digits`, which the demo cuts into shares."""
+
+
+@flower.command()
+def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; new or empty.")]) -> None:
+    """Write a small Flower app to edit: your model, your data.
+
+    Example: bqsgd flower init my-app
+    """
+    from bqsgd.engines.flower.app_folder import write_app
+
+    for path in write_app(folder):
+        typer.echo(path)
+    typer.echo(f"Edit {folder / 'private_app' / 'task.py'}, then: flwr run {folder} --stream")
+
+
+@flower.command()
+def demo(
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Real processes with TLS and node keys instead of a simulation.")
+    ] = False,
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
+    rounds: Annotated[int | None, typer.Option(help="Rounds. Default: 30, with --tls 4.")] = None,
+    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (exact).")] = 3.0,
+    seed: Annotated[int | None, typer.Option(help="Reproducible noise: voids the privacy claim.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep everything here. Default: a folder deleted at the end.")
+    ] = None,
+    limit_seconds: Annotated[float, typer.Option(help="Give up after this long.")] = 900.0,
+    json: Json = False,
+) -> None:
+    """Train on a Flower federation on this machine, and take everything down again.
+
+    Without --tls: Flower's simulation. With it: a SuperLink that accepts TLS and registered node keys only, and one
+    SuperNode process a client, each with its own key and its own ledger.
+
+    Example: bqsgd flower demo --tls
+    """
+    import tempfile
+
+    if not 1 <= clients <= _SAMPLES // 16:
+        raise InvalidParameter(f"clients must lie in 1..{_SAMPLES // 16} (16 samples each), got {clients}")
+    settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise InvalidParameter(f"{out} is not empty; name another folder")
+        fields = run_demo(out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
+    else:
+        with tempfile.TemporaryDirectory(prefix="bqsgd-flower-") as folder:
+            fields = run_demo(Path(folder), settings, tls=tls, limit_seconds=limit_seconds)
+    emit(fields, as_json=json, title="Flower demo" + (" with TLS and node keys" if tls else ""), notes=_notes(fields))
+
+
+def demo_settings(*, clients: int, rounds: int | None, tls: bool, epsilon: float, seed: int | None) -> dict[str, Any]:
+    """Settings of the app for a demo that is short: with --tls few rounds and large steps."""
+    settings: dict[str, Any] = {"clients": clients, "epsilon": epsilon, "run": "demo", "momentum": 0.5}
+    share = _SAMPLES // clients
+    if tls:
+        settings |= {"rounds": rounds or 4, "learning_rate": 8.0, "batch_size": min(128, share * 2 // 5)}
+    else:
+        settings |= {"rounds": rounds or 30, "learning_rate": 1.0, "batch_size": min(64, share * 2 // 5)}
+    return settings if seed is None else settings | {"seed": seed}
+
+
+def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds: float) -> dict[str, Any]:
+    """The whole demo in `folder`; when this returns no process of it is left."""
+    import time
+
+    from bqsgd.engines.flower import serving
+    from bqsgd.engines.flower.app_folder import write_app
+    from bqsgd.engines.flower.onemachine import make_federation
+    from bqsgd.engines.flower.place import LEDGER_FOLDER_VARIABLE
+    from bqsgd.engines.flower.processes import FlowerFailed, Processes
+
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:5.1f} s] {text}", file=sys.stderr)
+
+    write_app(folder / "app")
+    clients = settings["clients"]
+    with Processes(folder) as processes:
+        processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nodes")
+        federation = make_federation(folder, processes, tls=tls, simulation=not tls)
+        federation.start_superlink()
+        say(f"SuperLink at {federation.address}" + (", TLS" if tls else ", simulation"))
+        if tls:
+            names = [f"node-{client}" for client in range(clients)]
+            for client, (name, key) in enumerate(zip(names, federation.register(names), strict=True)):
+                federation.start_node(name, client=client, key=key)
+            say(f"{clients} node keys registered, {clients} SuperNodes started")
+        asked = settings | {"folder": str(folder / "server")}
+        say(f"flwr run: {clients} clients, {settings['rounds']} rounds")
+        federation.submit(folder / "app", settings=asked, clients=clients, seconds=limit_seconds)
+        say("done; stopping all processes")
+        if not (folder / "server" / serving.RESULT_FILE).exists():
+            raise FlowerFailed(f"the run ended without a result\n{processes.tail('run')}")
+    result = json_format.loads((folder / "server" / serving.RESULT_FILE).read_text())
+    records = [json_format.loads(line) for line in (folder / "server" / serving.ROUNDS_FILE).read_text().splitlines()]
+    return {
+        **{name: result[name] for name in ("accuracy", "rounds", "guarantee", "seeded", "model_sha256")},
+        "clients": clients,
+        "bytes_up": sum(record["bytes_up"] for record in records),
+        "bytes_up_float32": sum(record["bytes_up_float32"] for record in records),
+        "frames_received": sum(entry["status"] == "ok" for record in records for entry in record["clients"]),
+        "rounds_in_ledgers": _ledgers(folder / "nodes"),
+        "processes_left": len(processes.left_over()),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _ledgers(folder: Path) -> int:
+    """Rounds that the clients' own ledgers count, in all."""
+    from bqsgd.privacy.ledger import Ledger
+
+    total = 0
+    for path in folder.rglob("*.ledger"):
+        with Ledger(path) as ledger:
+            total += ledger.spent_rounds
+    return total
+
+
+def _notes(fields: dict[str, Any]) -> tuple[str, ...]:
+    from bqsgd.privacy.guarantee import Guarantee
+
+    if fields["guarantee"] is None:
+        return ("Nothing private was sent.",)
+    return (
+        f"Guarantee, as the client with the largest epsilon states it: {Guarantee.from_dict(fields['guarantee'])}.",
+    )
