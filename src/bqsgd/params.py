@@ -68,6 +68,11 @@ class Mechanism:
         return math.log2(self.code_count)
 
 
+def code_dtype(code_count: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest unsigned type that holds the codes 0 to code_count - 1: uint8, uint16 or uint32."""
+    return np.dtype(np.uint8 if code_count <= 1 << 8 else np.uint16 if code_count <= 1 << 16 else np.uint32)
+
+
 def check_clip(clip: Clip, dimension: int | None = None) -> Clip:
     """Return `clip` as a positive finite float or a 1-D float64 array (of length `dimension` if given)."""
     if not isinstance(clip, np.ndarray):

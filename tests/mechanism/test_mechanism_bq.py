@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput, OutOfRange
-from bqsgd.mechanism.bq import CHUNK, Encoding, code_dtype, decode, encode
+from bqsgd.mechanism.bq import CHUNK, Encoding, decode, encode
 from bqsgd.mechanism.clip import clamp
 from bqsgd.noise import NOISE_BITS, REFINE_BITS, ROUND_BITS, alias_table, privacy_rng, seeded_rng
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism
+from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism, code_dtype
 
 PAPER = [(1, 251), (2, 251), (5, 245), (8, 4079), (26, 4043), (52, 16279)]
 EDGES = [(1, 0), (1, 1), (MAX_LEVELS, 0), (MAX_LEVELS, MAX_TRIALS), (3, 64)]
@@ -51,7 +51,7 @@ def test_codes_equal_the_slow_model(levels: int, trials: int, dtype: type, per_c
     values = draws.normal(0, 0.001, d).astype(dtype)
     clip = draws.uniform(0.0005, 0.003, d) if per_coordinate else 0.0015
     codes = encode(values, mechanism, clip=clip, rng=seeded_rng(seed=5), clamp=True)
-    assert codes.dtype == code_dtype(mechanism)
+    assert codes.dtype == code_dtype(mechanism.code_count)
     assert codes.tolist() == list(slow_codes(values, mechanism, clip, 5))
 
 
@@ -247,7 +247,7 @@ def test_decode_by_hand() -> None:
 def test_decoding_a_sum_is_summing_the_decoded(levels: int, trials: int, count: int) -> None:
     mechanism = Mechanism(levels=levels, trials=trials)
     draws = np.random.default_rng(trials)
-    codes = draws.integers(0, mechanism.code_count, (count, 17)).astype(code_dtype(mechanism))
+    codes = draws.integers(0, mechanism.code_count, (count, 17)).astype(code_dtype(mechanism.code_count))
     for clip in (0.37, draws.uniform(0.1, 2, 17)):
         separate = sum(decode(row, mechanism, clip=clip) for row in codes)
         together = decode(codes.sum(axis=0, dtype=np.int64), mechanism, clip=clip, count=count)

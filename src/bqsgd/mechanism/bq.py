@@ -20,18 +20,12 @@ from bqsgd.mechanism.slices import for_slices
 from bqsgd.mechanism.ties import resolve_ties
 from bqsgd.mechanism.vector import Vector, as_vector, check_finite
 from bqsgd.noise import NoiseSource, alias_table
-from bqsgd.params import Clip, Mechanism, check_clip, check_int
+from bqsgd.params import Clip, Mechanism, check_clip, check_int, code_dtype
 
 CHUNK = 1 << 14
 """Coordinates a kernel call works on: values, keystream and codes of one chunk stay in the second-level cache."""
 
 Codes = npt.NDArray[np.unsignedinteger]
-
-
-def code_dtype(mechanism: Mechanism) -> np.dtype[np.unsignedinteger]:
-    """The smallest unsigned type that holds every code: uint8, uint16 or uint32."""
-    count = mechanism.code_count
-    return np.dtype(np.uint8 if count <= 1 << 8 else np.uint16 if count <= 1 << 16 else np.uint32)
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +45,7 @@ class Encoding:
         self.values: Vector = as_vector(values)
         self.mechanism = mechanism
         self.dimension = self.values.size
-        self.dtype = code_dtype(mechanism)
+        self.dtype = code_dtype(mechanism.code_count)
         self.clip = check_clip(clip, self.dimension)
         if not 2.0**-900 < np.min(self.clip) <= np.max(self.clip) < 2.0**900:
             raise InvalidParameter("clip must lie between 2^-900 and 2^900, for the steps to be representable")
@@ -139,7 +133,7 @@ def encode(
         clip: C, or one C_j a coordinate.
         clamp: cut values beyond +-C to +-C instead of refusing them.
         threads: how many cores to use; the codes do not depend on it.
-        out: array to write the codes into, of the dtype `code_dtype(mechanism)`.
+        out: array to write the codes into, of the dtype `code_dtype(mechanism.code_count)`.
         q: success probability of the binomial; only 1/2 is offered.
 
     Raises:

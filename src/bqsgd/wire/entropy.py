@@ -22,10 +22,10 @@ import numpy.typing as npt
 import zstandard
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import Mechanism
+from bqsgd.params import Mechanism, code_dtype
 from bqsgd.wire import bits
 from bqsgd.wire.errors import BadPayload, CodeOutOfRange
-from bqsgd.wire.fixed import Codes, FixedWidth, Payload, code_dtype
+from bqsgd.wire.fixed import Codes, FixedWidth, Payload
 from bqsgd.wire.histogram import Split, best_split, histogram, read_counts, write_counts
 
 PREFIX = struct.Struct("<BBHIII")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, check_int
+from bqsgd.params import MAX_LEVELS, MAX_TRIALS, check_int, code_dtype
 from bqsgd.wire import bits, longword
 from bqsgd.wire.errors import BadPayload, CodeOutOfRange
 
@@ -30,11 +30,6 @@ LONG_WORDS = frozenset({61, 65, 121, 122, 129, 241, 242, 481})
 
 Codes = npt.NDArray[np.unsignedinteger]
 Payload = npt.NDArray[np.uint8]
-
-
-def code_dtype(code_count: int) -> np.dtype[np.unsignedinteger]:
-    """The unsigned type of codes 0 to code_count - 1: uint8, uint16 or uint32."""
-    return np.dtype(np.uint8 if code_count <= 1 << 8 else np.uint16 if code_count <= 1 << 16 else np.uint32)
 
 
 @dataclass(frozen=True, kw_only=True)
