@@ -133,10 +133,10 @@ class Windows:
 
     def norms(self, *, squared: bool, bound: float = float("inf")) -> Tensor:
         """(batch,) sums of squares of clamp(g_b, -C, C) in float64, or max|g_b|."""
-        partial = torch.zeros(len(self.lanes), LANES)
+        partial = torch.zeros(len(self.lanes), LANES, dtype=torch.float64)
         flat = partial.numpy().reshape(-1)
         self._run(2 if squared else 1, bound, np.empty(0, np.float32), lambda _: flat)
-        return partial.double().sum(dim=1) if squared else partial.amax(dim=1)
+        return partial.sum(dim=1) if squared else partial.amax(dim=1).float()
 
     @property
     def _width(self) -> int:

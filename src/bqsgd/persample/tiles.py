@@ -67,7 +67,7 @@ def sequence_tile(mode: str) -> Callable[..., None]:
     Row r at position p reads scalars[scalar_at + b * stride + base[p] + offsets[offset_at + r]]: a convolution needs no
     unfolded copy of its input. Lanes: (batch, positions, width), width 16 or 32. Modes: "sum": result[tile] +=
     extra_b clamp(g_b); "max": result[b] = max(., |g_b|); "square": result[b] += (extra_row clamp(g_b))^2. The last two
-    keep 16 partial results a sample.
+    keep 16 partial results a sample in float64: a tile adds 128 or 256 squares in float32, a layer millions.
     """
 
     @intrinsic
@@ -143,10 +143,8 @@ def _sequence_body(
             for at, value in enumerate(chain(*gradient)):
                 total = emit.fma(weight, emit.clamp(value, high, low), emit.load(result, LANES * at))
                 emit.store(total, result, LANES * at)
-            return_at = None
         else:
-            return_at = builder.mul(sample, ir.Constant(WORD, LANES))
-            total = emit.load(result, return_at)
+            total = ZERO
             for row, row_values in enumerate(gradient):
                 mask = emit.broadcast(builder.load(emit.at(pointers["extra"], row)))
                 for value in row_values:
@@ -155,7 +153,8 @@ def _sequence_body(
                     else:
                         held = builder.fmul(mask, emit.clamp(value, high, low))
                         total = emit.fma(held, held, total)
-            emit.store(total, result, return_at)
+            parts = emit.at(result, builder.mul(sample, ir.Constant(WORD, LANES)))
+            emit.reduce_double(total, parts, largest=mode == "max")
 
 
 # The loops live beside their tiles because numba's cache watches only the file of the function it caches.
@@ -233,7 +232,7 @@ def run_windows(
     """Samples start..stop of one reduction of g_b, a block that fits in the cache at a time.
 
     Modes: 0 adds w_b clamp(g_b) to result (tiles, 8 * width); 1 puts max|g_b| and 2 the sum of squares of clamp(g_b) in
-    result (batch, 16), as 16 parts.
+    result (batch, 16), as 16 parts in float64.
     """
     _, positions, groups, size = lanes.shape
     panels, strips, stride = (size + width - 1) // width, offsets.size // ROWS, scalars.shape[1]

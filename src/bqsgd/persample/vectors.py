@@ -67,3 +67,10 @@ class Emit:
     def registers(self, rows: int, vectors: int) -> list[list[Any]]:
         one = cgutils.alloca_once
         return [[one(self.builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]  # type: ignore[no-untyped-call]
+
+    def reduce_double(self, value: Any, pointer: Any, *, largest: bool) -> None:
+        """Add the vector to 16 float64 at `pointer`, or keep the larger of each."""
+        wide = ir.VectorType(ir.DoubleType(), LANES)
+        place = self.builder.bitcast(pointer, wide.as_pointer())
+        old, new = self.builder.load(place, align=8), self.builder.fpext(value, wide)
+        self.builder.store(self.maximum(new, old) if largest else self.builder.fadd(new, old), place, align=8)
