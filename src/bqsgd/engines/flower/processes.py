@@ -33,6 +33,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._began: dict[str, int] = {}
         self._mark = uuid.uuid4().hex
         home = folder / "flwr-home"
         for place in (home, folder / "logs"):
@@ -52,6 +53,7 @@ class Processes:
     def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a program in the background; its output goes to logs/`name`.log."""
         with self.log(name).open("ab") as stream:
+            self._began[name] = stream.tell()
             process = subprocess.Popen(
                 self._resolved(command),
                 stdout=stream,
@@ -93,8 +95,12 @@ class Processes:
         return self.folder / "logs" / f"{name}.log"
 
     def text(self, name: str) -> str:
-        """All that a program has printed so far."""
-        return self.log(name).read_text(errors="replace") if self.log(name).exists() else ""
+        """All that a program has printed since it was started last."""
+        if name not in self._began:
+            return ""
+        with self.log(name).open("rb") as stream:
+            stream.seek(self._began[name])
+            return stream.read().decode(errors="replace")
 
     def tail(self, name: str, lines: int = 15) -> str:
         """Its last lines."""

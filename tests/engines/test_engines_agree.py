@@ -1,0 +1,71 @@
+"""The same seed gives the same frames and the same final model, bit for bit, on every engine."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from digits_worker import digits_task
+from distributed_processes import lines, run_ranks
+from distributed_worker import recording
+
+from bqsgd.engines.session import Session
+from bqsgd.training.config import Config
+
+SETTINGS = {
+    "dataset": "digits", "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,
+    "seed": 11, "coding": "entropy", "optimiser": "adam", "subtract_noise": True, "learning_rate": 0.01,
+    "average": 0.5, "evaluate_every": 5,
+}  # fmt: skip
+
+
+def noted(folder):
+    return {(line["round"], line["client"]): line["sha"] for line in lines(folder / "frames.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Frames by (round, client) and the final model, all clients in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    with Session.start(digits_task(4), Config(**SETTINGS)) as session:
+        recording(session.engine, folder / "frames.jsonl")
+        list(session.rounds())
+    frames = noted(folder)
+    assert len(frames) == len(set(frames.values())) == 20
+    return frames, session.result().model
+
+
+def test_torch_distributed_sends_the_same_bytes(one_process, tmp_path):
+    for code, output in run_ranks(tmp_path, SETTINGS, script=Path(__file__).parent / "digits_worker.py"):
+        assert code == 0, output
+    assert noted(tmp_path) == one_process[0]
+    np.testing.assert_array_equal(np.load(tmp_path / "model.npy"), one_process[1])
+
+
+def test_flower_sends_the_same_bytes(one_process, tmp_path):
+    pytest.importorskip("flwr", reason="needs the extra `flower`")
+    from flwr.app import MessageType
+    from loop_grid import LoopGrid
+
+    from bqsgd.engines.flower import client_app
+    from bqsgd.engines.flower.messages import FRAME, data_of
+    from bqsgd.engines.flower.serving import serve
+    from bqsgd.engines.flower.settings import Service, read_settings
+
+    task, frames = digits_task(4), {}
+
+    def note(client, message, reply):
+        if message.metadata.message_type == MessageType.TRAIN:
+            frame = data_of(reply, kind=FRAME)
+            frames[int(message.metadata.group_id), client] = hashlib.sha256(frame).hexdigest()
+        return reply
+
+    app = client_app(
+        make_model=lambda config: task.make_model(), load_share=lambda place, config: task.shares[place.client]
+    )
+    nodes = [{"client": client, "ledger-folder": str(tmp_path), "allow-no-privacy": True} for client in range(4)]
+    grid = LoopGrid(app, SETTINGS, nodes, note)
+    config, _ = read_settings(SETTINGS)
+    strategy = serve(grid, config, Service(join_seconds=5.0), model=task.make_model(), evaluate=None)
+    assert frames == one_process[0]
+    np.testing.assert_array_equal(strategy.server.best_model, one_process[1])

@@ -1,0 +1,234 @@
+"""Flower on real processes: simulation, a deployment with TLS and node keys, and what goes wrong in one. Minutes each.
+
+One deployment serves all its tests in turn (module scope, in the order of the file): starting it is the dear part.
+"""
+
+import http.client
+import json
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra `flower`")
+
+from bqsgd.cli.flower import demo_settings, run_demo
+from bqsgd.cli.training_run import task_of
+from bqsgd.engines.flower.app_folder import write_app
+from bqsgd.engines.flower.onemachine import make_federation
+from bqsgd.engines.flower.place import LEDGER_FOLDER_VARIABLE
+from bqsgd.engines.flower.processes import Processes, free_port
+from bqsgd.engines.session import Session
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.privacy.ledger_entries import Kind
+from bqsgd.training.checkpoint import load_checkpoint
+from bqsgd.training.config import Config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SETTINGS = {"batch_size": 64, "levels": 17, "trials": 220, "epsilon": 30.0, "evaluate_every": 1, "momentum": 0.5}
+DEADLINE_SECONDS = 120.0
+
+FAULTY_CLIENT = """
+import json, os, time
+from pathlib import Path
+import numpy as np
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from bqsgd.codec import encode_frame
+from bqsgd.engines.flower import client_app
+from bqsgd.engines.flower.messages import FRAME, data_of, parcel
+from bqsgd.noise import privacy_rng
+from bqsgd.wire.frame import read_frame
+from private_app.task import load_share, make_model
+
+honest = client_app(make_model=make_model, load_share=load_share)
+app = ClientApp()
+
+
+@app.query()
+def hello(message, context):
+    return honest(message, context)
+
+
+@app.train()
+def train(message, context):
+    folder = Path(os.environ["BQSGD_FAULTS"])
+    key = f"{context.node_config['client']}:{message.metadata.group_id}"
+    fault = json.loads((folder / "faults.json").read_text()).get(key)
+    reply = honest(message, context)
+    frame = data_of(reply, kind=FRAME)
+    if fault == "corrupted":
+        damaged = bytearray(frame)
+        damaged[len(damaged) // 2] ^= 1
+        reply.content = parcel(damaged, kind=FRAME)
+    if fault == "foreign":
+        header = read_frame(frame).header
+        false = encode_frame(np.zeros(header.dimension), header.mechanism, clip=0.03125, rng=privacy_rng(), client=0,
+                             round=header.round)
+        reply.content = parcel(false, kind=FRAME)
+    if fault == "killed":
+        (folder / "in-mid-round").write_text("the frame is made and not yet sent")
+        time.sleep(600)
+    if fault == "late":
+        time.sleep(float(os.environ["BQSGD_LATE_SECONDS"]))
+    return reply
+"""
+
+
+def in_process(clients=4, **changes):
+    config = Config(dataset="digits", clients=clients, **{**SETTINGS, **changes})
+    with Session.start(task_of(config), config) as session:
+        list(session.rounds())
+    return session.server.model
+
+
+def model_in(folder):
+    return load_checkpoint(folder)[0]["model"]
+
+
+def records_in(folder):
+    path = folder / "rounds.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_simulation_of_four_gives_the_bits_of_one_process(tmp_path):
+    settings = demo_settings(clients=4, rounds=3, tls=False, epsilon=3.0, seed=5) | SETTINGS
+    fields = run_demo(tmp_path, settings, tls=False, limit_seconds=400)
+    expected = in_process(rounds=3, seed=5, learning_rate=1.0)
+    np.testing.assert_array_equal(model_in(tmp_path / "server"), expected)
+    assert (fields["frames_received"], fields["rounds_in_ledgers"], fields["processes_left"]) == (12, 12, 0)
+
+
+def test_simulation_of_fifty(tmp_path):
+    settings = demo_settings(clients=50, rounds=3, tls=False, epsilon=3.0, seed=None)
+    fields = run_demo(tmp_path, settings, tls=False, limit_seconds=600)
+    assert (fields["frames_received"], fields["rounds_in_ledgers"], fields["processes_left"]) == (150, 150, 0)
+    assert fields["guarantee"]["epsilon"] <= 3.0
+    assert not fields["seeded"]
+
+
+class Deployment:
+    """SuperLink and four SuperNodes with TLS and node keys; clients that misbehave when told to."""
+
+    def __init__(self, folder, processes):
+        self.folder, self.processes = folder, processes
+        write_app(folder / "app")
+        (folder / "app" / "private_app" / "client_app.py").write_text(FAULTY_CLIENT)
+        self.faults({})
+        processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nowhere")
+        processes.environment |= {"BQSGD_FAULTS": str(folder), "BQSGD_LATE_SECONDS": str(DEADLINE_SECONDS)}
+        self.federation = make_federation(folder, processes, tls=True, simulation=False)
+        self.federation.start_superlink()
+        self.names = [f"node-{client}" for client in range(4)]
+        self.keys = self.federation.register(self.names)
+        for client in range(4):
+            self.start_node(client)
+
+    def start_node(self, client):
+        self.federation.start_node(self.names[client], client=client, key=self.keys[client])
+
+    def faults(self, faults):
+        (self.folder / "faults.json").write_text(json.dumps(faults))
+
+    def command(self, **settings):
+        return self.federation.command(self.folder / "app", settings=SETTINGS | settings, clients=4)
+
+    def ledgers(self, run):
+        """Client -> messages of `run` that its own ledger counts."""
+        found = {}
+        for client, name in enumerate(self.names):
+            with Ledger(self.folder / "nodes" / name / f"client-{client:04}.ledger") as ledger:
+                found[client] = sum(entry.rounds for entry in ledger.entries if entry.run == run)
+                assert {entry.kind for entry in ledger.entries} == {Kind.BUDGET, Kind.SPEND}
+        return found
+
+    def wait(self, condition, *, seconds):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.processes.tail("run", 60)
+            time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deployment")
+    with Processes(folder) as processes:
+        yield Deployment(folder, processes)
+    assert processes.left_over() == []
+
+
+def test_plain_http_to_the_tls_port_gets_no_answer(deployment):
+    connection = http.client.HTTPConnection("127.0.0.1", deployment.federation.port, timeout=10)
+    connection.request("GET", "/health")
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        connection.getresponse()
+    connection.close()
+    processes = deployment.processes
+    options = ("--superlink", deployment.federation.address, "--port", str(free_port()), "--max-retries", "1")
+    processes.start("plain", "flower-supernode", "--insecure", *options)
+    processes.wait_for("plain", "Connection attempt failed", seconds=90)
+    assert "SuperNode ID" not in processes.text("plain")
+    processes.kill("plain")
+
+
+def test_a_node_whose_key_is_not_registered_is_turned_away(deployment):
+    federation, processes = deployment.federation, deployment.processes
+    federation.start_node("stranger", client=1, key=federation.make_key("stranger"))
+    assert processes.running.pop("stranger").wait(120) != 0
+    assert "Failed to activate SuperNode" in processes.text("stranger")
+    assert "No SuperNode found with the given public key" in processes.text("superlink")
+    assert not (deployment.folder / "nodes" / "stranger").exists()
+
+
+def test_faults_of_clients(deployment):
+    deployment.faults({"1:0": "corrupted", "2:0": "foreign", "3:1": "late", "1:1": "killed"})
+    server, processes = deployment.folder / "server-faults", deployment.processes
+    command = deployment.command(
+        rounds=3, run="faults", folder=str(server), deadline_seconds=DEADLINE_SECONDS, checkpoint_every=1
+    )
+    processes.start("run", *command)
+    deployment.wait((deployment.folder / "in-mid-round").exists, seconds=600)
+    processes.kill("node-1")
+    log = processes.finish("run", seconds=900)
+    records = records_in(server)
+    seen = [{entry["client"]: entry["status"] for entry in reversed(record["clients"])} for record in records]
+    assert seen[0] == {0: "ok", 1: "refused", 2: "refused", 3: "ok"}
+    assert seen[1] == {0: "ok", 1: "missing", 2: "ok", 3: "missing"}
+    assert (seen[2][0], seen[2][1], seen[2][2]) == ("ok", "missing", "ok")
+    for line in (
+        "round 0: client 1 refused: ChecksumMismatch",
+        "round 0: client 2 refused: WrongOrigin",
+        "round 1: client 1 missing: ",
+        "round 1: client 3 missing: no answer",
+        "round 2: client 3 refused: FrameError: a frame of round 1 in round 2: a replay or late",
+        "round 2: client 1 missing: ",
+    ):
+        assert line in log
+    assert all(record["stepped"] for record in records)
+    # Nothing counted less than sent: client 1 made a frame in round 1 that never left, and it is counted.
+    assert deployment.ledgers("faults") == {0: 3, 1: 2, 2: 3, 3: 3}
+    print("\n".join(line for line in log.splitlines() if "round " in line))
+
+
+def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deployment):
+    deployment.faults({})
+    server, processes = deployment.folder / "server-killed", deployment.processes
+    deployment.start_node(1)  # the client that was killed comes back under its key
+    command = deployment.command(
+        rounds=3, run="killed", folder=str(server), seed=5, checkpoint_every=1, learning_rate=1.0
+    )
+    processes.start("run", *command)
+    deployment.wait(lambda: len(records_in(server)) >= 1, seconds=600)
+    done = len(records_in(server))
+    processes.kill("superlink")  # and the ServerApp with it, in the middle of the next round
+    processes.kill("run")
+    time.sleep(5)
+    assert len(records_in(server)) == done
+    deployment.federation.start_superlink()
+    log = processes.run("run-again", *command, seconds=900)
+    assert f"resumed from the checkpoint: {done} rounds were done" in log
+    assert [record["round"] for record in records_in(server)] == [0, 1, 2]
+    assert [entry["status"] for record in records_in(server) for entry in record["clients"]] == ["ok"] * 12
+    np.testing.assert_array_equal(model_in(server), in_process(rounds=3, seed=5, learning_rate=1.0))
+    assert all(count >= 3 for count in deployment.ledgers("killed").values())
