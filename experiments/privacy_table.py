@@ -136,7 +136,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "## Batch-mean clip (one sample may move a coordinate over the whole range, 2C)",
         "",
-        "This is the clip that brings the published accuracy back. It has no meaningful guarantee in any setting.",
+        "It has no meaningful guarantee in any setting, whatever the batch size.",
         "",
         "| setting | levels, trials | exact, all rounds | exact, one message | audited, one message |",
         "|---|---|---|---|---|",

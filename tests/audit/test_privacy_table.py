@@ -1,0 +1,68 @@
+"""The page about the published settings is what its committed results say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bqsgd.planner.published import ROWS
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("privacy_table", ROOT / "experiments" / "privacy_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(table: ModuleType) -> dict[str, Any]:
+    return json.loads(table.RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_made_from_the_results(table: ModuleType, results: dict[str, Any]) -> None:
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(results)
+
+
+def test_the_results_cover_the_ten_settings(results: dict[str, Any]) -> None:
+    found = [(row["bits"], row["published_epsilon"], tuple(row["mechanism"].values())) for row in results["rows"]]
+    assert found == [(row.bits, row.epsilon, (row.corrected.levels, row.corrected.trials)) for row in ROWS]
+
+
+def test_every_audit_stays_below_its_exact_figure(results: dict[str, Any]) -> None:
+    audits = [clip[name] for row in results["rows"] for clip in row["clips"].values() for name in clip if "_" in name]
+    assert len(audits) == 25
+    for audit in audits:
+        assert audit["verdict"] == "no violation found"
+        assert audit["epsilon_lower"] < float(audit["claimed"]["epsilon"])
+        assert audit["seeded"] is False
+
+
+def test_the_accountant_still_says_what_the_table_says(table: ModuleType, results: dict[str, Any]) -> None:
+    for published, row in zip(ROWS[:5], results["rows"], strict=False):
+        stated = row["clips"]["per-sample clamp"]["exact"]
+        release = table.release(published, scheme="poisson", linf=None, dimension=row["dimension"])
+        exact = Accountant().compose(release, row["rounds"]).guarantee(delta=results["delta"])
+        assert exact.epsilon == pytest.approx(stated["epsilon"], rel=0.01)
+        assert (str(exact.relation), str(exact.trust), exact.method) == (
+            stated["relation"],
+            stated["trust"],
+            stated["method"],
+        )
+
+
+def test_the_batch_mean_clip_has_no_meaningful_guarantee(results: dict[str, Any]) -> None:
+    for row in results["rows"]:
+        assert float(row["clips"]["batch-mean clip"]["exact"]["epsilon"]) > MEANINGLESS_EPSILON
