@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
-from flwr.app import Array, ArrayRecord, Error, MessageType
+from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
 from loop_grid import LoopGrid
 
 from bqsgd.codec import encode_frame
@@ -234,6 +234,22 @@ def test_a_node_that_goes_and_comes_back(federation, tmp_path, caplog):
     assert [row[2] for row in statuses(records_in(tmp_path / "server"))] == ["ok", "missing", "missing", "ok"]
     assert "client 2 missing: its node 1002 is offline" in caplog.text
     assert made.spent() == {0: 4, 1: 4, 2: 2, 3: 4}
+
+
+def test_a_late_frame_is_not_lost_while_a_newcomer_is_greeted(federation, tmp_path, caplog):
+    def tamper(client, message, reply):
+        if message.metadata.message_type != MessageType.TRAIN:
+            return reply
+        if (client, message.metadata.group_id) == (3, "0"):
+            made.grid.contexts[1004] = Context(1, 1004, made.node(9), RecordDict(), made.grid.run_config)
+            return ("late", reply)
+        return reply
+
+    made = federation(tamper, rounds=2)
+    with caplog.at_level(logging.INFO):
+        made.serve(folder=tmp_path / "server", round_seconds=1.0)
+    assert "node 1004 declines the run: the run has the clients 0 to 3, this is client 9" in caplog.text
+    assert statuses(records_in(tmp_path / "server"))[1] == ["ok"] * 4 + ["refused"]
 
 
 def test_two_nodes_with_one_number_and_a_number_beyond(federation, caplog):

@@ -34,6 +34,7 @@ class Carrier(Grid):
         self.grid = grid
         self.waiting: dict[str, Letter] = {}
         self._answered: dict[str, Letter] = {}
+        self._kept: list[Message] = []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send, then wait until all of these are answered or `timeout` seconds have passed."""
@@ -49,7 +50,7 @@ class Carrier(Grid):
                 own.add(data.message_id)
                 letter = Letter(node=data.dst_node_id, kind=data.message_type, group=data.group_id)
                 self.waiting[data.message_id] = letter
-        replies: list[Message] = []
+        replies, self._kept = self._kept, []
         while True:
             replies += self._pull()
             left = _POLL_SECONDS if end is None else end - time.monotonic()
@@ -70,6 +71,11 @@ class Carrier(Grid):
     def letter_of(self, reply: Message) -> Letter:
         """The message that this is the answer to; ask once."""
         return self._answered.pop(reply.metadata.reply_to_message_id)
+
+    def keep(self, reply: Message, letter: Letter) -> None:
+        """Put an answer back that is for somebody else: the next `send_and_receive` returns it."""
+        self._answered[reply.metadata.reply_to_message_id] = letter
+        self._kept.append(reply)
 
     def set_run(self, run: Any) -> None:
         """As the grid inside."""

@@ -14,7 +14,7 @@ from bqsgd.training.config import Config
 
 logger = logging.getLogger("flwr.bqsgd")
 _ATTEMPTS = 3
-_HELLO_SECONDS = 60.0
+_HELLO_SECONDS = 120.0
 _LOOK_SECONDS = 1.0
 
 
@@ -76,6 +76,8 @@ class Roster:
             letter = carrier.letter_of(reply)
             if letter.kind == MessageType.QUERY:
                 self.admit(letter.node, reply, online=set(carrier.get_node_ids()))
+            else:
+                carrier.keep(reply, letter)  # a frame that came late: the round's business
         return bool(new)
 
     def admit(self, node: int, reply: Message, *, online: set[int]) -> None:
@@ -93,6 +95,8 @@ class Roster:
         except FrameError as error:
             logger.warning("node %d refused: %s", node, error)
             return
+        if self.nodes.get(client) == node:
+            return  # asked twice, answered twice
         self.nodes[client] = node
         self.samples.setdefault(client, samples)
         logger.info("client %d joined on node %d with %d samples", client, node, samples)

@@ -21,6 +21,8 @@ from bqsgd.training.rounds import Answer, deliver, due
 from bqsgd.training.server import Server
 
 logger = logging.getLogger("flwr.bqsgd")
+_GREETING_SECONDS = 5.0
+"""How long a round waits for a newcomer to say who it is; it may still do so during the round."""
 
 
 def model_record(model: npt.NDArray[np.float32]) -> ArrayRecord:
@@ -65,7 +67,7 @@ class FrameStrategy(Strategy):
             raise InvalidParameter("start the strategy with the carrier it was made with: start(grid=carrier, ...)")
         online = set(grid.get_node_ids())
         if online - set(self.roster.nodes.values()):
-            self.roster.greet(self.carrier)
+            self.roster.greet(self.carrier, seconds=_GREETING_SECONDS)
         message = self.server.open_round()
         content = parcel(message, kind=MODEL, run=self.run, books=due(self.server.config, self.server.round + 1))
         group, ttl = (
