@@ -16,11 +16,13 @@ import typer
 from bqsgd import __version__
 from bqsgd.cli.account import account
 from bqsgd.cli.audit import audit
+from bqsgd.cli.compare import compare
 from bqsgd.cli.demo import demo
 from bqsgd.cli.flower import flower
 from bqsgd.cli.ledger import ledger
 from bqsgd.cli.plan import plan
 from bqsgd.cli.report import report
+from bqsgd.cli.reproduce import reproduce
 from bqsgd.cli.tradeoffs import tradeoffs
 from bqsgd.cli.train import train
 from bqsgd.errors import BqsgdError
@@ -53,6 +55,8 @@ app.add_typer(ledger, name="ledger")
 app.add_typer(flower, name="flower")
 app.command()(tradeoffs)
 app.command()(report)
+app.command()(reproduce)
+app.command()(compare)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

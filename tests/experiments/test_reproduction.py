@@ -1,0 +1,175 @@
+"""The reproduction: quick runs of every row, runs that survive a kill, and a page that says what the JSON says."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bqsgd.cli.app import main
+from bqsgd.cli.reproduce import PAPER, MissingCheckout, checkout
+from bqsgd.planner.published import ROWS
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments import baselines, compare, page, runs, tables  # noqa: E402
+
+RESULTS = ROOT / "experiments" / "results"
+
+
+def kept() -> dict[str, str]:
+    """Every committed result, so that a quick run can be seen to touch none."""
+    return {str(path): path.read_text(encoding="utf-8") for path in sorted(RESULTS.rglob("*.json"))}
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, Any]:
+    """All of it, every row for two rounds, as the command line gives it."""
+    before, printed = kept(), []
+    for arguments in (["reproduce", "all", "--quick", "--seeds", "1"], ["compare", "--quick", "--seeds", "1"]):
+        asked = subprocess.run(
+            [sys.executable, "-c", f"from bqsgd.cli.app import main; raise SystemExit(main({[*arguments, '--json']}))"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed.append(json.loads(asked.stdout))
+    assert {name: kept()[name] for name in before} == before
+    return printed[0] | printed[1]
+
+
+def test_quick_covers_every_table_and_figure(quick: dict[str, Any]) -> None:
+    assert set(quick) == {*PAPER, "compare"}
+    for number in (2, 3):
+        rows = [row for row in ROWS if number in row.tables]
+        found = quick[f"table{number}"]["rows"]
+        assert len(found) == len(rows) + sum(row.misprint for row in rows)
+        for row in found:
+            for clip in row["clips"].values():
+                assert len(clip["accuracies"]) == 1
+                assert 0 <= clip["mean"] <= 1
+
+
+def test_measured_bits_are_the_bits_of_the_codes_and_a_small_header(quick: dict[str, Any]) -> None:
+    for row in [*quick["table2"]["rows"], *quick["table3"]["rows"]]:
+        for clip in row["clips"].values():
+            assert row["bits_of_codes"] <= clip["bits_measured"] <= np.ceil(row["bits_of_codes"]) + 0.02
+            if row["variant"] != "misprinted":
+                assert clip["bits_measured"] <= row["bits_asked"] + 0.02
+
+
+def test_quick_baselines_order_as_they_must(quick: dict[str, Any]) -> None:
+    rows = {row["label"]: row for row in quick["compare"]["rows"]}
+    assert rows["plain, float32"]["bits_measured"] > 32
+    assert rows["QSGD, 8 bits"]["exact"] is None
+    clamp, alone = rows["BQ, per-sample clamp"], rows["cpSGD (CQSGD)"]
+    assert clamp["accuracies"] == alone["accuracies"]
+    assert float(alone["exact"]["epsilon"]) > float(clamp["exact"]["epsilon"])
+
+
+def test_every_quick_section_can_be_printed(quick: dict[str, Any]) -> None:
+    for name, fields in quick.items():
+        assert page.section(name, fields).startswith("## ")
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page()
+
+
+@pytest.mark.parametrize("name", ["table2", "table3", "compare"])
+def test_the_tables_hold_what_the_runs_measured(name: str) -> None:
+    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    cells = [cell for row in rows for cell in (row["clips"].values() if "clips" in row else [row])]
+    for cell in cells:
+        found = [json.loads((RESULTS / "training" / f"{run}.json").read_text(encoding="utf-8")) for run in cell["runs"]]
+        assert cell["accuracies"] == [run["accuracy"] for run in found]
+        assert {key: cell[key] for key in tables.summary(found) if key != "claim"} == {
+            key: value for key, value in tables.summary(found).items() if key != "claim"
+        }
+
+
+def test_every_kept_run_is_whole_and_of_the_one_recipe() -> None:
+    found = sorted((RESULTS / "training").glob("*.json"))
+    assert found
+    settings = {tables.DATASETS[row.setting.dataset][0]: row.setting for row in ROWS}
+    for path in found:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        published = settings[run["config"]["dataset"]]
+        assert run["name"] == path.stem
+        assert run["config"]["rounds"] == published.rounds
+        assert run["frames"] == published.rounds * published.clients
+        assert run["config"]["learning_rate"] == published.learning_rate
+        assert {key: run["config"][key] for key in tables.RECIPE} == tables.RECIPE
+        assert run["claim"] in ("seeded: no privacy claim", "no privacy")
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from bqsgd.training.config import Config
+from experiments import runs
+runs.RESULTS, runs.CHECKPOINTS = Path({folder!r}) / "results", Path({folder!r}) / "checkpoints"
+config = Config(dataset="digits", model="mlp", clients=2, rounds=200, batch_size=32, clip="clamp", clip_bound=0.05,
+                levels=2, trials=251, optimiser="adam", learning_rate=0.006, seed=3, workers=1, run="test")
+runs.run(runs.Job(name="killed", config=config))
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    def start(folder: str) -> subprocess.Popen[bytes]:
+        code = KILLED.format(root=str(ROOT), folder=str(tmp_path / folder))
+        return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+
+    whole, cut = start("whole"), start("cut")
+    checkpoint = tmp_path / "cut" / "checkpoints" / "killed" / "checkpoint.safetensors"
+    while not checkpoint.exists() and cut.poll() is None:
+        time.sleep(0.002)
+    cut.send_signal(signal.SIGKILL)
+    assert cut.wait() == -signal.SIGKILL
+    assert start("cut").wait() == whole.wait() == 0
+    found = [json.loads((tmp_path / name / "results" / "killed.json").read_text()) for name in ("whole", "cut")]
+    for key in ("accuracy", "loss", "curve", "bytes_up", "frames"):
+        assert found[0][key] == found[1][key]
+    assert found[0]["frames"] == 400
+
+
+def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    job = tables.job(ROWS[0].setting, ROWS[0].corrected, clip="clamp", seed=0)
+    job.result.write_text('{"accuracy": 0.5}', encoding="utf-8")
+    assert runs.results([job]) == {job.name: {"accuracy": 0.5}}
+
+
+def test_gaussian_noise_is_just_enough() -> None:
+    asked = {"rate": 32 / 15_000, "rounds": 50}
+    noise = baselines.noise_for(2.0, delta=1e-5, **asked)
+
+    def epsilon(multiplier: float) -> float:
+        accountant = baselines.pld.PLDAccountant(
+            baselines.dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-3
+        )
+        return float(accountant.compose(baselines.gaussian_event(multiplier, **asked)).get_epsilon(1e-5))
+
+    assert epsilon(noise) <= 2.0 < epsilon(noise - 0.01)
+
+
+def test_counting_the_binomial_alone_costs_more() -> None:
+    alone = compare.binomial_alone(compare.BQ, 1000)
+    whole = tables.exact(compare.MNIST, compare.BQ, clip="clamp", rounds=1000)
+    assert float(alone["epsilon"]) > 10 * float(whole["epsilon"])
+
+
+def test_without_a_checkout_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MissingCheckout, match="clone the repository"):
+        checkout(tmp_path / "lib" / "site-packages" / "bqsgd" / "cli" / "reproduce.py")
+    assert main(["reproduce", "table9"]) == 2
+    assert "table9" in capsys.readouterr().err
