@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-all lint types layers bench bench-persample clean
+.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scaling clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -40,6 +40,12 @@ bench: install
 
 bench-persample: install
 	$(BIN)/python -m benchmarks.persample
+
+bench-distributed: install
+	$(BIN)/python -m benchmarks.distributed
+
+bench-scaling: install
+	$(BIN)/python -m benchmarks.scaling
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,171 @@
+"""What a round over torch.distributed costs beyond the model's own work: LeNet-5, four ranks on loopback, gloo.
+
+`python -m benchmarks.distributed` starts the ranks, prints the table, writes benchmarks/results/distributed.json and
+exits with 1 if the target is missed. "carry" rounds do everything but the gradients, which are a fixed vector: write,
+send, check and read the model, spend in the ledger, encode, send, check, decode, aggregate, step. "train" rounds do it
+all.
+Wall time: ranks wait for one another, so a busy machine shows; the load average is in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bqsgd import models
+from bqsgd.engines.distributed import DistributedSession, joined
+from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
+from bqsgd.engines.session import Session, Task
+from bqsgd.training.client import Client
+from bqsgd.training.config import Config
+from bqsgd.training.rounds import run_round
+
+RESULTS = Path(__file__).parent / "results" / "distributed.json"
+RANKS, BATCH, SAMPLES, TARGET_MS = 4, 64, 1024, 10.0
+WARM = 20
+
+
+def task() -> Task:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(SAMPLES, 1, 28, 28, generator=generator)
+    targets = torch.randint(0, 10, (SAMPLES,), generator=generator)
+    return Task(
+        make_model=lambda: models.build("lenet5", input_shape=(1, 28, 28), classes=10, seed=0),
+        shares=[(inputs, targets)] * RANKS,
+    )
+
+
+def settings(rounds: int) -> Config:
+    return Config(
+        clients=RANKS, rounds=rounds, batch_size=BATCH, levels=16, trials=203, epsilon=1e4, run="bench", workers=1
+    )
+
+
+def without_model_work(client: Client) -> None:
+    """The client's gradient is a fixed vector from now on."""
+    values = np.random.default_rng(client.client).normal(0, 1e-3, client.situation.dimension).astype(np.float32)
+    client._values = lambda model, round: values  # type: ignore[method-assign]
+
+
+def timed_rounds(session: Session) -> list[float]:
+    seconds = []
+    while session.server.round < session.config.rounds:
+        started = time.perf_counter()
+        outcome = run_round(session.server, session.engine)
+        seconds.append(time.perf_counter() - started)
+        assert all(receipt.status == "ok" for receipt in outcome.receipts), outcome
+    return seconds[WARM:]
+
+
+def rank(kind: str, rounds: int, folder: Path) -> None:
+    with joined() as group:
+        place = folder / f"disk-{group.rank}"
+        if not group.serves:
+            with greeted(task(), settings(rounds), group=group, folder=place) as (client, channel, listener):
+                if kind == "carry":
+                    without_model_work(client)
+                answer_rounds(client.answer, client.spending, channel, listener)
+            return
+        with DistributedSession.start(task(), settings(rounds), folder=place, group=group) as session:
+            if kind == "carry":
+                without_model_work(session.ranks.own.clients[0])
+            (folder / "seconds.json").write_text(json.dumps(timed_rounds(session)))
+
+
+def over_ranks(kind: str, rounds: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.distributed", "--rank", kind, "--rounds", str(rounds)]
+        started = [
+            subprocess.Popen([*command, "--folder", folder], env={**os.environ, **place, "RANK": str(number)})
+            for number in range(RANKS)
+        ]
+        try:
+            assert [process.wait(timeout=300) for process in started] == [0] * RANKS
+        finally:
+            for process in started:
+                process.kill()
+        return list(json.loads((Path(folder) / "seconds.json").read_text()))
+
+
+def in_process(kind: str, rounds: int) -> list[float]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Session.start(task(), settings(rounds), folder=folder) as session,
+    ):
+        if kind == "carry":
+            for client in session.engine.clients.values():
+                without_model_work(client)
+        return timed_rounds(session)
+
+
+def figures(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(1e3 * entry for entry in seconds)
+    return {
+        "min_ms": ordered[0],
+        "median_ms": statistics.median(ordered),
+        "mean_ms": statistics.fmean(ordered),
+        "p90_ms": ordered[int(0.9 * len(ordered))],
+        "rounds": len(ordered),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", choices=("carry", "train"))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=300)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.rank is not None:
+        rank(arguments.rank, arguments.rounds, arguments.folder)
+        return 0
+    before = os.getloadavg()
+    found: dict[str, Any] = {
+        kind: {"ranks": figures(over_ranks(kind, rounds)), "in_process": figures(in_process(kind, rounds))}
+        for kind, rounds in (("carry", arguments.rounds), ("train", WARM + 60))
+    }
+    dimension = sum(parameter.numel() for parameter in task().make_model().parameters())
+    met = found["carry"]["ranks"]["median_ms"] <= TARGET_MS
+    result = {
+        "what": __doc__.splitlines()[0],
+        "dimension": dimension,
+        "ranks": RANKS,
+        "batch_size": BATCH,
+        "target_median_ms": TARGET_MS,
+        "target_met": met,
+        **found,
+        "load_average_before": before,
+        "load_average_after": os.getloadavg(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")},
+    }
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    for kind, entry in found.items():
+        for place, row in entry.items():
+            shown = "  ".join(f"{name} {value:.2f}" for name, value in row.items())
+            print(f"{kind:6} {place:11} {shown}")
+    print(f"target: median of carry over ranks <= {TARGET_MS:g} ms: {'met' if met else 'MISSED'}; load {before[0]:.1f}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
