@@ -10,7 +10,6 @@ from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.ledger import Ledger
 from bqsgd.reports.records import RoundRecord
 from bqsgd.training.checkpoint import CheckpointError
-from bqsgd.training.config import BudgetChange
 from bqsgd.training.rounds import run_round
 
 
@@ -118,15 +117,6 @@ def test_noise_free_training_needs_no_ledger_and_claims_nothing(task, settings):
     session, records = trained(task, settings(seed=None, trials=0, levels=127, rounds=6))
     assert records[-1]["epsilon_max"] is None or records[-1]["epsilon_max"] == float("inf")
     assert session.result().guarantee is None or session.result().guarantee.epsilon == float("inf")
-
-
-def test_budget_changes_are_planned_and_noted_in_the_ledger(task, settings, tmp_path):
-    change = BudgetChange(client=3, from_round=2, epsilon=0.001)
-    config = settings(levels=None, trials=None, rounds=4, budgets=(change,), bits=8, epsilon=8.0, evaluate_every=4)
-    session, records = trained(task, config, tmp_path)
-    assert [record["clients"][3]["status"] for record in records] == ["ok", "ok", "declined", "declined"]
-    assert [record["clients"][0]["status"] for record in records] == ["ok"] * 4
-    assert session.result().guarantee.epsilon <= 8.0
 
 
 def test_run_round_reports_what_a_silent_engine_knows(task, settings):

@@ -114,6 +114,18 @@ def test_infeasible_budgets_and_rounds_beyond_the_plan_decline(settings, make_cl
     assert "beyond the 10" in make_client(settings()).update(MODEL, 10).reason
 
 
+def test_a_changed_budget_makes_a_new_plan_and_is_noted_in_the_ledger(settings, make_client, tmp_path):
+    change = BudgetChange(client=1, from_round=3, epsilon=14.0)
+    config = settings(levels=None, trials=None, epsilon=10.0, rounds=6, budgets=(change,), seed=None)
+    with Ledger.open(tmp_path / "a", client=1, budget_epsilon=10.0, budget_delta=1e-5) as ledger:
+        client = make_client(config, 1, ledger=ledger)
+        mechanisms = [read_frame(client.update(MODEL, round_)).header.mechanism for round_ in range(6)]
+        assert len(set(mechanisms[:3])) == len(set(mechanisms[3:])) == 1
+        assert mechanisms[0] != mechanisms[3]
+        assert [entry.budget.epsilon for entry in ledger.entries if entry.budget] == [10.0, 14.0]
+        assert 10.0 < ledger.guarantee().epsilon <= 14.0
+
+
 def test_damaged_messages_cost_nothing(settings, make_client, tmp_path):
     config = settings(trials=2000, levels=20, epsilon=50.0, seed=None)
     with Ledger.open(tmp_path / "a", client=0, budget_epsilon=50.0, budget_delta=1e-5) as ledger:

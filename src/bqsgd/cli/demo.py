@@ -10,7 +10,7 @@ import typer
 from bqsgd.cli.output import Json
 
 DEMO: dict[str, dict[str, Any]] = {
-    "mnist": {"rounds": 150, "learning_rate": 1.0, "evaluate_every": 15, "reserve_rounds": 150},
+    "mnist": {"rounds": 150, "learning_rate": 2.0, "evaluate_every": 15, "reserve_rounds": 150},
     "digits": {"rounds": 60, "epsilon": 8.0, "evaluate_every": 10, "reserve_rounds": 60},
 }
 """Settings per data set, beside the defaults. Few rounds leave more of the budget to each; the few samples of `digits`
