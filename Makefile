@@ -41,6 +41,9 @@ bench: install
 bench-persample: install
 	$(BIN)/python -m benchmarks.persample
 
+bench-accountant: install
+	$(BIN)/python -m benchmarks.accountant
+
 bench-distributed: install
 	$(BIN)/python -m benchmarks.distributed
 

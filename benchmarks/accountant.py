@@ -1,0 +1,94 @@
+"""Time and memory of the exact accountant and planner, each case in a fresh process; writes results/accountant.json.
+
+python -m benchmarks.accountant
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "accountant.json"
+CASES: dict[str, dict[str, Any]] = {
+    "LeNet-5, s=1 m=251": {"levels": 1, "trials": 251, "dimension": 61_706, "batch_size": 32, "rounds": 1000},
+    "LeNet-5, s=2 m=251": {"levels": 2, "trials": 251, "dimension": 61_706, "batch_size": 32, "rounds": 1000},
+    "26,010 coordinates, L2 too": {
+        "levels": 8,
+        "trials": 239,
+        "dimension": 26_010,
+        "batch_size": 512,
+        "rounds": 1400,
+        "l2": 100 / 512,
+    },
+    "10^8 coordinates, s=1 m=4079": {
+        "levels": 1,
+        "trials": 4079,
+        "dimension": 10**8,
+        "batch_size": 4096,
+        "rounds": 1000,
+        "dataset_size": 10**6,
+    },
+    "plan 8 bits, epsilon 3": {"plan": True, "dimension": 61_706, "batch_size": 512, "rounds": 600},
+}
+MOST_SECONDS, MOST_MIB = 10.0, 2048.0
+"""What the LeNet-5 cases must keep."""
+
+
+def one(name: str) -> dict[str, Any]:
+    """Run one case here: cold, then again from the cache."""
+    from bqsgd.params import Mechanism
+    from bqsgd.planner.exact import plan_exact
+    from bqsgd.planner.plan import Budget, release_of
+    from bqsgd.privacy.accountant import Accountant
+
+    case = {"dataset_size": 15_000, **CASES[name]}
+    rounds = case.pop("rounds")
+    started = time.process_time()
+    if case.pop("plan", False):
+        plan = plan_exact(Budget(bits=8, epsilon=3.0, delta=1e-5), rounds=rounds, **case)
+        assert plan.guarantee is not None
+        release, guarantee = plan.release, plan.guarantee
+    else:
+        release = release_of(Mechanism(levels=case.pop("levels"), trials=case.pop("trials")), **case)
+        guarantee = Accountant().compose(release, rounds).guarantee(delta=1e-5)
+    cold = time.process_time() - started
+    started = time.process_time()
+    Accountant().compose(release, rounds).guarantee(delta=1e-5)
+    return {
+        "case": name,
+        "release": release.to_dict(),
+        "guarantee": guarantee.to_dict(),
+        "cpu_seconds": cold,
+        "cpu_seconds_cached": time.process_time() - started,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> int:
+    """All cases, the table, and 1 when a LeNet-5 case misses its target."""
+    if len(sys.argv) == 2:
+        print(json.dumps(one(sys.argv[1])))
+        return 0
+    rows = []
+    for name in CASES:
+        command = [sys.executable, "-m", "benchmarks.accountant", name]
+        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        row = rows[-1]
+        print(
+            f"{name:30} epsilon {row['guarantee']['epsilon']:<10.5g} {row['cpu_seconds']:7.2f} s CPU, "
+            f"{row['cpu_seconds_cached'] * 1e3:.2f} ms cached, peak {row['peak_mib']:.0f} MiB"
+        )
+    RESULTS.write_text(json.dumps({"delta": 1e-5, "rows": rows}, indent=1) + "\n")
+    lenet = [row for row in rows if row["case"].startswith("LeNet")]
+    kept = all(row["cpu_seconds"] < MOST_SECONDS and row["peak_mib"] < MOST_MIB for row in lenet)
+    print(f"LeNet-5 under {MOST_SECONDS:.0f} s and {MOST_MIB:.0f} MiB: {'yes' if kept else 'NO'}")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
