@@ -39,6 +39,7 @@ def draw_case(build: Callable[[st.DrawFn], Case], data: st.DataObject) -> tuple[
     return model, inputs, torch.randint(0, CLASSES, (batch,))
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says so once a process
 @pytest.mark.parametrize("kind", CLIPS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("build", FAST + SLOW, ids=lambda build: build.__name__)
 def test_battery(
@@ -70,6 +71,7 @@ def test_battery(
     record_property("battery_cases", cases)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says so once a process
 @pytest.mark.parametrize("kind", CLIPS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("build", FAST, ids=lambda build: build.__name__)
 def test_measured_sensitivity_never_exceeds_the_stated_one(build: Callable[[st.DrawFn], Case], kind: type) -> None:
