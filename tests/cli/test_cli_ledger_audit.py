@@ -74,7 +74,8 @@ def test_export_refuses_other_formats_and_existing_files(bqsgd, spent: Path, tmp
     assert (tmp_path / "there.json").read_text() == "precious"
 
 
-AUDIT = "audit --levels 2 --trials 60 --dim 64 --batch 8 --dataset-size 80 --delta 1e-3 --samples 20000".split()
+AUDIT = ["audit", "--levels", 2, "--trials", 60, "--dim", 64, "--batch", 8, "--dataset-size", 80]
+AUDIT += ["--delta", 1e-3, "--samples", 20_000]
 
 
 def test_audit_prints_both_bounds_and_that_passing_proves_nothing(bqsgd) -> None:
