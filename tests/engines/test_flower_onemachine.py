@@ -1,6 +1,5 @@
 """Certificates that a TLS client accepts, node keys, child processes that never outlive their family, the commands."""
 
-import os
 import socket
 import ssl
 import stat
@@ -65,14 +64,6 @@ def test_a_node_key_is_a_pair_and_is_never_written_over(tmp_path):
         make_node_key(tmp_path, name="node-0")
 
 
-def alive(number):
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_not_even_a_grandchild_in_a_session_of_its_own_is_left(tmp_path):
     with Processes(tmp_path) as processes:
         processes.start("parent", "bash", "-c", "setsid sleep 300 & echo started $!; wait")
@@ -83,6 +74,18 @@ def test_not_even_a_grandchild_in_a_session_of_its_own_is_left(tmp_path):
     assert processes.left_over() == []
     assert processes.environment["FLWR_TELEMETRY_ENABLED"] == "0"
     assert processes.environment["FLWR_HOME"].startswith(str(tmp_path))
+
+
+def test_a_kill_takes_the_descendants_with_it(tmp_path):
+    with Processes(tmp_path) as processes:
+        processes.start("one", "bash", "-c", "setsid bash -c 'sleep 300 & echo started; wait' & wait")
+        processes.start("other", "sleep", "300")
+        processes.wait_for("one", "started", seconds=30)
+        processes.kill("one")
+        end = time.monotonic() + 10
+        while len(processes.left_over()) > 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert processes.left_over() == [processes.running["other"].pid]
 
 
 def test_a_program_that_fails_or_hangs_says_so_with_its_last_lines(tmp_path):

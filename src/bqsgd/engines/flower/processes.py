@@ -118,9 +118,13 @@ class Processes:
             time.sleep(0.2)
 
     def kill(self, name: str) -> None:
-        """kill -9 a program and its whole group, as a power cut would."""
+        """kill -9 a program, its group and all its descendants at once, as a power cut would."""
         process = self.running.pop(name)
+        below = _descendants(process.pid)
         _signal_group(process.pid, signal.SIGKILL)
+        for number in below:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         process.wait(10)
 
     def stop(self, *, seconds: float = 5.0) -> None:
@@ -172,3 +176,18 @@ def free_port() -> int:
 def _signal_group(leader: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(leader, number)
+
+
+def _descendants(number: int) -> list[int]:
+    """Children of a process, their children and so on (where /proc tells)."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents.setdefault(int(after_name[1]), []).append(int(entry.name))
+    found, open_numbers = [], [number]
+    while open_numbers:
+        children = parents.get(open_numbers.pop(), [])
+        found += children
+        open_numbers += children
+    return found
