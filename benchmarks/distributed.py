@@ -4,7 +4,7 @@
 exits with 1 if the target is missed. "carry" rounds do everything but the gradients, which are a fixed vector: write,
 send, check and read the model, spend in the ledger, encode, send, check, decode, aggregate, step. "train" rounds do it
 all.
-Wall time: ranks wait for one another, so a busy machine shows; the load average is in the result.
+Wall time: ranks wait for one another, so a busy machine shows; the load average and the CPU time are in the result.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -28,9 +29,9 @@ import torch
 
 from bqsgd import models
 from bqsgd.engines.distributed import DistributedSession, joined
-from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
+from bqsgd.engines.distributed.taking_part import Answering, answer_rounds, greeted
 from bqsgd.engines.session import Session, Task
-from bqsgd.training.client import Client
+from bqsgd.training.client import Client, Declined
 from bqsgd.training.config import Config
 from bqsgd.training.rounds import run_round
 
@@ -61,32 +62,52 @@ def without_model_work(client: Client) -> None:
     client._values = lambda model, round: values  # type: ignore[method-assign]
 
 
-def timed_rounds(session: Session) -> list[float]:
-    seconds = []
+def timed_rounds(session: Session, cpu: list[float]) -> list[float]:
+    """Wall seconds of each round after the warm ones; `cpu` gets this process's CPU seconds of one of them."""
+    seconds: list[float] = []
     while session.server.round < session.config.rounds:
+        if len(seconds) == WARM:
+            cpu.append(time.process_time())
         started = time.perf_counter()
         outcome = run_round(session.server, session.engine)
         seconds.append(time.perf_counter() - started)
         assert all(receipt.status == "ok" for receipt in outcome.receipts), outcome
+    cpu[:] = [(time.process_time() - cpu[0]) / len(seconds[WARM:])]
     return seconds[WARM:]
 
 
+def counting(client: Client, cpu: list[float], rounds: int) -> Answering:
+    """The client's answer; `cpu` gets this process's CPU seconds of one round after the warm ones."""
+    asked = []
+
+    def answer(message: memoryview) -> bytearray | Declined:
+        asked.append(time.process_time())
+        if len(asked) == rounds:
+            cpu[:] = [(asked[-1] - asked[WARM]) / (rounds - 1 - WARM)]
+        return client.answer(message)
+
+    return answer
+
+
 def rank(kind: str, rounds: int, folder: Path) -> None:
+    cpu: list[float] = []
     with joined() as group:
         place = folder / f"disk-{group.rank}"
         if not group.serves:
             with greeted(task(), settings(rounds), group=group, folder=place) as (client, channel, listener):
                 if kind == "carry":
                     without_model_work(client)
-                answer_rounds(client.answer, client.spending, channel, listener)
+                answer_rounds(counting(client, cpu, rounds), client.spending, channel, listener)
+            (folder / f"cpu-{group.rank}.json").write_text(json.dumps(cpu[0]))
             return
         with DistributedSession.start(task(), settings(rounds), folder=place, group=group) as session:
             if kind == "carry":
                 without_model_work(session.ranks.own.clients[0])
-            (folder / "seconds.json").write_text(json.dumps(timed_rounds(session)))
+            (folder / "seconds.json").write_text(json.dumps(timed_rounds(session, cpu)))
+        (folder / "cpu-0.json").write_text(json.dumps(cpu[0]))
 
 
-def over_ranks(kind: str, rounds: int) -> list[float]:
+def over_ranks(kind: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,14 +119,18 @@ def over_ranks(kind: str, rounds: int) -> list[float]:
             for number in range(RANKS)
         ]
         try:
-            assert [process.wait(timeout=300) for process in started] == [0] * RANKS
+            assert [process.wait(timeout=600) for process in started] == [0] * RANKS
         finally:
             for process in started:
                 process.kill()
-        return list(json.loads((Path(folder) / "seconds.json").read_text()))
+        cpu = [1e3 * json.loads((Path(folder) / f"cpu-{number}.json").read_text()) for number in range(RANKS)]
+        return figures(json.loads((Path(folder) / "seconds.json").read_text())) | {
+            "cpu_ms_rank_0": cpu[0],
+            "cpu_ms_all_ranks": sum(cpu),
+        }
 
 
-def in_process(kind: str, rounds: int) -> list[float]:
+def in_process(kind: str, rounds: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         Session.start(task(), settings(rounds), folder=folder) as session,
@@ -113,7 +138,9 @@ def in_process(kind: str, rounds: int) -> list[float]:
         if kind == "carry":
             for client in session.engine.clients.values():
                 without_model_work(client)
-        return timed_rounds(session)
+        cpu: list[float] = []
+        found = figures(timed_rounds(session, cpu))
+        return found | {"cpu_ms": 1e3 * cpu[0]}
 
 
 def figures(seconds: list[float]) -> dict[str, float]:
@@ -137,9 +164,10 @@ def main() -> int:
     if arguments.rank is not None:
         rank(arguments.rank, arguments.rounds, arguments.folder)
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the ranks are ended as well
     before = os.getloadavg()
     found: dict[str, Any] = {
-        kind: {"ranks": figures(over_ranks(kind, rounds)), "in_process": figures(in_process(kind, rounds))}
+        kind: {"ranks": over_ranks(kind, rounds), "in_process": in_process(kind, rounds)}
         for kind, rounds in (("carry", arguments.rounds), ("train", WARM + 60))
     }
     dimension = sum(parameter.numel() for parameter in task().make_model().parameters())

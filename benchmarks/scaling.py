@@ -157,11 +157,10 @@ def size(count: float) -> str:
 
 def seconds(value: float) -> str:
     """Seconds in the unit that fits, two digits."""
-    if value < 1:
-        return f"{1e3 * value:.2g} ms"
-    if value < 120:
-        return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+    for unit, length, limit in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0)):
+        if value < limit:
+            return f"{float(f'{value / length:.2g}'):g} {unit}"
+    return f"{float(f'{value / 3600:.2g}'):g} h"
 
 
 def tables(result: dict[str, Any]) -> str:
