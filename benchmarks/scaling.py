@@ -30,7 +30,7 @@ from bqsgd.training.config import Config
 from bqsgd.training.server import Server
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
-CLIENTS = {60_000: (4, 16, 64), 4_000_000: (4, 16), 60_000_000: (4, 8)}
+CLIENTS = {60_000: (4, 16, 64), 4_000_000: (4, 16), 60_000_000: (4,)}
 ON_PAPER = (4, 100, 1_000, 10_000)
 MECHANISM = Mechanism(levels=16, trials=203)
 RANGE = 0.004
