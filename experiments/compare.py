@@ -59,6 +59,7 @@ def reproduce(
         _row("QSGD, 8 bits", framed(QSGD, "batch-mean"), None, "s = 127, m = 0: quantisation alone is not private"),
         _row("BQ, batch-mean clip", framed(BQ, "batch-mean"), batch_mean, "s = 2, m = 251"),
         _row("BQ, per-sample clamp", clamped, proven, "s = 2, m = 251"),
+        _row("BQ, Eq. (6) as written", framed(BQ, "scale"), proven, "s = 2, m = 251; whole gradient scaled to C"),
         _row("cpSGD (CQSGD)", clamped, binomial_alone(BQ, rounds), "the same messages; Step 3 counted alone"),
         _row("Gaussian DP-SGD, float32", float32("mnist-gaussian", noise, CLIP_NORM), gaussian, described),
     ]
