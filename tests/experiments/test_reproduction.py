@@ -158,6 +158,13 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     assert runs.results([job]) == {job.name: {"accuracy": 0.5}}
 
 
+def test_two_workers_find_what_one_finds() -> None:
+    jobs = tables.jobs(ROWS[:2], clip="clamp", seeds=[0], quick=True)
+    one, two = runs.results(jobs), runs.results(jobs, workers=2)
+    assert [found["loss"] for found in one.values()] == [found["loss"] for found in two.values()]
+    assert list(two) == [job.name for job in jobs]
+
+
 def test_gaussian_noise_is_just_enough() -> None:
     asked = {"rate": 32 / 15_000, "rounds": 50}
     noise = baselines.noise_for(2.0, delta=1e-5, **asked)
