@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from experiments.sections import section
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, TEXT = HERE / "results", HERE.parent / "docs" / "results.md", HERE / "results_text.md"
-CLIPS = ("batch-mean", "clamp")
 ORDER = ("table1", "table2", "table3", "figure1", "figure2", "tradeoffs", "compare")
 
 
@@ -29,124 +29,6 @@ def page() -> str:
         if place.exists():
             parts.append(section(name, json.loads(place.read_text(encoding="utf-8"))))
     return "\n\n".join(parts) + "\n"
-
-
-def section(name: str, fields: dict[str, Any]) -> str:
-    """One table or figure as Markdown."""
-    writers = {"table1": _table1, "table2": _table, "table3": _table, "compare": _compare, "tradeoffs": _tradeoffs}
-    return writers.get(name, _figure)(fields)
-
-
-def _percent(value: float | None) -> str:
-    return "not run" if value is None else f"{100 * value:.2f}"
-
-
-def _accuracy(clip: dict[str, Any]) -> str:
-    """Mean, deviation over the seeds where there are several, and how many they were."""
-    if clip["mean"] is None:
-        return "not run"
-    spread = "" if clip["deviation"] is None else f" ± {100 * clip['deviation']:.2f}"
-    return f"{_percent(clip['mean'])}{spread} ({len(clip['seeds'])})"
-
-
-def _short(exact: dict[str, Any] | None) -> str:
-    return "not computed" if exact is None else str(exact["epsilon_text"]).split(":")[0]
-
-
-def _terms(exact: dict[str, Any], delta: float) -> str:
-    return (
-        f"Exact epsilon: all rounds, delta {delta:g}, {exact['relation']} {exact['unit']}, {exact['trust']}; "
-        f"{exact['method'].split(',')[0]}. It is what the run guarantees with noise from the operating system; "
-        "these runs are seeded: no privacy claim. Nominal epsilon: one round, delta beside it; as published; not a "
-        "guarantee."
-    )
-
-
-def _table(fields: dict[str, Any]) -> str:
-    what = "bits fixed, privacy varied" if fields["table"] == 2 else "privacy fixed, bits varied"
-    lines = [
-        f"## Table {fields['table']}: {what}",
-        "",
-        "Accuracy in per cent on the test split after the last round, mean ± deviation (number of seeds).",
-        "",
-        "| data | row | s, m | published | batch-mean clip | per-sample clamp | nominal ε (printed; of the pair) "
-        "| exact ε, batch-mean | exact ε, clamp | bits asked | bits measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in fields["rows"]:
-        batch_mean, clamp = (row["clips"][clip] for clip in CLIPS)
-        measured = batch_mean["bits_measured"] or clamp["bits_measured"]
-        nominal = row["nominal"]
-        lines.append(
-            f"| {row['dataset']} | {row['variant']} | {row['levels']}, {row['trials']} "
-            f"| {_percent(row['published_accuracy'])} | {_accuracy(batch_mean)} | {_accuracy(clamp)} "
-            f"| {row['published_epsilon']}; {nominal['epsilon_per_round']:.2f} (δ {nominal['setting']['delta']:g}) "
-            f"| {_short(batch_mean['exact'])} | {_short(clamp['exact'])} "
-            f"| {row['bits_asked']} | {'not run' if measured is None else format(measured, '.3f')} |"
-        )
-    notes = dict.fromkeys(row["note"] for row in fields["rows"] if row["note"])
-    lines += ["", _terms(fields["rows"][0]["clips"]["clamp"]["exact"], fields["delta"])]
-    return "\n".join([*lines, *(f"Misprint: {note}." for note in notes)])
-
-
-def _table1(fields: dict[str, Any]) -> str:
-    columns = fields["columns"]
-    lines = [
-        "## Table 1: setting",
-        "",
-        "| | " + " | ".join(column["published"]["dataset"] for column in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
-    names = {
-        "model": "net",
-        "nominal_dimension": "d_P, published",
-        "clip": "clip C",
-        "learning_rate": "learning rate",
-        "batch_size": "batch size L",
-        "clients": "clients",
-        "dataset_size": "samples a client",
-        "rounds": "rounds",
-    }
-    for key, label in names.items():
-        lines.append(f"| {label} | " + " | ".join(str(column["published"][key]) for column in columns) + " |")
-    lines.append("| net, ours | " + " | ".join(column["model"] for column in columns) + " |")
-    lines.append("| d, parameters of ours | " + " | ".join(f"{column['dimension']:,}" for column in columns) + " |")
-    for points in zip(*(column["nominal_dimension_measured"] for column in columns), strict=True):
-        measured = " | ".join(f"{point['nominal_dimension']:,.0f}" for point in points)
-        lines.append(f"| d_P measured after {points[0]['rounds']} rounds | {measured} |")
-    return "\n".join(
-        [*lines, "", "d_P = ‖∇l‖₁ / C (the paper's footnote), mean over batches of 32: it depends on data."]
-    )
-
-
-def _compare(fields: dict[str, Any]) -> str:
-    lines = [
-        "## Baselines on the same axes (MNIST)",
-        "",
-        "![Accuracy against bytes and against exact epsilon](figures/compare.png)",
-        "",
-        "| message | accuracy, per cent (seeds) | exact ε, all rounds | bytes an update | bits a coordinate | how |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in fields["rows"]:
-        size = "not run" if row["mean"] is None else f"{row['frame_bytes']:,.0f} | {row['bits_measured']:.3f}"
-        epsilon = "no privacy" if row["exact"] is None else _short(row["exact"])
-        lines.append(f"| {row['label']} | {_accuracy(row)} | {epsilon} | {size} | {row['note']} |")
-    exact = next(row["exact"] for row in fields["rows"] if row["exact"] is not None)
-    return "\n".join([*lines, "", _terms(exact, fields["delta"])])
-
-
-def _tradeoffs(fields: dict[str, Any]) -> str:
-    figures = [f"![{name}](figures/tradeoffs_{name}.png)" for name in ("fixed_epsilon", "fixed_bits")]
-    return "\n\n".join(["## Trade-offs", *figures, fields["caveat"].capitalize() + "."])
-
-
-def _figure(fields: dict[str, Any]) -> str:
-    if "panels" in fields:
-        shares = ", ".join(f"{panel['title']}: {panel['shared_mass']:.0%}" for panel in fields["panels"])
-        return f"## Figure 1\n\n![Figure 1](figures/figure1.png)\n\nMass of outcomes that both values share: {shares}."
-    gap = f"{fields['largest_gap_to_gaussian']:.4f}"
-    return f"## Figure 2\n\n![Figure 2](figures/figure2.png)\n\nLargest gap of BQ's density to the Gaussian's: {gap}."
 
 
 if __name__ == "__main__":
