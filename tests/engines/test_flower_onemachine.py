@@ -100,6 +100,8 @@ def test_a_program_that_fails_or_hangs_says_so_with_its_last_lines(tmp_path):
         processes.start("mute", "sleep", "300")
         with pytest.raises(FlowerFailed, match="did not print 'never'"):
             processes.wait_for("mute", "never", seconds=0.3)
+        with pytest.raises(FlowerFailed, match="mute is running already"):
+            processes.start("mute", "sleep", "300")
         with pytest.raises(FlowerFailed, match="is not installed"):
             processes.run("absent", "no-such-program-of-flower", seconds=1)
 

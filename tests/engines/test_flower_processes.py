@@ -214,7 +214,8 @@ def test_faults_of_clients(deployment):
 def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deployment):
     deployment.faults({})
     server, processes = deployment.folder / "server-killed", deployment.processes
-    deployment.start_node(1)  # the client that was killed comes back under its key
+    if "node-1" not in processes.running:
+        deployment.start_node(1)  # the client that was killed comes back under its key
     command = deployment.command(
         rounds=3, run="killed", folder=str(server), seed=5, checkpoint_every=1, learning_rate=1.0
     )

@@ -52,6 +52,8 @@ class Processes:
 
     def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a program in the background; its output goes to logs/`name`.log."""
+        if name in self.running:
+            raise FlowerFailed(f"{name} is running already")
         with self.log(name).open("ab") as stream:
             self._began[name] = stream.tell()
             process = subprocess.Popen(
