@@ -6,13 +6,14 @@ Messages are the library's checked float32 vectors, so that bytes are measured o
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any
 
 import dp_accounting
 import numpy as np
 from dp_accounting import pld
-from experiments.runs import RESULTS, Job, provenance, task
+from experiments.runs import EVALUATIONS, RESULTS, Job, provenance, task
 
 from bqsgd.engines.session import Session
 from bqsgd.persample import L2, BatchMean, clipped_gradients
@@ -89,6 +90,10 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
             rate = config.learning_rate * schedule(config.schedule, round=round, rounds=config.rounds)
             state, step = optimiser.update(state, total, learning_rate=rate)
             model = (model - step).astype(np.float32)
+            if (round + 1) % max(1, config.rounds // EVALUATIONS) == 0:
+                seconds = time.monotonic() - started
+                left = seconds / (round + 1) * (config.rounds - round - 1)
+                print(f"{job.name}: round {round + 1}/{config.rounds}, {left:.0f} s left", file=sys.stderr, flush=True)
         session.server.model = model
         accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
     return {
