@@ -14,7 +14,9 @@ NOMINAL_NOTE = "Nominal figures: as published; not a guarantee."
 def guarantee_fields(guarantee: Guarantee, *, as_json: bool) -> dict[str, Any]:
     """Everything a guarantee states; for people the epsilon reads as a sentence where it means nothing."""
     fields = {name: value for name, value in guarantee.to_dict().items() if name != "seeded"}  # nothing was sent
-    return fields if as_json else fields | {"epsilon": guarantee.epsilon_text}
+    if as_json:
+        return fields
+    return fields | {"epsilon": guarantee.epsilon_text, "delta_floor": f"{guarantee.delta_floor:.1e}"}
 
 
 def nominal_fields(nominal: NominalPrivacy, *, totals: bool = True) -> dict[str, Any]:
