@@ -62,4 +62,5 @@ def test_the_baselines_without_a_finite_epsilon_stand_at_the_edge(tmp_path: Path
     ]
     draw_baselines(rows, tmp_path / "three.png", delta=1e-5)
     assert (tmp_path / "three.png").stat().st_size > 10_000
-    assert place_of({"epsilon": "inf"}, far=3000) == place_of({"epsilon": 4000.0}, far=3000) == 3000
+    assert place_of({"epsilon": "inf"}) == place_of({"epsilon": 4000.0}) == np.inf
+    assert place_of({"epsilon": 4.5}) == 4.5
