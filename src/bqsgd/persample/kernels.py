@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,29 +21,44 @@ BLOCK_FLOATS = 1 << 16
 """Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""
 
 
+PIECES = 8
+"""Parts a thread's work is cut into where any thread may take any part."""
+
+
 def shares(items: int) -> int:
     """Threads worth using for so many items."""
     return max(1, min(torch.get_num_threads(), items))
 
 
-def in_threads(work: Callable[[int, int, int], None], items: int) -> None:
-    """Call work(share, start, stop) over disjoint shares of range(items), as many as torch has threads."""
+def in_threads(work: Callable[[int, int, int], None], items: int, *, pieces: int = 1) -> None:
+    """Call work(thread, start, stop) over disjoint parts of range(items), on as many threads as torch has.
+
+    With several `pieces` a thread, each takes the next piece when it is done, so that a core kept busy by torch's own
+    waiting threads holds nobody up. Only for work whose result does not depend on who does it: a thread that adds up
+    its own partial sum must have one piece, or the last bits would change from run to run.
+    """
     threads = shares(items)
-    edges = [items * i // threads for i in range(threads + 1)]
+    count = min(items, threads * pieces)
+    edges = [items * i // count for i in range(count + 1)] if items else [0, 0]
+    following = itertools.count()
     failures: list[BaseException] = []
 
-    def guarded(share: int) -> None:
+    def guarded(thread: int) -> None:
         try:
-            work(share, edges[share], edges[share + 1])
+            if pieces == 1:
+                work(thread, edges[thread], edges[thread + 1])
+                return
+            while (piece := next(following)) < count:
+                work(thread, edges[piece], edges[piece + 1])
         except BaseException as error:  # raised again below, in the calling thread
             failures.append(error)
 
-    others = [threading.Thread(target=guarded, args=(share,)) for share in range(1, threads)]
-    for thread in others:
-        thread.start()
+    others = [threading.Thread(target=guarded, args=(thread,)) for thread in range(1, threads)]
+    for other in others:
+        other.start()
     guarded(0)
-    for thread in others:
-        thread.join()
+    for other in others:
+        other.join()
     if failures:
         raise failures[0]
 
@@ -78,11 +94,16 @@ def clamped_outer_sum(a: Tensor, e: Tensor, bound: float, weights: Tensor, out: 
     clamp(e a, C) = e clamp(a, C / |e|): the thresholds are made once a sample and row, a hair inside C / |e|, so that
     rounding never takes a product beyond C.
     """
-    strips = -(-e.shape[1] // tiles.OUTER_ROWS)
-    scalars = np.zeros((strips, len(e), 2, tiles.OUTER_ROWS), np.float32)
-    tiles.pack_scalars(e.numpy(), weights.float().numpy(), bound, scalars)
-    lanes, target = pack_lanes(a[:, None, None, :], tiles.OUTER_WIDTH)[0, :, :, 0].numpy(), out.numpy()
-    in_threads(lambda _, start, stop: tiles.run_outer(scalars, lanes, start, stop, target), strips)
+    errors, factors, target = e.numpy(), weights.float().numpy(), out.numpy()
+    lanes = pack_lanes(a[:, None, None, :], tiles.OUTER_WIDTH)[0, :, :, 0].numpy()
+
+    def strips(_: int, start: int, stop: int) -> None:
+        rows = slice(start * tiles.OUTER_ROWS, stop * tiles.OUTER_ROWS)
+        scalars = np.zeros((stop - start, len(errors), 2, tiles.OUTER_ROWS), np.float32)
+        tiles.pack_scalars(np.ascontiguousarray(errors[:, rows]), factors, bound, scalars)
+        tiles.run_outer(scalars, lanes, 0, stop - start, target[rows])
+
+    in_threads(strips, -(-errors.shape[1] // tiles.OUTER_ROWS), pieces=PIECES)
 
 
 @njit(nogil=True, cache=True)
@@ -103,7 +124,9 @@ def clamped_outer_squares(a: Tensor, e: Tensor, bound: float) -> Tensor:
     """(batch,) float64 squared norms of clamp(e_bo a_bi, -C, C) in O(n log n): sort both sides, then sweep once."""
     left, right = np.sort(a.abs().numpy(), axis=1), np.sort(e.abs().numpy(), axis=1)
     out = np.empty(len(left))
-    in_threads(lambda _, start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left))
+    in_threads(
+        lambda _, start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left), pieces=PIECES
+    )
     return torch.from_numpy(out)
 
 
