@@ -21,7 +21,7 @@ BLOCK_FLOATS = 1 << 16
 """Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""
 
 
-PIECES = 8
+PIECES = 4
 """Parts a thread's work is cut into where any thread may take any part."""
 
 
@@ -171,4 +171,9 @@ class Windows:
         scalars, lanes, width, limit = self.scalars.contiguous().numpy(), self.lanes.numpy(), self._width, inside(bound)
         block = max(1, BLOCK_FLOATS // (scalars.shape[1] + positions * groups * size))
         windows = (scalars, self.group_stride, self.base, offsets, rows, lanes, width, block, limit, weights)
-        in_threads(lambda share, start, stop: tiles.run_windows(mode, *windows, start, stop, result(share)), batch)
+        pieces = PIECES if mode else 1  # every sample has a norm of its own; sums are a thread's own
+        in_threads(
+            lambda share, start, stop: tiles.run_windows(mode, *windows, start, stop, result(share)),
+            batch,
+            pieces=pieces,
+        )
