@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fault_book import FaultBook
 
 from bqsgd import data, models
 from bqsgd.engines.session import Task
@@ -39,3 +40,20 @@ def task():
 def settings():
     """Settings of the small task, with changes."""
     return lambda **changes: Config(**{**BASE, **changes})
+
+
+@pytest.fixture
+def fault_book(request):
+    """Rows of the fault table, kept only when the test passes."""
+    book = FaultBook(request.node.nodeid)
+    yield book
+    if not request.node.failed_in_call:
+        book.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call":
+        item.failed_in_call = report.failed
+    return report

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fault_book import write_down
 
 from bqsgd.codec import encode_frame
 from bqsgd.engines.distributed import DistributedSession, joined
@@ -66,8 +67,9 @@ def recording(engine, path):
 class Mischief:
     """A client that does as it should, but for the rounds in `plan`."""
 
-    def __init__(self, client, plan, channel=None):
-        self.real, self.plan, self.client, self.channel = client.answer, plan, client.client, channel
+    def __init__(self, client, plan, folder):
+        self.real, self.plan, self.client = client.answer, plan, client.client
+        self.notes = folder / f"sent-{client.client}.jsonl"
 
     def __call__(self, message):
         round = read_broadcast(message, dimension=DIMENSION).round
@@ -89,6 +91,7 @@ class Mischief:
 
             head = b"BQSD" + (18).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little")
             dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), 0)
+        write_down(self.notes, round=round, frame_digest=hashlib.sha256(frame).hexdigest())
         return frame
 
 
@@ -109,12 +112,12 @@ def main():
             with greeted(
                 task(group.size), config, group=group, folder=folder / f"disk-{group.rank}", resuming=asked["resume"]
             ) as (client, channel, listener):
-                answer_rounds(Mischief(client, plan), client.spending, channel, listener)
+                answer_rounds(Mischief(client, plan, folder), client.spending, channel, listener)
             return
         begin = DistributedSession.resume if asked["resume"] else DistributedSession.start
         with begin(task(group.size), config, folder=folder / "disk-0", group=group) as session:
             own = session.ranks.own.clients[0]
-            own.answer = Mischief(own, plan)
+            own.answer = Mischief(own, plan, folder)
             recording(session.ranks, folder / "frames.jsonl")
             with (folder / "rounds.jsonl").open("a") as stream:
                 for record in session.rounds():

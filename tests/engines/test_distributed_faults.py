@@ -6,12 +6,14 @@ Every process has a time limit, and nothing it left is running after the test.
 import numpy as np
 from distributed_processes import lines, run_ranks
 from distributed_worker import recording, task
+from fault_book import counts, not_ok, seen, together, written_down
 
 from bqsgd.engines.session import Session
 from bqsgd.privacy.ledger import Ledger
 from bqsgd.training.checkpoint import load_checkpoint
 from bqsgd.training.config import Config
 
+ENGINE = "torch.distributed"
 SETTINGS = {
     "clients": 4,
     "rounds": 12,
@@ -41,7 +43,14 @@ def spent(folder, rank):
         return ledger.spent_rounds
 
 
-def test_a_round_survives_what_a_client_may_do_and_a_client_that_dies(tmp_path):
+def books(folder, clients):
+    """What each client sent and what its ledger counts; never less than was sent."""
+    found = [counts(written_down(folder / f"sent-{rank}.jsonl"), spent(folder, rank)) for rank in range(clients)]
+    assert all(entry["different"] <= entry["counted"] for entry in found), found
+    return found
+
+
+def test_a_round_survives_what_a_client_may_do_and_a_client_that_dies(tmp_path, fault_book):
     settings = {**SETTINGS, "quorum": 3, "deadline_seconds": 6.0}
     mischief = {
         "1": {"1": "corrupt", "5": "kill"},
@@ -58,46 +67,62 @@ def test_a_round_survives_what_a_client_may_do_and_a_client_that_dies(tmp_path):
     first = statuses(records, 1)
     assert [first[round] for round in range(5)] == [["ok"], ["refused"], ["ok"], ["ok"], ["ok"]]
     assert all(first[round] == ["missing"] for round in range(5, 9))
-    assert "round 1, client 1: refused (ChecksumMismatch" in log
-    assert "rank 1 is gone: the connection was closed by the other side" in log
+    damaged = seen(log, "round 1, client 1: refused (ChecksumMismatch")
+    gone = seen(log, "rank 1 is gone: the connection was closed by the other side")
 
     second = statuses(records, 2)
     assert second == {round: ["refused"] if round == 2 else ["ok"] for round in range(9)}
-    assert "round 2, client 2: refused (WrongOrigin" in log
+    foreign = seen(log, "round 2, client 2: refused (WrongOrigin")
 
     third = statuses(records, 3)
     assert third[0] == third[1] == third[2] == ["ok"]
     assert third[3] == ["missing"]
-    assert "round 3, client 3: missing (no frame within 6 s)" in log
+    overdue = seen(log, "round 3, client 3: missing (no frame within 6 s)")
     late = [entry for record in records for entry in record["clients"] if "a replay or late" in (entry["reason"] or "")]
     assert [entry["client"] for entry in late] == [3]
     assert third[6] == third[7] == ["ok"]
     assert third[8] == ["missing"]
-    assert f"rank 3 announced {1 << 40} bytes" in log
+    flood = seen(log, f"rank 3 announced {1 << 40} bytes")
 
     assert all(statuses(records, 0)[round] == ["ok"] for round in range(9)), "no other client is made late"
     assert len(records) == 9, "two of four are left and the quorum is three: the run stops, with a checkpoint"
-    assert "2 of 4 clients are left and a round needs 3: stopping" in log
+    stopped = seen(log, "2 of 4 clients are left and a round needs 3: stopping")
     assert load_checkpoint(tmp_path / "disk-0")[1]["round"] == 9
 
     frames = lines(tmp_path / "frames.jsonl")
-    for rank in range(4):  # nothing counted less than sent; the killed one keeps its reservation counted
-        sent = sum(frame["client"] == rank for frame in frames)
-        assert sent <= spent(tmp_path, rank) <= sent + SETTINGS["reserve_rounds"]
-    assert spent(tmp_path, 0) == 9, "a clean end gives back what was reserved and not sent"
+    found = books(tmp_path, 4)
+    for rank, entry in enumerate(found):  # the killed one keeps its reservation counted
+        assert sum(frame["client"] == rank for frame in frames) <= entry["sent"]
+        assert entry["counted"] <= entry["sent"] + SETTINGS["reserve_rounds"]
+    assert found[0] == {"sent": 9, "different": 9, "counted": 9}, "a clean end gives back what was not sent"
+
+    explained = {(1, 1), (2, 2), (3, 8), *((3, round) for round in range(3, 6)), *((1, round) for round in range(5, 9))}
+    run = {"run": together(found), "others_not_ok": not_ok(records, explained), "engine": ENGINE, "injected": 1}
+    assert run["others_not_ok"] == 0
+    fault_book.row(fault="frame damaged on its way", line=damaged, client=found[1], **run)
+    fault_book.row(fault="frame in another client's name", line=foreign, client=found[2], **run)
+    fault_book.row(fault="client answers after the deadline", line=overdue, client=found[3], **run)
+    fault_book.row(fault="client killed in mid-round", line=gone, client=found[1], **run)
+    fault_book.row(fault="client announces a message of 2^40 bytes", line=flood, client=found[3], **run)
+    fault_book.row(fault="fewer clients left than the quorum", line=stopped, client=None, **run)
 
 
-def test_a_killed_server_goes_on_from_its_checkpoint_to_the_model_of_one_process(tmp_path):
-    settings = {**SETTINGS, "clients": 3, "seed": 7, "rounds": 8, "checkpoint_every": 2}
-    ended = run_ranks(tmp_path, settings, mischief={"0": {"5": "kill"}})
+def killed_and_resumed(folder, settings):
+    """The server dies in round 5 and the job is started again; the line that the clients logged."""
+    ended = run_ranks(folder, settings, mischief={"0": {"5": "kill"}})
     assert ended[0][0] == -9
     for code, output in ended[1:]:
         assert code not in (0, -9)
-        assert "rank 0 is gone: the connection was closed by the other side" in output
-    assert load_checkpoint(tmp_path / "disk-0")[1]["round"] == 4
-
-    ended = run_ranks(tmp_path, settings, resume=True)
+        line = seen(output, "rank 0 is gone: the connection was closed by the other side")
+    assert load_checkpoint(folder / "disk-0")[1]["round"] == 4
+    ended = run_ranks(folder, settings, resume=True)
     assert [code for code, _ in ended] == [0, 0, 0], ended
+    return line
+
+
+def test_a_killed_server_goes_on_from_its_checkpoint_to_the_model_of_one_process(tmp_path, fault_book):
+    settings = {**SETTINGS, "clients": 3, "seed": 7, "rounds": 8, "checkpoint_every": 2}
+    line = killed_and_resumed(tmp_path, settings)
     one = tmp_path / "one"
     one.mkdir()
     with Session.start(task(3), Config(**settings), folder=one) as session:
@@ -111,5 +136,24 @@ def test_a_killed_server_goes_on_from_its_checkpoint_to_the_model_of_one_process
     unique = {(frame["round"], frame["client"]): frame for frame in found}
     assert [unique[frame["round"], frame["client"]] for frame in expected] == expected
     assert all(frame in expected for frame in found), "rounds made again are the same bytes"
-    for rank in range(3):
-        assert spent(tmp_path, rank) >= 8
+    note_killed_server(fault_book, tmp_path, line, fault="server killed in mid-round and restarted, seeded noise")
+
+
+def test_a_killed_server_that_goes_on_with_fresh_noise_counts_every_round_made_again(tmp_path, fault_book):
+    settings = {**SETTINGS, "clients": 3, "rounds": 8, "checkpoint_every": 2}
+    line = killed_and_resumed(tmp_path, settings)
+    found = note_killed_server(fault_book, tmp_path, line, fault="server killed in mid-round and restarted")
+    assert all(entry["sent"] == entry["different"] for entry in found), "fresh noise: no two messages are the same"
+    assert all(entry["sent"] > 8 for entry in found[1:]), "rounds after the checkpoint were made again"
+
+
+def note_killed_server(fault_book, folder, line, *, fault):
+    found, records = books(folder, 3), lines(folder / "rounds.jsonl")
+    assert {record["round"] for record in records} == set(range(8))
+    assert all(entry["counted"] >= 8 for entry in found)
+    others = not_ok(records)
+    assert others == 0
+    fault_book.row(
+        engine=ENGINE, fault=fault, injected=1, line=line, client=found[0], run=together(found), others_not_ok=others
+    )
+    return found

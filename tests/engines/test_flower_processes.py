@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from fault_book import counts, not_ok, seen, together, written_down
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
@@ -26,11 +27,13 @@ from bqsgd.training.config import Config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+ENGINE = "Flower"
+NOBODY = {"sent": 0, "different": 0, "counted": 0}
 SETTINGS = {"batch_size": 64, "levels": 17, "trials": 220, "epsilon": 30.0, "evaluate_every": 1, "momentum": 0.5}
 DEADLINE_SECONDS = 120.0
 
 FAULTY_CLIENT = """
-import json, os, time
+import hashlib, json, os, time
 from pathlib import Path
 import numpy as np
 from flwr.app import Message
@@ -72,6 +75,9 @@ def train(message, context):
         time.sleep(600)
     if fault == "late":
         time.sleep(float(os.environ["BQSGD_LATE_SECONDS"]))
+    note = {"round": int(message.metadata.group_id), "sha": hashlib.sha256(data_of(reply, kind=FRAME)).hexdigest()}
+    with (folder / f"sent-{context.run_config['run']}-{context.node_config['client']}.jsonl").open("a") as stream:
+        stream.write(json.dumps(note) + "\n")
     return reply
 """
 
@@ -143,6 +149,14 @@ class Deployment:
                 assert {entry.kind for entry in ledger.entries} == {Kind.BUDGET, Kind.SPEND}
         return found
 
+    def books(self, run):
+        """What each client sent in `run` and what its ledger counts of it; never less than was sent."""
+        counted = self.ledgers(run)
+        notes = [self.folder / f"sent-{run}-{client}.jsonl" for client in range(4)]
+        found = [counts(written_down(path), counted[client]) for client, path in enumerate(notes)]
+        assert all(entry["different"] <= entry["counted"] for entry in found), found
+        return found
+
     def wait(self, condition, *, seconds):
         end = time.monotonic() + seconds
         while not condition():
@@ -158,7 +172,7 @@ def deployment(tmp_path_factory):
     assert processes.left_over() == []
 
 
-def test_plain_http_to_the_tls_port_gets_no_answer(deployment):
+def test_plain_http_to_the_tls_port_gets_no_answer(deployment, fault_book):
     connection = http.client.HTTPConnection("127.0.0.1", deployment.federation.port, timeout=10)
     connection.request("GET", "/health")
     with pytest.raises((http.client.HTTPException, ConnectionError)):
@@ -170,18 +184,40 @@ def test_plain_http_to_the_tls_port_gets_no_answer(deployment):
     processes.wait_for("plain", "Connection attempt failed", seconds=90)
     assert "SuperNode ID" not in processes.text("plain")
     processes.kill("plain")
+    log = processes.text("superlink")
+    line = seen(log, "refused at the TLS port: plain HTTP")
+    injected = log.count(line)
+    assert injected >= 2, "one line for the request and one for every attempt of the node"
+    fault_book.row(
+        engine=ENGINE,
+        fault="plain HTTP to the TLS port",
+        injected=injected,
+        line=line,
+        client=NOBODY,
+        run=NOBODY,
+        others_not_ok=None,
+    )
 
 
-def test_a_node_whose_key_is_not_registered_is_turned_away(deployment):
+def test_a_node_whose_key_is_not_registered_is_turned_away(deployment, fault_book):
     federation, processes = deployment.federation, deployment.processes
     federation.start_node("stranger", client=1, key=federation.make_key("stranger"))
     assert processes.running.pop("stranger").wait(120) != 0
     assert "Failed to activate SuperNode" in processes.text("stranger")
-    assert "No SuperNode found with the given public key" in processes.text("superlink")
+    line = seen(processes.text("superlink"), "No SuperNode found with the given public key")
     assert not (deployment.folder / "nodes" / "stranger").exists()
+    fault_book.row(
+        engine=ENGINE,
+        fault="node whose key is not registered",
+        injected=1,
+        line=line,
+        client=NOBODY,
+        run=NOBODY,
+        others_not_ok=None,
+    )
 
 
-def test_faults_of_clients(deployment):
+def test_faults_of_clients(deployment, fault_book):
     deployment.faults({"1:0": "corrupted", "2:0": "foreign", "3:1": "late", "1:1": "killed"})
     server, processes = deployment.folder / "server-faults", deployment.processes
     command = deployment.command(
@@ -196,22 +232,32 @@ def test_faults_of_clients(deployment):
     assert seen[0] == {0: "ok", 1: "refused", 2: "refused", 3: "ok"}
     assert seen[1] == {0: "ok", 1: "missing", 2: "ok", 3: "missing"}
     assert (seen[2][0], seen[2][1], seen[2][2]) == ("ok", "missing", "ok")
-    for line in (
-        "round 0: client 1 refused: ChecksumMismatch",
-        "round 0: client 2 refused: WrongOrigin",
-        "round 1: client 1 missing: ",
-        "round 1: client 3 missing: no answer",
-        "round 2: client 3 refused: FrameError: a frame of round 1 in round 2: a replay or late",
-        "round 2: client 1 missing: ",
-    ):
-        assert line in log
+    damaged, foreign, gone, _, late, _ = (
+        seen(log, line)
+        for line in (
+            "round 0: client 1 refused: ChecksumMismatch",
+            "round 0: client 2 refused: WrongOrigin",
+            "round 1: client 1 missing: ",
+            "round 1: client 3 missing: no answer",
+            "round 2: client 3 refused: FrameError: a frame of round 1 in round 2: a replay or late",
+            "round 2: client 1 missing: ",
+        )
+    )
     assert all(record["stepped"] for record in records)
     # Nothing counted less than sent: client 1 made a frame in round 1 that never left, and it is counted.
     assert deployment.ledgers("faults") == {0: 3, 1: 2, 2: 3, 3: 3}
-    print("\n".join(line for line in log.splitlines() if "round " in line))
+    found = deployment.books("faults")
+    assert [entry["sent"] for entry in found] == [3, 1, 3, 3]
+    explained = {(1, 0), (1, 1), (1, 2), (2, 0), (3, 1), (3, 2)}
+    run = {"engine": ENGINE, "injected": 1, "run": together(found), "others_not_ok": not_ok(records, explained)}
+    assert run["others_not_ok"] == 0
+    fault_book.row(fault="frame damaged on its way", line=damaged, client=found[1], **run)
+    fault_book.row(fault="frame in another client's name", line=foreign, client=found[2], **run)
+    fault_book.row(fault="client killed in mid-round", line=gone, client=found[1], **run)
+    fault_book.row(fault="client answers after the deadline", line=late, client=found[3], **run)
 
 
-def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deployment):
+def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deployment, fault_book):
     deployment.faults({})
     server, processes = deployment.folder / "server-killed", deployment.processes
     if "node-1" not in processes.running:
@@ -229,8 +275,18 @@ def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deploy
     assert load_checkpoint(server)[1]["round"] == done  # dead, not detached
     deployment.federation.start_superlink()
     log = processes.run("run-again", *command, seconds=900)
-    assert f"resumed from the checkpoint: {done} rounds were done" in log
+    line = seen(log, f"resumed from the checkpoint: {done} rounds were done")
     assert [record["round"] for record in records_in(server)] == [0, 1, 2]
     assert [entry["status"] for record in records_in(server) for entry in record["clients"]] == ["ok"] * 12
     np.testing.assert_array_equal(model_in(server), in_process(rounds=3, seed=5, learning_rate=1.0))
-    assert all(count >= 3 for count in deployment.ledgers("killed").values())
+    found = deployment.books("killed")
+    assert all(entry["counted"] >= 3 for entry in found)
+    fault_book.row(
+        engine=ENGINE,
+        fault="server killed in mid-round and restarted, seeded noise",
+        injected=1,
+        line=line,
+        client=None,
+        run=together(found),
+        others_not_ok=not_ok(records_in(server)),
+    )

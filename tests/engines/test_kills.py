@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from fault_book import counts, not_ok, together
 
 from bqsgd.engines.session import Session, named
 from bqsgd.privacy.ledger import Ledger
@@ -85,17 +86,30 @@ def test_same_model_after_twenty_kills(task, config, tmp_path):
             assert ledger.spent_rounds == 250
 
 
-def test_no_uncounted_message_with_fresh_noise(task, settings, tmp_path):
+def test_no_uncounted_message_with_fresh_noise(task, settings, tmp_path, fault_book):
     config = named(
         settings(
             seed=None, rounds=60, workers=1, checkpoint_every=7, reserve_rounds=10, epsilon=900.0, evaluate_every=60
         )
     )
-    assert killed_run(task, config, tmp_path, KILLS) > 0
+    at_work = killed_run(task, config, tmp_path, KILLS)
+    assert at_work > 0
     session = work(task, config, tmp_path)
-    messages = sent(tmp_path)
+    messages, found = sent(tmp_path), []
     for number in range(4):
         by_client = sum(count for (client, _), count in messages.items() if client == number)
         with Ledger(tmp_path / f"ledgers/client-{number:04}.ledger") as ledger:
+            found.append(counts((by_client, by_client), ledger.spent_rounds))
             assert by_client <= ledger.spent_rounds
             assert ledger.guarantee() == session.engine.clients[number].spending.guarantee(delta=1e-5)
+    records = [record.to_dict() for record in read_rounds(tmp_path)]
+    assert len(records) == 60
+    fault_book.row(
+        engine="in-process",
+        fault="the whole process killed at random moments and resumed",
+        injected=at_work,
+        line=None,
+        client=None,
+        run=together(found),
+        others_not_ok=not_ok(records),
+    )

@@ -69,6 +69,17 @@ def demo(
     emit(fields, as_json=json, title="Flower demo" + (" with TLS and node keys" if tls else ""), notes=_notes(fields))
 
 
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def superlink(context: typer.Context) -> None:
+    """Flower's SuperLink, which also logs connections that fail the TLS handshake; options of `flower-superlink`.
+
+    Example: bqsgd flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
+    """
+    from bqsgd.engines.flower.superlink import superlink as serve
+
+    serve(context.args)
+
+
 def demo_settings(*, clients: int, rounds: int | None, tls: bool, epsilon: float, seed: int | None) -> dict[str, Any]:
     """Settings of the app for a demo that is short: with --tls few rounds and large steps."""
     settings: dict[str, Any] = {"clients": clients, "epsilon": epsilon, "run": "demo", "momentum": 0.5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class OneMachine:
 
     def start_superlink(self) -> None:
         """Start the SuperLink; with certificates it takes only TLS and only nodes whose keys are registered."""
+        program: tuple[str, ...] = ("flower-superlink",)
         options = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
         if self.simulation:
             options += ["--insecure", "--simulation"]
@@ -38,10 +40,11 @@ class OneMachine:
             options += ["--insecure", "--database", str(self.folder / "superlink.db")]
         else:
             made = self.certificates
+            program = (sys.executable, "-m", "bqsgd", "flower", "superlink")
             options += ["--ssl-ca-certfile", str(made.authority), "--ssl-certfile", str(made.server)]
             options += ["--ssl-keyfile", str(made.key), "--enable-supernode-auth"]
             options += ["--database", str(self.folder / "superlink.db")]
-        self.processes.start("superlink", "flower-superlink", *options)
+        self.processes.start("superlink", *program, *options)
         self.processes.wait_for("superlink", "running on http", seconds=_START_SECONDS)
         self._write_connection()
 
