@@ -36,9 +36,10 @@ def run_rank(
     with joined(backend=backend) as group:
         if group.serves:
             begin = DistributedSession.resume if found else DistributedSession.start
-            return run(
-                config, folder=folder, resuming=found, tensorboard=tensorboard, begin=partial(begin, group=group)
-            )
+            begin = partial(begin, group=group)
+            return run(config, folder=folder, resuming=found, tensorboard=tensorboard, begin=begin, client=group.rank)
         log = private_log_in(folder) if config.private_metrics else None
-        take_part(task_of(config), config, group=group, folder=folder, resuming=resume, private_log=log)
+        take_part(
+            task_of(config, client=group.rank), config, group=group, folder=folder, resuming=resume, private_log=log
+        )
         return None

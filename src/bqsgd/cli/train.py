@@ -19,7 +19,8 @@ DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every"
 def train(
     dataset: Annotated[str | None, Option(help="mnist, fashion-mnist or digits. Default: mnist, else digits.")] = None,
     data_folder: Annotated[str | None, Option(help="Folder that holds the data set's files.")] = None,
-    model: Annotated[str | None, Option(help="lenet5, cnn, alexnet28, alexnet227 or mlp.")] = None,
+    front_end: Annotated[str | None, Option(help="none, or scattering: fixed wavelet features of the images.")] = None,
+    model: Annotated[str | None, Option(help="lenet5, cnn, alexnet28, alexnet227, mlp or linear.")] = None,
     activation: Annotated[str | None, Option(help="tanh or relu.")] = None,
     clients: Annotated[int | None, Option(help="Number of clients.")] = None,
     concentration: Annotated[float | None, Option(help="Label skew: Dirichlet concentration. Default: even.")] = None,

@@ -22,28 +22,35 @@ if TYPE_CHECKING:
 PRIVATE_NOTE = "private_metrics: computed from private data, outside the guarantee; kept in the clients' own files."
 
 
-def task_of(config: Config) -> Task:
-    """The data set, shares and model that the settings name."""
+def task_of(config: Config, *, client: int | None = None) -> Task:
+    """The data set, shares and model that the settings name.
+
+    client: the only one whose share is wanted, in a process that works for one; client 0 has the test data too.
+    """
     from bqsgd import data, models
     from bqsgd.engines.session import Task
     from bqsgd.training.seeds import Purpose, derive
 
-    dataset = data.load(config.dataset, folder=config.data_folder)
-    shares = data.partition(
-        dataset.train,
-        config.clients,
+    found = data.shared(
+        config.dataset,
+        folder=config.data_folder,
+        front_end=config.front_end,
+        clients=config.clients,
+        client=client,
         seed=derive(config.init_seed, Purpose.SHARES),
         concentration=config.concentration,
-        smallest=config.batch_size,
+        smallest=1 if config.concentration is None else config.batch_size,
+        threads=config.workers,
     )
-    name = config.model or models.default_for(dataset.input_shape)
-    shape, classes, seed = dataset.input_shape, dataset.classes, derive(config.init_seed, Purpose.MODEL)
+    shape, classes, test = found.input_shape, found.classes, found.test
+    name = config.model or models.default_for(shape, front_end=config.front_end)
+    seed = derive(config.init_seed, Purpose.MODEL)
     return Task(
         make_model=lambda: models.build(
             name, input_shape=shape, classes=classes, seed=seed, activation=config.activation
         ),
-        shares=[(share.inputs, share.labels) for share in shares],
-        test=(dataset.test.inputs, dataset.test.labels),
+        shares=[(share.inputs, share.labels) for share in found.shares],
+        test=None if test is None else (test.inputs, test.labels),
     )
 
 
@@ -54,17 +61,18 @@ def run(
     resuming: bool,
     tensorboard: bool = False,
     begin: Callable[..., Session] | None = None,
+    client: int | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or to Ctrl-C; returns the fields to print. Everything about the run is in `folder` then.
 
-    begin: makes the session; one with all clients in this process unless given.
+    begin: makes the session; one with all clients in this process unless given. client: the only one that works here.
     """
     from bqsgd.cli.progress import shown
     from bqsgd.engines.session import Session
     from bqsgd.reports.folder import RunWriter
     from bqsgd.reports.page import write_report
 
-    task = task_of(config)
+    task = task_of(config, client=client)
     folder.mkdir(parents=True, exist_ok=True)
     if begin is None:
         begin = Session.resume if resuming else Session.start

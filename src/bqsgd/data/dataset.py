@@ -37,13 +37,18 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dataset:
-    """A named data set. `source` says where the bytes came from; `classes` is the number of labels."""
+    """A named data set. `source` says where the bytes came from; `classes` is the number of labels.
+
+    mean, deviation: public constants that the inputs were normalised with, pixel = mean + deviation * input in [0, 1].
+    """
 
     name: str
     train: Split
     test: Split
     classes: int
     source: str
+    mean: float = 0.0
+    deviation: float = 1.0
 
     def __post_init__(self) -> None:
         for split in (self.train, self.test):

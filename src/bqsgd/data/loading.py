@@ -125,7 +125,15 @@ def _assemble(entry: Entry, raw: list[bytes], source: str) -> Dataset:
         inputs *= np.float32(1 / (255 * entry.deviation))
         inputs -= np.float32(entry.mean / entry.deviation)
         splits.append(Split(inputs=inputs, labels=labels.astype(np.int64)))
-    return Dataset(name=entry.name, train=splits[0], test=splits[1], classes=10, source=source)
+    return Dataset(
+        name=entry.name,
+        train=splits[0],
+        test=splits[1],
+        classes=10,
+        source=source,
+        mean=entry.mean,
+        deviation=entry.deviation,
+    )
 
 
 def _digits() -> Dataset:
@@ -142,4 +150,6 @@ def _digits() -> Dataset:
         test=Split(inputs=inputs[cut:], labels=labels[cut:]),
         classes=10,
         source="scikit-learn",
+        mean=0.5,
+        deviation=0.5,
     )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from bqsgd.data.front_end import FRONT_ENDS
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
@@ -37,6 +38,7 @@ class BudgetChange:
 class Config:
     """A run. The privacy budget (epsilon, delta) is the proven total of each client over all rounds.
 
+    front_end: a fixed transform of the inputs, "scattering" or "none"; it costs no privacy.
     levels and trials: give both to fix the mechanism instead of planning it for the budget.
     range: what one coordinate of the mean is clamped to before encoding. Left out it is the clip's bound, or, when the
     clip has a norm C2 and samples are averaged, 4 C2 / L if that is less: about twice the noise a client then adds.
@@ -47,6 +49,7 @@ class Config:
 
     dataset: str = "mnist"
     data_folder: str | None = None
+    front_end: str = "none"
     model: str | None = None
     activation: str = "tanh"
     clients: int = 4
@@ -97,6 +100,7 @@ class Config:
         _choice("clip", self.clip, CLIPS)
         _choice("sampling", self.sampling, tuple(SAMPLINGS))
         _choice("coding", self.coding, CODINGS)
+        _choice("front_end", self.front_end, FRONT_ENDS)
         _choice("unit", self.unit, tuple(Unit))
         schedule(self.schedule, round=0, rounds=self.rounds)
         self.make_optimiser()

@@ -1,0 +1,182 @@
+"""The scattering front end: the same coefficients as kymatio's, its laws, and what it refuses."""
+
+import numpy as np
+import pytest
+import scipy.special
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bqsgd import data
+from bqsgd.cli.training_run import task_of
+from bqsgd.data.front_end import output_shape, through
+from bqsgd.data.morlet import low_pass, wavelet_spectra
+from bqsgd.data.scattering import Scattering, features
+from bqsgd.engines.session import Session
+from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.training.config import Config
+
+
+def images(count, *shape, seed=0):
+    return np.random.default_rng(seed).random((count, *shape), dtype=np.float32)
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    # kymatio 0.3.0 imports its 3-D part first, which wants this function; SciPy 1.17 has it no more. The 2-D part
+    # never calls it.
+    monkeypatch.setattr(scipy.special, "sph_harm", None, raising=False)
+    from kymatio.torch import Scattering2D
+
+    return Scattering2D
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (8, 8), (4, 4), (12, 20), (4, 16), (32, 32)])
+def test_coefficients_are_those_of_kymatio(oracle, shape):
+    pixels = torch.from_numpy(images(3, *shape))
+    expected, found = oracle(J=2, shape=shape)(pixels), Scattering(*shape)(pixels)
+    assert found.shape == expected.shape == (3, 81, shape[0] // 4, shape[1] // 4)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    assert expected.abs().amax(dim=(0, 2, 3)).min() > 1e-4  # every channel says something, far above the tolerance
+
+
+def test_features_are_group_normalised_coefficients_of_the_pixels(oracle):
+    entry = data.load("digits")
+    pixels = torch.from_numpy(entry.test.inputs[:20, 0] * 0.5 + 0.5)
+    assert pixels.min() == 0
+    assert pixels.max() == 1
+    expected = torch.nn.functional.group_norm(oracle(J=2, shape=(8, 8))(pixels), 27)
+    found = through("scattering", entry.test, of=entry)
+    np.testing.assert_allclose(found.inputs[:20], expected.numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(found.labels, entry.test.labels)
+
+
+@settings(max_examples=20, deadline=None)
+@given(level=st.floats(0, 1, width=32))
+def test_a_constant_image_has_its_level_in_the_first_channel_and_nothing_elsewhere(level):
+    found = Scattering(12, 16)(torch.full((1, 12, 16), level))
+    gain = 3.141592653589793 / 3.1415  # the norm of the Gaussian is kymatio's
+    torch.testing.assert_close(found[:, 0], torch.full((1, 3, 4), level * gain), rtol=0, atol=2e-6)
+    assert found[:, 1:].abs().max() < 2e-6
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), down=st.sampled_from([-4, 0, 4]), right=st.sampled_from([-4, 4]))
+def test_a_shift_by_four_pixels_shifts_the_output_by_one(seed, down, right):
+    # A spot far from the borders: padding sees zeros before and after.
+    canvas = np.zeros((1, 48, 48), dtype=np.float32)
+    canvas[:, 20:28, 20:28] = images(1, 8, 8, seed=seed)
+    transform = Scattering(48, 48)
+    here = transform(torch.from_numpy(canvas))
+    there = transform(torch.from_numpy(np.roll(canvas, (down, right), axis=(1, 2))))
+    assert here.abs().max() > 0.01
+    torch.testing.assert_close(there, here.roll((down // 4, right // 4), dims=(2, 3)), rtol=0, atol=2e-4)
+
+
+def test_coefficients_scale_with_the_image():
+    pixels = torch.from_numpy(images(2, 8, 8))
+    transform = Scattering(8, 8)
+    torch.testing.assert_close(transform(pixels * 0.25), transform(pixels) * 0.25, rtol=0, atol=1e-6)
+
+
+def test_the_features_of_an_image_depend_on_nothing_but_that_image():
+    pixels = images(45, 28, 28)
+    together = features(pixels)
+    alone = np.concatenate([features(pixels[row : row + 1]) for row in (0, 3, 17, 44)])
+    np.testing.assert_array_equal(together[[0, 3, 17, 44]], alone)
+    np.testing.assert_array_equal(features(pixels, threads=3), together)
+    np.testing.assert_array_equal(features(pixels[::-1])[::-1], together)
+    np.testing.assert_array_equal(features(pixels[:, None]), together)
+
+
+def test_torch_threads_are_left_as_they_were_and_progress_counts_every_image():
+    before, seen = torch.get_num_threads(), []
+    features(images(21, 8, 8), progress=seen.append)
+    assert torch.get_num_threads() == before
+    assert sum(seen) == 21
+    assert features(images(0, 8, 8)).shape == (0, 81, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "error", "message"),
+    [
+        (images(2, 10, 8), InvalidParameter, "height must be a multiple of 4"),
+        (images(2, 8, 2), InvalidParameter, "width"),
+        (images(2, 3, 8, 8), InvalidParameter, "one channel"),
+        (images(2, 8, 8).astype(np.float64), InvalidParameter, "float32"),
+        (images(2, 8, 8) * 2, InvalidParameter, r"pixels must lie in \[0, 1\]"),
+        (images(2, 8, 8) - 1, InvalidParameter, r"pixels must lie in \[0, 1\]"),
+        (np.full((2, 8, 8), np.nan, np.float32), NonFiniteInput, "NaN"),
+        (np.full((2, 8, 8), np.inf, np.float32), NonFiniteInput, "infinity"),
+    ],
+)
+def test_what_is_refused(pixels, error, message):
+    with pytest.raises(error, match=message):
+        features(pixels)
+
+
+def test_a_transform_takes_its_own_shape_only():
+    with pytest.raises(InvalidParameter, match=r"shape \(n, 8, 8\)"):
+        Scattering(8, 8)(torch.zeros(1, 12, 8))
+    with pytest.raises(InvalidParameter, match="at most"):
+        Scattering(2048, 2048)
+
+
+def test_filters_have_no_mean_and_the_low_pass_keeps_a_constant():
+    for scale in (0, 1):
+        assert np.abs(wavelet_spectra(36, 20, scale=scale)[:, 0, 0]).max() < 1e-12
+        np.testing.assert_allclose(low_pass(36, scale=scale).sum(axis=1), 1, atol=1e-4)
+        assert low_pass(36, scale=scale).shape == (7, 36 >> scale)
+
+
+def test_shape_behind_a_front_end_and_its_refusals():
+    assert output_shape("none", (3, 5)) == (3, 5)
+    assert output_shape("scattering", (1, 8, 12)) == (81, 2, 3)
+    with pytest.raises(InvalidParameter, match="one channel"):
+        output_shape("scattering", (3, 32, 32))
+    with pytest.raises(InvalidParameter, match="front_end must be one of none, scattering"):
+        output_shape("fourier", (1, 8, 8))
+    with pytest.raises(InvalidParameter, match="front_end must be one of none, scattering"):
+        Config(front_end="fourier")
+    digits = data.load("digits")
+    assert through("none", digits.test, of=digits) is digits.test
+
+
+def config(**settings):
+    chosen = {"dataset": "digits", "front_end": "scattering", "clients": 2, "rounds": 30, "batch_size": 64, "seed": 1}
+    return Config(**{**chosen, "learning_rate": 2.0, "levels": 100, "trials": 40, "epsilon": 1e6, **settings})
+
+
+def test_a_rank_has_the_same_share_as_it_has_among_all():
+    everybody = task_of(config())
+    for client in (0, 1):
+        own = task_of(config(), client=client)
+        assert (own.test is None) == (client == 1)
+        assert len(own.shares) == 1
+        for alone, among in zip(own.shares[0], everybody.shares[client], strict=True):
+            np.testing.assert_array_equal(alone, among)
+
+
+def test_runs_after_one_another_share_the_features():
+    first, second = task_of(config()), task_of(config(batch_size=32, learning_rate=1.0))
+    assert first.shares[0][0] is second.shares[0][0]
+    assert task_of(config(init_seed=5)).shares[0][0] is not first.shares[0][0]
+
+
+def test_training_end_to_end_on_features():
+    task = task_of(config())
+    assert all(float(parameter.detach().abs().max()) == 0 for parameter in task.make_model().parameters())
+    assert sum(parameter.numel() for parameter in task.make_model().parameters()) == 81 * 4 * 10 + 10
+    with Session.start(task, config()) as session:
+        assert session.evaluate()[0] < 0.2
+        for record in session.rounds():
+            assert record["stepped"]
+        accuracy, _ = session.evaluate()
+    assert accuracy > 0.85
+
+
+def test_another_model_behind_the_front_end():
+    assert len(list(task_of(config(model="mlp")).make_model().parameters())) == 4
+    with pytest.raises(InvalidParameter, match="try mlp or linear"):
+        task_of(config(model="cnn")).make_model()
