@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.mechanism import kernels
-from bqsgd.mechanism.bq import Encoding, centre, decode
+from bqsgd.mechanism.bq import Encoding, decode
 from bqsgd.mechanism.slices import for_slices
 from bqsgd.noise import NoiseSource
 from bqsgd.params import Clip, Mechanism, check_clip, check_int, check_positive, parameters_digest
@@ -37,7 +37,7 @@ def encode_frame(
 ) -> bytearray:
     """Encode a vector and frame its codes; the frame says whether the noise was seeded.
 
-    "fixed" takes log2(2s + m + 1) bits a coordinate whatever the values, and writes into the frame itself: extra memory
+    "fixed" takes log2(code_count) bits a coordinate whatever the values, and writes into the frame itself: extra memory
     does not grow with the dimension. "entropy" is shorter, but its length tells something about the codes.
 
     Raises:
@@ -83,7 +83,7 @@ def _write_fixed(encoding: Encoding, payload: Payload, threads: int) -> None:
 
 
 def _codes(frame: Frame) -> Codes:
-    """All codes of a checked frame, each below 2s + m + 1, as a read-only array."""
+    """All codes of a checked frame, each below the code count, as a read-only array."""
     header = frame.header
     if header.coding is Coding.FIXED:
         codes = FixedWidth(header.mechanism.code_count).unpack(frame.payload, header.dimension)
@@ -103,7 +103,7 @@ def decode_frame(
     client: int | None = None,
     round: int | None = None,
 ) -> npt.NDArray[np.float64]:
-    """The unbiased values (paper Eq. 12) that a frame carries, after checking it against everything stated here.
+    """The values (paper Eq. 12) that a frame carries, after checking it against everything stated here.
 
     Raises:
         FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
@@ -120,7 +120,7 @@ class Accumulator:
 
     def __init__(self, dimension: int) -> None:
         self.total: npt.NDArray[np.float64] = np.zeros(check_int("dimension", dimension, 1, 2**53))
-        """Sum over the frames of weight (C/s) (code - s - m/2)."""
+        """Sum over the frames of weight (C/s) step (code - centre), with step and centre of `Mechanism`."""
         self.weight = 0.0
         """Sum of the weights."""
         self.frames = 0
@@ -149,9 +149,9 @@ class Accumulator:
         )
         codes, used = _codes(checked), checked.header.mechanism
         if isinstance(clip, float):
-            kernels.accumulate_scalar(codes, weight * clip / used.levels, centre(used), self.total)
+            kernels.accumulate_scalar(codes, weight * clip / used.levels * used.step, used.centre, self.total)
         else:
-            kernels.accumulate_vector(codes, clip, weight / used.levels, centre(used), self.total)
+            kernels.accumulate_vector(codes, clip, weight / used.levels * used.step, used.centre, self.total)
         self.weight += weight
         self.frames += 1
         self.seeded |= checked.header.seeded

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,32 +41,95 @@ def check_positive(name: str, value: object) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Coarsening:
+    """How the codes are made fewer after the noise is in: `points` K equally spaced ones over `width` codes W.
+
+    The window of W codes lies around the middle code s + m/2. A code is cut to the window, then rounded up or down at
+    random, without bias, to one of the points; their spacing is W / (K - 1) codes.
+    """
+
+    points: int
+    width: int
+
+    def __post_init__(self) -> None:
+        most = 2 * MAX_LEVELS + MAX_TRIALS
+        check_int("points", self.points, 2, most)
+        check_int("width", self.width, 1, most)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Levels s and trials m of one BQ encoder: codes lie in {0, ..., 2s + m}.
+    """Levels s and trials m of one BQ encoder: codes lie in {0, ..., 2s + m}, or in {0, ..., K - 1} when coarsened.
 
     A coordinate x in [-C, C] becomes the code s + round(x s / C) + Bin(m, 1/2), with stochastic rounding
     (paper Eqs. 8 to 12, shifted by s so that codes start at 0). trials = 0 is plain QSGD: no noise, no privacy.
+    With a coarsening that is the fine code, and the index of its point is the code that is sent: privacy rests on s
+    and m alone, since whatever is computed from the noised code reveals no more than the code does.
 
     >>> Mechanism(levels=2, trials=251).code_count
     256
+    >>> Mechanism(levels=2, trials=251, coarsening=Coarsening(points=16, width=45)).bits_per_coordinate
+    4.0
     """
 
     levels: int
     trials: int
+    coarsening: Coarsening | None = None
 
     def __post_init__(self) -> None:
         check_int("levels", self.levels, 1, MAX_LEVELS)
         check_int("trials", self.trials, 0, MAX_TRIALS)
+        if self.coarsening is not None:
+            last = self.fine_code_count - 1
+            if not (self.coarsening.points <= last and self.coarsening.width <= last):
+                raise InvalidParameter(
+                    f"points and width must be at most 2 levels + trials = {last}, got {self.coarsening}"
+                )
 
     @property
-    def code_count(self) -> int:
-        """Number of values a code can take, 2s + m + 1."""
+    def fine(self) -> Mechanism:
+        """The mechanism before its codes are made fewer: the one that decides the privacy."""
+        return self if self.coarsening is None else replace(self, coarsening=None)
+
+    @property
+    def fine_code_count(self) -> int:
+        """Number of values a code can take before it is coarsened, 2s + m + 1."""
         return 2 * self.levels + self.trials + 1
 
     @property
+    def code_count(self) -> int:
+        """Number of values a code can take on the wire: 2s + m + 1, or the points of the coarsening."""
+        return self.fine_code_count if self.coarsening is None else self.coarsening.points
+
+    @property
+    def step(self) -> float:
+        """Distance between neighbouring codes in units of C/s: 1, or W / (K - 1) when coarsened."""
+        return 1.0 if self.coarsening is None else self.coarsening.width / (self.coarsening.points - 1)
+
+    @property
+    def centre(self) -> float:
+        """The code of the value 0, on average: s + m/2, or (K - 1)/2 when coarsened."""
+        return (self.code_count - 1) / 2
+
+    @property
+    def reach(self) -> float:
+        """Largest |value| a code can stand for, in units of C."""
+        return self.step * self.centre / self.levels
+
+    @property
     def bits_per_coordinate(self) -> float:
-        """log2(2s + m + 1), the fractional figure of the paper's communication constraint."""
+        """log2 of the code count, the fractional figure of the paper's communication constraint."""
         return math.log2(self.code_count)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, the inverse of `from_dict`; no coarsening, no such field."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Mechanism:
+        """Rebuild and re-check a mechanism; unknown or missing fields raise TypeError."""
+        coarsening = fields.get("coarsening")
+        return cls(**{**fields, "coarsening": None if coarsening is None else Coarsening(**coarsening)})
 
 
 def code_dtype(code_count: int) -> np.dtype[np.unsignedinteger]:
@@ -86,7 +150,7 @@ def check_clip(clip: Clip, dimension: int | None = None) -> Clip:
 
 
 def parameters_digest(mechanism: Mechanism, *, clip: Clip, dimension: int) -> bytes:
-    """First 16 bytes of SHA-256 over (levels, trials, dimension, clip), little-endian; see docs/wire.md."""
+    """First 16 bytes of SHA-256 over (levels, trials, dimension, clip, coarsening), little-endian; see docs/wire.md."""
     clip = check_clip(clip, dimension)
     state = hashlib.sha256(b"bqsgd.parameters.v1")
     check_int("dimension", dimension, 1, 2**63 - 1)
@@ -96,4 +160,6 @@ def parameters_digest(mechanism: Mechanism, *, clip: Clip, dimension: int) -> by
     else:
         state.update(b"\x01")
         state.update(clip.astype("<f8", copy=False).data)
+    if mechanism.coarsening is not None:
+        state.update(struct.pack("<II", mechanism.coarsening.points, mechanism.coarsening.width))
     return state.digest()[:DIGEST_BYTES]

@@ -109,6 +109,11 @@ class Release:
             raise InvalidParameter("Poisson sampling is accounted under add/remove; give the add/remove sensitivity")
         if scheme is Scheme.FIXED_SIZE and relation is not Relation.REPLACE:
             raise InvalidParameter("fixed-size batches are accounted under replace-one; give its sensitivity")
+        if self.trust is Trust.SUMS_ONLY and self.mechanism.coarsening is not None:
+            raise InvalidParameter(
+                "a coarsened mechanism cannot be accounted as a sum over clients: the sum of coarse codes is not a "
+                "function of the sum of fine ones; leave the coarsening out"
+            )
 
     @property
     def shift(self) -> float:
@@ -125,16 +130,17 @@ class Release:
         """What the sum over n honest clients reveals of one of them, when secure aggregation hides the summands.
 
         Their noises add up to Bin(n m, 1/2) and the others' values are a constant, so the pair is the same with n m
-        trials. Count only clients that surely take part and do not tell the server their noise.
+        trials. Count only clients that surely take part and do not tell the server their noise. Refused for a coarsened
+        mechanism: the sum of the coarse codes does not follow from the sum of the fine ones.
         """
         check_int("honest_clients", honest_clients, 1, 2**53)
         trials = self.mechanism.trials * honest_clients
-        mechanism = Mechanism(levels=self.mechanism.levels, trials=trials)
+        mechanism = replace(self.mechanism, trials=trials)
         return replace(self, mechanism=mechanism, trust=Trust.SUMS_ONLY)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of `from_dict`."""
-        return asdict(self)
+        return {**asdict(self), "mechanism": self.mechanism.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Release:
@@ -143,10 +149,10 @@ class Release:
             return cls(
                 **{
                     **fields,
-                    "mechanism": Mechanism(**fields["mechanism"]),
+                    "mechanism": Mechanism.from_dict(fields["mechanism"]),
                     "sensitivity": Sensitivity(**fields["sensitivity"]),
                     "sampling": Sampling(**fields["sampling"]),
                 }
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidParameter(f"not a release: {error}") from error

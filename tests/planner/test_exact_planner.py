@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from bqsgd.errors import Infeasible
+from bqsgd.mechanism.coarse_error import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
-from bqsgd.params import Mechanism
+from bqsgd.params import Coarsening, Mechanism
 from bqsgd.planner.exact import least_error_mechanism, plan_exact
+from bqsgd.planner.few_bits import coarsened, largest_reach
+from bqsgd.planner.pairs import TooFewBits, least_error_pair
 from bqsgd.planner.plan import Budget, Plan, release_of
 from bqsgd.privacy.accountant import Accountant
 
@@ -41,12 +45,22 @@ def test_brute_force_over_all_pairs_agrees(bits, target, delta, rounds):
     best = next((mechanism for mechanism in pairs if keeps(mechanism)), None)
     budget = Budget(bits=bits, epsilon=target, delta=delta)
     if best is None:
-        with pytest.raises(Infeasible):
-            plan_exact(budget, **small, rounds=rounds)
+        with pytest.raises(TooFewBits):
+            least_error_pair(budget, lambda mechanism: make_release(mechanism, **small), rounds=rounds)
         return
-    plan = plan_exact(budget, **small, rounds=rounds)
-    assert plan.mechanism == best
-    assert plan.guarantee.epsilon <= target
+    assert least_error_pair(budget, lambda mechanism: make_release(mechanism, **small), rounds=rounds) == best
+
+
+@pytest.mark.parametrize(("epsilon", "coarse"), [(0.5, True), (50.0, False)])
+def test_the_better_of_a_pair_that_fits_and_a_coarsened_one_is_taken(epsilon, coarse):
+    """With much noise 16 points are enough for it; with next to none, 7 levels and a trial are the better use."""
+    budget = Budget(bits=4, epsilon=epsilon, delta=1e-2)
+    setting = SETTING | {"dimension": 1, "linf": 1.0, "scheme": "no sampling"}
+    plan = plan_exact(budget, **setting, rounds=1)
+    pair = least_error_pair(budget, lambda mechanism: make_release(mechanism, **setting), rounds=1)
+    assert (plan.mechanism.coarsening is not None) is coarse
+    assert plan.mechanism == pair or noise_to_signal(plan.mechanism) < noise_to_signal(pair)
+    assert plan.guarantee.epsilon <= epsilon
 
 
 def test_ends_on_the_private_side_and_one_trial_less_would_not():
@@ -59,9 +73,6 @@ def test_ends_on_the_private_side_and_one_trial_less_would_not():
 
 
 def test_what_was_spent_before_counts():
-    def wide(mechanism):
-        return make_release(mechanism, dimension=4000)
-
     budget = Budget(bits=8, epsilon=2.0, delta=1e-5)
     spent = Accountant().compose(wide(Mechanism(levels=2, trials=100)), 300)
     fresh = least_error_mechanism(budget, wide, rounds=100)
@@ -76,14 +87,69 @@ def test_an_l2_bound_buys_levels():
     assert plan_exact(budget, **setting, l2=10 / 64).variance < plan_exact(budget, **setting).variance
 
 
-def test_an_infeasible_budget_names_the_nearest_trades():
-    with pytest.raises(Infeasible) as error:
-        plan_exact(Budget(bits=6, epsilon=0.3, delta=1e-5), **SETTING | {"dimension": 4000}, rounds=500)
+def wide(mechanism):
+    return make_release(mechanism, dimension=4000)
+
+
+def test_too_few_bits_for_a_pair_name_the_nearest_trades():
+    def pair(bits):
+        return least_error_pair(Budget(bits=bits, epsilon=0.3, delta=1e-5), wide, rounds=500)
+
+    with pytest.raises(TooFewBits) as error:
+        pair(6)
     words = str(error.value)
     assert "6 bits reach epsilon >= " in words or "no finite epsilon" in words
-    needed = int(words.split(" needs ")[1].split(" bits")[0])
+    needed = error.value.needed
+    assert f"epsilon 0.3 needs {needed} bits" in words
     assert 6 < needed <= 20
-    enough = plan_exact(Budget(bits=needed, epsilon=0.3, delta=1e-5), **SETTING | {"dimension": 4000}, rounds=500)
-    assert enough.guarantee.epsilon <= 0.3
+    assert epsilon(pair(needed), 500, 1e-5, dimension=4000) <= 0.3
     with pytest.raises(Infeasible):
-        plan_exact(Budget(bits=needed - 1, epsilon=0.3, delta=1e-5), **SETTING | {"dimension": 4000}, rounds=500)
+        pair(needed - 1)
+
+
+def test_a_pair_that_needs_more_bits_is_coarsened_to_those_there_are():
+    plan = plan_exact(Budget(bits=9, epsilon=0.3, delta=1e-5), **SETTING | {"dimension": 4000}, rounds=500)
+    assert plan.mechanism.fine_code_count > 512 >= plan.mechanism.code_count
+    assert plan.guarantee.epsilon <= 0.3
+    assert noise_to_signal(plan.mechanism) < 1.001 * noise_to_signal(plan.mechanism.fine)
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+def test_few_bits_keep_the_epsilon_of_more_and_cost_only_error(bits):
+    budget = Budget(bits=bits, epsilon=2.0, delta=1e-5)
+    plan = plan_exact(budget, **SETTING | {"dimension": 4000}, rounds=500)
+    pair = least_error_pair(replace(budget, bits=8), wide, rounds=500)
+    assert plan.mechanism.fine == pair
+    assert plan.mechanism.bits_per_coordinate == bits
+    assert plan.guarantee.epsilon == epsilon(pair, 500, 1e-5, dimension=4000) <= 2.0
+    cost = noise_to_signal(plan.mechanism) / noise_to_signal(pair)
+    assert 1 <= cost < {2: 2.0, 3: 1.3, 4: 1.1, 6: 1.01}[bits]
+
+
+@pytest.mark.parametrize(("levels", "trials"), [(1, 61), (5, 90), (20, 100)])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_window_is_the_best_of_all(levels, trials, bits):
+    pair = Mechanism(levels=levels, trials=trials)
+
+    def at(width):
+        return replace(pair, coarsening=Coarsening(points=2**bits, width=width))
+
+    best = min(noise_to_signal(at(width)) for width in range(1, pair.code_count))
+    assert noise_to_signal(coarsened(pair, bits=bits)) <= 1.002 * best
+
+
+def test_codes_that_fit_are_left_as_they_are():
+    pair = Mechanism(levels=2, trials=11)
+    assert coarsened(pair, bits=4) is pair
+    assert coarsened(pair, bits=3).coarsening.points == 8
+
+
+def test_no_plan_reaches_further_than_a_server_allows():
+    for bits in (2, 8, 10):
+        assert coarsened(Mechanism(levels=1, trials=1 << 16), bits=bits).reach <= largest_reach(bits)
+
+
+def test_an_epsilon_beyond_all_bits_is_infeasible_and_says_so():
+    with pytest.raises(Infeasible, match="needs more than 20 bits before coarsening"):
+        plan_exact(Budget(bits=4, epsilon=1e-4, delta=1e-5), **SETTING | {"dimension": 4000}, rounds=500)

@@ -58,9 +58,9 @@ def test_any_buffer_is_read_without_a_copy(kind: type) -> None:
     assert np.shares_memory(frame.payload, np.frombuffer(buffer, np.uint8))
 
 
-def edit(offset: int, fmt: str, value: int | bytes, frame: bytes = FRAME, seal: bool = True) -> bytes:
+def edit(offset: int, fmt: str, *values: int | bytes, frame: bytes = FRAME, seal: bool = True) -> bytes:
     changed = bytearray(frame)
-    struct.pack_into("<" + fmt, changed, offset, value)
+    struct.pack_into("<" + fmt, changed, offset, *values)
     return reseal(changed) if seal else bytes(changed)
 
 
@@ -75,7 +75,13 @@ def edit(offset: int, fmt: str, value: int | bytes, frame: bytes = FRAME, seal: 
         (edit(4, "H", 2), errors.UnsupportedVersion, "knows frame version 1, got 2"),
         (edit(6, "B", 3), errors.BadHeader, "coding must be 1 .* got 3"),
         (edit(7, "B", 2), errors.BadHeader, "flags .* 0x02"),
-        (edit(64, "Q", 5), errors.BadHeader, "reserved .*0x5"),
+        (edit(64, "Q", 5), errors.BadHeader, "width must be from 1 .* got 0"),
+        (edit(68, "I", 5), errors.BadHeader, "points must be from 2 .* got 0"),
+        (edit(64, "II", 1, 9), errors.BadHeader, "points must be from 2 .* got 1"),
+        (edit(64, "II", 256, 9), errors.BadHeader, "at most 2 levels . trials = 255"),
+        (edit(64, "II", 16, 256), errors.BadHeader, "at most 2 levels . trials = 255"),
+        (edit(64, "II", 2**32 - 1, 2**32 - 1), errors.BadHeader, "points must be from 2"),
+        (edit(64, "II", 16, 255), errors.BadPayload, "take 25 bytes, got 50"),
         (edit(48, "I", 0), errors.BadHeader, "levels must be 1 to 1048576.* got 0, 251"),
         (edit(52, "I", 2**20 + 1), errors.BadHeader, "trials 0 to 1048576.* got 2, 1048577"),
         (edit(40, "Q", 0), errors.BadHeader, "dimension must be 1 to"),
@@ -120,7 +126,7 @@ def test_each_unmet_expectation_has_its_error(
 
 
 def test_an_absurd_entropy_coded_dimension_is_refused() -> None:
-    frame = edit(40, "Q", 2**60, frame_of(CODES, MECHANISM, Coding.ENTROPY))
+    frame = edit(40, "Q", 2**60, frame=frame_of(CODES, MECHANISM, Coding.ENTROPY))
     with pytest.raises(errors.WrongDimension, match="at most 16777216"):
         read_frame(frame)
     with pytest.raises(errors.WrongDimension, match="expected 50"):

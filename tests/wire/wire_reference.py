@@ -102,10 +102,11 @@ def entropy_codes(payload: bytes, dimension: int, count: int) -> list[int]:
 
 
 def decode(frame: bytes) -> dict[str, object]:
-    magic, version, coding, flags, digest, client, round_, dimension, levels, trials, length, zero, checksum = (
-        struct.unpack("<4sHBB16sQQQIIQQQ", frame[:80])
+    magic, version, coding, flags, digest, client, round_, dimension, *more = struct.unpack(
+        "<4sHBB16sQQQIIQIIQ", frame[:80]
     )
-    assert (magic, version, zero) == (b"BQSG", 1, 0)
+    levels, trials, length, points, width, checksum = more
+    assert (magic, version) == (b"BQSG", 1)
     assert len(frame) == 80 + length
     assert xxhash.xxh3_64_intdigest(frame[:72] + frame[80:]) == checksum
     read = {1: fixed_codes, 2: entropy_codes}[coding]
@@ -116,5 +117,6 @@ def decode(frame: bytes) -> dict[str, object]:
         "round": round_,
         "levels": levels,
         "trials": trials,
-        "codes": read(frame[80:], dimension, 2 * levels + trials + 1),
+        "coarsening": (points, width),
+        "codes": read(frame[80:], dimension, points or 2 * levels + trials + 1),
     }

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.audit.inputs import Inputs
-from bqsgd.noise import NoiseSource, binomial_pmf
+from bqsgd.mechanism.coarse_error import position_law
+from bqsgd.noise import NoiseSource
 from bqsgd.params import Mechanism
 
 Encode = Callable[..., npt.NDArray[np.unsignedinteger]]
@@ -21,19 +22,15 @@ LOSS_LIMIT = 60.0
 
 
 def code_law(mechanism: Mechanism, value: float) -> npt.NDArray[np.float64]:
-    """The probabilities of the codes 0 .. 2s + m for one input value (clip 1).
+    """The probabilities of the codes 0 .. code_count - 1 for one input value (clip 1).
 
     >>> code_law(Mechanism(levels=1, trials=1), 0.5).tolist()
     [0.0, 0.25, 0.5, 0.25]
     """
-    law = np.zeros(mechanism.code_count)
     steps = min(max(value, -1.0), 1.0) * mechanism.levels
     whole = min(math.floor(steps), mechanism.levels - 1)
-    binomial = binomial_pmf(mechanism.trials)
-    start = mechanism.levels + whole + binomial.first
-    law[start : start + binomial.pmf.size] += (1 - (steps - whole)) * binomial.pmf
-    law[start + 1 : start + 1 + binomial.pmf.size] += (steps - whole) * binomial.pmf
-    return law
+    up = steps - whole
+    return (1 - up) * position_law(mechanism, whole) + up * position_law(mechanism, whole + 1)
 
 
 def loss_table(mechanism: Mechanism, *, without: float, with_record: float) -> npt.NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 One 64-bit keystream word a coordinate: its low 24 bits decide the stochastic rounding, its high 40 bits pick the
 binomial value. The word of coordinate j lies at a fixed place of the call's keystream, so the codes depend neither on
-the chunks nor on the number of threads.
+the chunks nor on the number of threads. Where codes are coarsened (`coarsen`), 32 bits more a coordinate follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter, OutOfRange
-from bqsgd.mechanism import kernels
+from bqsgd.mechanism import coarsen, kernels
 from bqsgd.mechanism.slices import for_slices
 from bqsgd.mechanism.ties import resolve_ties
 from bqsgd.mechanism.vector import Vector, as_vector, check_finite
@@ -54,8 +54,10 @@ class Encoding:
         self._least_limit = sys.float_info.max if clamp else 0.0
         self._rng = rng
         words = (self.dimension + 1) // 2  # two words a block, then one refinement block a coordinate
-        self._first_word = rng.reserve(words + self.dimension)
+        coarse = coarsen.draw_blocks(self.dimension) if mechanism.coarsening is not None else 0
+        self._first_word = rng.reserve(words + self.dimension + coarse)
         self._first_refinement = self._first_word + words
+        self._first_draw = self._first_refinement + self.dimension
 
     def write(self, start: int, stop: int, out: Codes) -> None:
         """Write the codes of coordinates [start, stop) into `out`; `start` is even.
@@ -72,9 +74,11 @@ class Encoding:
         levels = float(self.mechanism.levels)
         keystream = self._rng.keystream(self._first_word + start // 2)
         scratch = np.empty(min(CHUNK, stop - start), dtype=np.uint64)
+        rounding_to_points = self._rounding_to_points(start)
         for a in range(start, stop, CHUNK):
             b = min(a + CHUNK, stop)
-            words, codes = scratch[: b - a], out[a - start : b - start]
+            words, sent = scratch[: b - a], out[a - start : b - start]
+            codes = sent if rounding_to_points is None else rounding_to_points.room(b - a)
             keystream.fill(words)
             if isinstance(self.clip, float):
                 rounding = kernels.round_scalar
@@ -82,10 +86,12 @@ class Encoding:
             else:
                 rounding, clip = kernels.round_vector, self.clip[a:b]
             if rounding(self.values[a:b], clip, levels, self._slack, self._least_limit, words, codes):
-                codes[:] = 0  # rounded but not noised yet: leave nothing of it behind
+                codes[:] = sent[:] = 0  # rounded but not noised yet: leave nothing of it behind
                 self._refuse(a, b)
             if kernels.add_noise(words, packed, index_bits, first, codes):
                 resolve_ties(words, table, codes, refinement=partial(self._refinement, a))
+            if rounding_to_points is not None:
+                rounding_to_points.write(codes, sent)
 
     def codes(self, *, threads: int = 1, out: Codes | None = None) -> Codes:
         """All codes, in `out` if given (the values are read and the noise is used once)."""
@@ -98,6 +104,11 @@ class Encoding:
             raise InvalidParameter("out must be contiguous, aligned and writeable")
         for_slices(self.dimension, CHUNK, threads, lambda a, b: self.write(a, b, codes[a:b]))
         return codes
+
+    def _rounding_to_points(self, start: int) -> coarsen.Rounding | None:
+        if self.mechanism.coarsening is None:
+            return None
+        return coarsen.Rounding(self.mechanism, self._rng, first_block=self._first_draw, start=start)
 
     def _refinement(self, start: int, offset: int) -> int:
         word = np.empty(1, dtype=np.uint64)
@@ -126,7 +137,8 @@ def encode(
     """Codes s + sigma*rho + o in {0, ..., 2s + m} (paper Eqs. 8 to 12, shifted by s so that they start at 0).
 
     sigma*rho is x s / C rounded up or down at random without bias, o ~ Bin(m, 1/2); extra memory does not grow with
-    the dimension. Codes made with a seeded `rng` carry no privacy claim: keep `rng.seeded` beside them (frames do).
+    the dimension. With a coarsening each code is then rounded to one of its points, whose number is sent. Codes made
+    with a seeded `rng` carry no privacy claim: keep `rng.seeded` beside them (frames do).
 
     Args:
         values: flat contiguous float32 or float64 NumPy array or CPU tensor; read in place.
@@ -146,21 +158,19 @@ def encode(
     return Encoding(values, mechanism, clip=clip, rng=rng, clamp=clamp).codes(threads=threads, out=out)
 
 
-def centre(mechanism: Mechanism, count: int = 1) -> float:
-    """What `count` summed codes of the value 0 come to on average: count (s + m/2)."""
-    return count * (mechanism.levels + mechanism.trials / 2)
-
-
 def decode(
     codes: npt.NDArray[np.integer], mechanism: Mechanism, *, clip: Clip, count: int = 1
 ) -> npt.NDArray[np.float64]:
-    """Unbiased values (C/s) (code - s - m/2) (paper Eq. 12), or their sum from `count` summed codes.
+    """Values (C/s) (code - s - m/2) (paper Eq. 12), or their sum from `count` summed codes.
+
+    Coarse codes stand for (C/s) step (code - centre). Unbiased, but for the window's edges where codes are coarsened
+    (`properties.saturation_bias`).
 
     >>> decode(np.array([4, 5, 6], dtype=np.uint8), Mechanism(levels=2, trials=6), clip=1.0).tolist()
     [-0.5, 0.0, 0.5]
 
     Raises:
-        InvalidParameter: not a flat integer array, or a code (sum) outside {0, ..., count (2s + m)}.
+        InvalidParameter: not a flat integer array, or a code (sum) outside {0, ..., count (code_count - 1)}.
     """
     check_int("count", count, 1, 2**31)
     if codes.ndim != 1 or codes.dtype.kind not in "iu":
@@ -168,9 +178,9 @@ def decode(
     clip = check_clip(clip, codes.size)
     if codes.size and not (codes.min() >= 0 and codes.max() <= count * (mechanism.code_count - 1)):
         raise InvalidParameter(f"codes must be from 0 to {count * (mechanism.code_count - 1)}")
-    values = np.empty(codes.size)
+    values, centre = np.empty(codes.size), count * mechanism.centre
     if isinstance(clip, float):
-        kernels.decode_scalar(codes, clip / mechanism.levels, centre(mechanism, count), values)
+        kernels.decode_scalar(codes, clip / mechanism.levels * mechanism.step, centre, values)
     else:
-        kernels.decode_vector(codes, clip, 1 / mechanism.levels, centre(mechanism, count), values)
+        kernels.decode_vector(codes, clip, 1 / mechanism.levels * mechanism.step, centre, values)
     return values

@@ -1,92 +1,49 @@
-"""The exact planner: the integers (levels, trials) of least error whose proven total epsilon is within the budget.
-
-For a given s the error grows with m and epsilon falls with it, so only the smallest m that meets the budget matters; it
-is found between an m that fails and one that holds, so the answer always lies on the private side. Along these pairs
-the error falls as s grows but for whole-number effects, so the search starts at the largest s whose m still fits the
-bits and goes down through those that could still win.
-"""
+"""The exact planner: the mechanism of least error whose proven total epsilon is within the budget."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from dataclasses import replace
 
-from scipy.optimize import brentq
-from scipy.stats import norm
-
-from bqsgd.errors import Infeasible
+from bqsgd.mechanism.coarse_error import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Mechanism
-from bqsgd.planner.plan import MAX_BITS, Budget, Method, Plan, release_of
+from bqsgd.planner.few_bits import LEAST_FINE_BITS, coarsened, fine_bits
+from bqsgd.planner.pairs import MakeRelease, TooFewBits, could_beat, least_error_pair
+from bqsgd.planner.plan import Budget, Method, Plan, release_of
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.privacy.nominal import NominalPrivacy, NominalSetting
 from bqsgd.release import Relation, Release, Scheme
-
-MakeRelease = Callable[[Mechanism], Release]
-_MARGIN = 0.999
-"""Smaller s need at least as many trials a level squared as larger ones; this share allows for what is not proven."""
 
 
 def least_error_mechanism(
     budget: Budget, make_release: MakeRelease, *, rounds: int, spent: Accountant | None = None
 ) -> Mechanism:
-    """Smallest V with 2s + m + 1 <= 2^b and exact epsilon of (`spent`, then `rounds` of the release) <= budget.
+    """The mechanism of least error whose exact epsilon of (`spent`, then `rounds` of the release) is within budget.
+
+    From 8 bits on it is the pair of smallest V with 2s + m + 1 <= 2^b. With fewer bits, or where no pair fits, a pair
+    that takes more bits is coarsened to 2^b points (`few_bits`), unless a pair that fits has less noise to signal.
 
     Raises:
-        Infeasible: naming what the bits can reach and how many bits the epsilon needs.
+        Infeasible: no pair of up to MAX_BITS bits reaches the epsilon, so none is left to coarsen either.
     """
-    base = spent or Accountant()
-    top = 2**budget.bits - 1
 
-    def after(levels: int, trials: int) -> Accountant:
-        return base.compose(make_release(Mechanism(levels=levels, trials=trials)), rounds)
+    def pair(bits: int) -> Mechanism:
+        return least_error_pair(replace(budget, bits=bits), make_release, rounds=rounds, spent=spent)
 
-    def exact(levels: int, trials: int) -> float:
-        return after(levels, trials).epsilon(budget.delta)
-
-    def attained(levels: int, trials: int) -> float:
-        return after(levels, trials).attained_epsilon(budget.delta)
-
-    def least_trials(levels: int, guess: float, cap: int) -> int | None:
-        """The quick lower bound rules out what surely fails; the exact figure decides the rest."""
-        failing = 0
-        if attained(levels, max(1, round(guess))) > 0:
-            quick = _least_trials(attained, levels, guess, budget.epsilon, cap=cap)
-            if quick is None:
-                return None
-            failing, guess = quick - 1, quick
-        return _least_trials(exact, levels, guess, budget.epsilon, cap=cap, failing=failing)
-
-    probe = make_release(Mechanism(levels=1, trials=1))
-    ratio = max(1.0, 4 * probe.shift_l2**2 / _gaussian_shift(budget, probe.sampling.rate, rounds) ** 2)
-    found: dict[int, int] = {}
-    levels = _largest_levels(ratio, top)
-    for _ in range(2):  # trials a level squared, first guessed, then measured
-        trials = least_trials(levels, ratio * levels**2, 1 << MAX_BITS)
-        if trials is None:
-            raise Infeasible(_trades(exact, budget, None))
-        if 2 * levels + trials <= top:
-            found[levels] = trials
-        ratio = trials / levels**2
-        levels = _largest_levels(ratio, top)
-
-    def try_levels(s: int) -> bool:
-        trials = found.get(s) or least_trials(s, min(ratio * s**2, top - 2 * s), top - 2 * s)
-        if trials is not None:
-            found[s] = trials
-        return trials is not None
-
-    above = max(levels, *found, 1)
-    while 2 * above < top and try_levels(above):  # what s + 1 can do, s can
-        above += 1
-    for s in range(above - 1, 0, -1):
-        if not found or _could_win(s, found):
-            try_levels(s)
-    if not found:
-        raise Infeasible(_trades(exact, budget, least_trials(1, ratio, 1 << MAX_BITS)))
-    best = min(found, key=lambda s: noise_variance(Mechanism(levels=s, trials=found[s])))
-    return Mechanism(levels=best, trials=found[best])
+    try:
+        fine = pair(max(budget.bits, LEAST_FINE_BITS))
+    except TooFewBits as error:
+        if error.needed is None:
+            raise
+        fine = pair(fine_bits(error.needed))
+    coarse = coarsened(fine, bits=budget.bits)
+    if budget.bits >= LEAST_FINE_BITS or not could_beat(noise_to_signal(coarse), fine, bits=budget.bits):
+        return coarse
+    least = make_release(Mechanism(levels=1, trials=2**budget.bits - 3))  # what reveals least in so few bits
+    tally = (spent or Accountant()).compose(least, rounds)
+    if tally.attained_epsilon(budget.delta) > budget.epsilon or tally.epsilon(budget.delta) > budget.epsilon:
+        return coarse
+    return min(pair(budget.bits), coarse, key=noise_to_signal)
 
 
 def plan_exact(
@@ -129,65 +86,4 @@ def plan_exact(
         variance=noise_variance(mechanism),
         nominal=NominalPrivacy.of(mechanism, setting, rounds=rounds),
         guarantee=Accountant().compose(release, rounds).guarantee(delta=budget.delta),
-    )
-
-
-def _gaussian_shift(budget: Budget, rate: float, rounds: int) -> float:
-    """A first guess only: the shift, in deviations, a Gaussian would be allowed (central limit of Bu et al. 2020)."""
-
-    def delta_of(mu: float) -> float:
-        eps = budget.epsilon
-        return float(norm.cdf(mu / 2 - eps / mu) - math.exp(min(eps, 700)) * norm.cdf(-mu / 2 - eps / mu))
-
-    total = brentq(lambda mu: delta_of(mu) - budget.delta, 1e-6, 200.0)
-    return math.sqrt(math.log1p(total**2 / (rate**2 * rounds)))
-
-
-def _largest_levels(ratio: float, top: int) -> int:
-    """The largest s with ratio s^2 + 2 s <= 2^b - 1."""
-    return max(1, min(math.floor((math.sqrt(1 + ratio * top) - 1) / ratio), (top - 1) // 2))
-
-
-def _could_win(levels: int, found: dict[int, int]) -> bool:
-    """Whether so many levels could beat the best pair found, with the fewest trials they can need."""
-    best = min(noise_variance(Mechanism(levels=s, trials=m)) for s, m in found.items())
-    larger = [(m - 1) / s**2 for s, m in found.items() if s >= levels]
-    if not larger:
-        return True
-    fewest = max(larger) * _MARGIN
-    return noise_variance(Mechanism(levels=levels, trials=max(1, math.ceil(fewest * levels**2)))) < best
-
-
-def _least_trials(
-    epsilon: Callable[[int, int], float], levels: int, guess: float, target: float, *, cap: int, failing: int = 0
-) -> int | None:
-    """The smallest m in (failing, cap] with epsilon(levels, m) <= target, from a guess; None when even `cap` fails.
-
-    Keeps `low` failing and `high` holding, and steps by the local power law epsilon ~ m^-k, so few calls are needed.
-    """
-    low, high = failing, cap + 1  # cap + 1 stands for "not known to hold"
-    m = min(max(low + 1, round(guess)), cap)
-    power, last = 0.6, None
-    while high - low > 1:
-        figure = epsilon(levels, m)
-        if figure <= target:
-            high = m
-        else:
-            low = m
-        if last and 0 < figure < math.inf and 0 < last[1] < math.inf and figure != last[1] and m != last[0]:
-            power = min(3.0, max(0.01, -math.log(figure / last[1]) / math.log(m / last[0])))
-        last = (m, figure)
-        wanted = 2.0 * m if figure == math.inf else m * min(8.0, (figure / target) ** (1 / power))
-        m = min(max(math.ceil(min(wanted, 2.0**40)), low + 1), high - 1)
-    return high if high <= cap else None
-
-
-def _trades(epsilon: Callable[[int, int], float], budget: Budget, needed: int | None) -> str:
-    """What the bits can reach, and what the epsilon needs."""
-    least = epsilon(1, 2**budget.bits - 3)
-    reach = f"epsilon >= {rounded_up(least, 3)}" if math.isfinite(least) else "no finite epsilon"
-    needs = f"more than {MAX_BITS} bits" if needed is None else f"{(needed + 2).bit_length()} bits"
-    return (
-        f"{budget.bits} bits reach {reach}; epsilon {budget.epsilon:g} needs {needs} "
-        f"(exact total at delta {budget.delta:g}); or take a larger batch, fewer rounds or a wider range"
     )

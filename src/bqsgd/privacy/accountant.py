@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from bqsgd.errors import InvalidParameter
@@ -35,8 +35,12 @@ class Accountant:
     spent: Spent = ()
 
     def compose(self, release: Release, rounds: int = 1) -> Accountant:
-        """Add `rounds` messages of one release. The order does not matter, so the tally is kept in a fixed one."""
+        """Add `rounds` messages of one release. The order does not matter, so the tally is kept in a fixed one.
+
+        Coarsening is left out of the tally: it works on noised codes alone, so that it costs and gains nothing.
+        """
         check_int("rounds", rounds, 0, 2**40)
+        release = replace(release, mechanism=release.mechanism.fine)
         counts = dict(self.spent)
         for other in counts:
             for name in ("unit", "trust"):

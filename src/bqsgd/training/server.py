@@ -15,7 +15,10 @@ import numpy.typing as npt
 
 from bqsgd.codec import Accumulator, decode_frame
 from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
-from bqsgd.params import check_positive
+from bqsgd.mechanism.coarse_error import variance_at_zero
+from bqsgd.params import Mechanism, check_positive
+from bqsgd.planner.few_bits import largest_reach
+from bqsgd.planner.plan import MAX_BITS
 from bqsgd.training.aggregation import aggregate, smallest_quorum
 from bqsgd.training.broadcast import write_broadcast
 from bqsgd.training.checkpoint import Arrays, CheckpointError, take
@@ -66,6 +69,13 @@ class Server:
             return self.config.mechanism.code_count
         bits = [self.config.bits, *(change.bits for change in self.config.budgets if change.bits is not None)]
         return 1 << max(bits)
+
+    def _within_reach(self, mechanism: Mechanism) -> bool:
+        """Few codes may stand for large values where they are coarsened; none larger than a plan can ask for."""
+        if mechanism.coarsening is None:
+            return True
+        bits = (self.largest_code_count - 1).bit_length()
+        return mechanism.reach <= largest_reach(bits) and mechanism.fine_code_count <= 1 << MAX_BITS
 
     @property
     def best_model(self) -> npt.NDArray[np.float32]:
@@ -123,7 +133,7 @@ class Server:
             raise FrameError(f"a frame of round {header.round} in round {self.round}: {kind}")
         if header.client in current.headers:
             raise FrameError(f"a second frame of client {header.client} in round {self.round}")
-        if header.mechanism.code_count > self.largest_code_count:
+        if header.mechanism.code_count > self.largest_code_count or not self._within_reach(header.mechanism):
             raise FrameError(f"{header.mechanism} passes the {self.largest_code_count} codes that the budgets allow")
         if self.config.mechanism is not None and header.mechanism != self.config.mechanism:
             raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.config.mechanism}")
@@ -198,12 +208,11 @@ class Server:
             self.averaged = average(self.averaged, model, decay=self.config.average, round=self.round)
 
     def _noise_variance(self, current: OpenRound) -> float:
-        """Variance a coordinate that the binomial noise gives the mean: sum p_i^2 (C / s_i)^2 m_i / 4; public."""
+        """Variance a coordinate the noise gives the mean: sum p_i^2 (C / s_i)^2 m_i / 4 (not coarsened); public."""
         total = sum(self.weights[client] for client in current.headers)
         return sum(
             (self.weights[client] / total * self.config.encoder_range / header.mechanism.levels) ** 2
-            * header.mechanism.trials
-            / 4
+            * variance_at_zero(header.mechanism)
             for client, header in sorted(current.headers.items())
         )
 

@@ -8,13 +8,14 @@ from enum import IntEnum
 
 import xxhash
 
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Coarsening, Mechanism
 from bqsgd.wire import errors
 from bqsgd.wire.fixed import layout
 
 MAGIC = b"BQSG"
 VERSION = 1
-HEADER = struct.Struct("<4sHBB16sQQQIIQQQ")
+HEADER = struct.Struct("<4sHBB16sQQQIIQIIQ")
 HEADER_BYTES = HEADER.size
 ENTROPY_SLACK_BYTES = 16
 """An entropy-coded payload is at most this much longer than the fixed-width payload of the same codes."""
@@ -58,7 +59,9 @@ def write_header(header: Header, frame: bytearray) -> None:
     parameters = (header.mechanism.levels, header.mechanism.trials, header.payload_bytes)
     names = (header.digest, header.client, header.round, header.dimension)
     flags = _SEEDED if header.seeded else 0
-    HEADER.pack_into(frame, 0, MAGIC, VERSION, header.coding, flags, *names, *parameters, 0, 0)
+    coarsening = header.mechanism.coarsening
+    coarse = (0, 0) if coarsening is None else (coarsening.points, coarsening.width)
+    HEADER.pack_into(frame, 0, MAGIC, VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
     _CHECKSUM.pack_into(frame, CHECKED_HEADER_BYTES, checksum(memoryview(frame)))
 
 
@@ -66,8 +69,8 @@ def read_header(view: memoryview) -> Header:
     """Parse and check the header alone, then length and checksum of the whole frame."""
     if len(view) < HEADER_BYTES:
         raise errors.TruncatedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(view)}")
-    magic, version, coding, flags, *names, levels, trials, payload_bytes, reserved, stated = HEADER.unpack_from(view)
-    digest, client, round_, dimension = names
+    magic, version, coding, flags, *names, payload_bytes, points, width, stated = HEADER.unpack_from(view)
+    digest, client, round_, dimension, levels, trials = names
     if magic != MAGIC:
         raise errors.BadMagic(f"a frame starts with {MAGIC!r}, got {magic!r}")
     if version != VERSION:
@@ -81,10 +84,8 @@ def read_header(view: memoryview) -> Header:
         raise errors.ChecksumMismatch(f"the header states checksum {stated:016x}, the bytes give {found:016x}")
     if coding not in (Coding.FIXED, Coding.ENTROPY):
         raise errors.BadHeader(f"coding must be 1 (fixed width) or 2 (entropy), got {coding}")
-    if flags & ~_SEEDED or reserved:
-        raise errors.BadHeader(
-            f"unknown flags and reserved bytes must be 0, got flags {flags:#04x}, reserved {reserved:#x}"
-        )
+    if flags & ~_SEEDED:
+        raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
     if not (1 <= levels <= MAX_LEVELS and trials <= MAX_TRIALS):
         raise errors.BadHeader(f"levels must be 1 to {MAX_LEVELS}, trials 0 to {MAX_TRIALS}, got {levels}, {trials}")
     if not 1 <= dimension <= MAX_DIMENSION:
@@ -96,10 +97,19 @@ def read_header(view: memoryview) -> Header:
         client=client,
         round=round_,
         dimension=dimension,
-        mechanism=Mechanism(levels=levels, trials=trials),
+        mechanism=_mechanism(levels, trials, points, width),
         payload_bytes=payload_bytes,
         checksum=stated,
     )
+
+
+def _mechanism(levels: int, trials: int, points: int, width: int) -> Mechanism:
+    """Points and width are both 0 where the codes are not coarsened (all frames before there was a coarsening)."""
+    try:
+        coarsening = Coarsening(points=points, width=width) if points or width else None
+        return Mechanism(levels=levels, trials=trials, coarsening=coarsening)
+    except InvalidParameter as error:
+        raise errors.BadHeader(f"{error} (levels={levels}, trials={trials})") from error
 
 
 def check_payload_length(header: Header) -> None:
