@@ -138,8 +138,8 @@ def foreign(rank):
             warnings.simplefilter("ignore")
             gradient(ddp, batch(rank))
     except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-    return {"refused": "nothing"}
+        return {"class": type(error).__name__, "text": str(error).splitlines()[0]}
+    return {"class": None, "text": "nothing was refused"}
 
 
 def main():

@@ -1,6 +1,7 @@
 """The DDP hook on two real ranks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,20 @@ def test_every_rank_has_the_mean_of_the_same_frames(found):
 
 
 def test_a_rank_with_another_clip_is_refused_everywhere(found):
+    wanted = re.compile(
+        r"Got the following error when running the callback: WrongParameters: "
+        r"expected parameters digest ([0-9a-f]{32}) "
+        r"\(levels, trials, dimension, clip\), got ([0-9a-f]{32}) from a frame with levels=20, trials=200"
+    )
+    digests = []
     for rank in found:
-        assert "WrongParameters" in rank["foreign"]["refused"] or "clip" in rank["foreign"]["refused"]
+        assert rank["foreign"]["class"] == "RuntimeError", "torch's own, around the error of the callback"
+        refusal = wanted.fullmatch(rank["foreign"]["text"])
+        assert refusal is not None, rank["foreign"]["text"]
+        digests.append(refusal.groups())
+    # levels and trials are the same, so it is the clip: each rank expects what the other refuses.
+    assert digests[0] == digests[1][::-1]
+    assert digests[0][0] != digests[0][1]
 
 
 def test_arguments_are_checked():

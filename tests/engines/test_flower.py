@@ -386,3 +386,14 @@ def test_without_flower_the_error_names_the_extra_and_the_rest_works():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "pip install 'bqsgd[flower]'" in done.stderr
+
+
+def test_a_clients_process_starts_without_the_accountants_library():
+    """Flower starts one process a message, which the ledger's own bound serves: a second saved each time."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import sys, bqsgd.engines.flower; print('dp_accounting' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "False"

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
 
 from bqsgd.errors import AccountingError
 from bqsgd.noise import ROUNDING_SLACK_STEPS
@@ -61,6 +60,8 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
 
 
 def _dense(pair: Pair) -> Any:
+    from dp_accounting.pld import pld_pmf  # here: it takes a second to import, which most processes never need
+
     return pld_pmf.DensePLDPmf(pair.step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
 
 

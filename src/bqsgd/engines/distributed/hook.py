@@ -91,7 +91,8 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
     Raises:
         InvalidParameter: `state.private` is given and `supply` was not called before this backward.
         NonFiniteInput: the gradient holds NaN or infinity.
-        FrameError: a rank's frame is damaged, or made with another mechanism or clip.
+        RuntimeError: from the backward, when a rank's frame is damaged or made with another mechanism or clip. It is
+            torch's, and its first line names the FrameError that its callback met.
     """
     buffer = bucket.buffer()
     if buffer.dtype != torch.float32:

@@ -1,0 +1,144 @@
+"""The fault table: what each engine does when something breaks, with the counts that the fault tests saw.
+
+python experiments/faults.py            # runs the fault tests on real processes (minutes), writes both files
+python experiments/faults.py --page     # writes docs/faults.md again from the JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "experiments" / "results" / "faults.json", ROOT / "docs" / "faults.md"
+BOOK_VARIABLE = "BQSGD_FAULT_BOOK"
+TESTS = tuple(
+    f"tests/engines/{name}.py"
+    for name in ("test_kills", "test_distributed_faults", "test_distributed", "test_flower_processes")
+)
+WHAT_HAPPENS = {
+    ("in-process", "the whole process killed at random moments and resumed"): "`--resume` goes on from the checkpoint",
+    ("torch.distributed", "client killed in mid-round"): "missing from then on, while the quorum is met",
+    ("torch.distributed", "client answers after the deadline"): "the round goes on at the deadline; the late frame is "
+    "refused when it comes; the client takes part again",
+    ("torch.distributed", "frame damaged on its way"): "refused, the round goes on without it",
+    ("torch.distributed", "frame in another client's name"): "refused, the round goes on without it",
+    ("torch.distributed", "client announces a message of 2^40 bytes"): "cut off before anything is allocated",
+    ("torch.distributed", "fewer clients left than the quorum"): "the run stops with a checkpoint",
+    (
+        "torch.distributed",
+        "server killed in mid-round and restarted",
+    ): "clients close their ledgers and end; `--resume` goes on, and rounds made again are counted again",
+    (
+        "torch.distributed",
+        "server killed in mid-round and restarted, seeded noise",
+    ): "the same, and frames and model end as in one process, bit for bit",
+    ("torch.distributed", "rank killed under torchrun"): "torchrun ends the job, rank 0 writes a checkpoint on its way "
+    "out; `--resume` goes on",
+    ("Flower", "client killed in mid-round"): "missing, at the latest at the deadline; the frame it had made and not "
+    "sent stays counted",
+    ("Flower", "client answers after the deadline"): "missing in its round; the frame is refused when it comes",
+    ("Flower", "frame damaged on its way"): "refused, the round goes on without it",
+    ("Flower", "frame in another client's name"): "refused; the other client's own frame counts",
+    (
+        "Flower",
+        "server killed in mid-round and restarted, seeded noise",
+    ): "SuperLink and ServerApp killed; `flwr run` with "
+    "the same `run` and `folder` goes on to the model of one process, bit for bit",
+    ("Flower", "node whose key is not registered"): "turned away; no run hears of it",
+    ("Flower", "plain HTTP to the TLS port"): "closed without an answer",
+}
+"""Every fault of the table, in its order."""
+
+
+def run() -> dict[str, Any]:
+    """Run the fault tests; their rows, in the order of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        book = Path(folder) / "book.jsonl"
+        command = [sys.executable, "-m", "pytest", *TESTS, "-m", "slow or not slow", "-p", "no:cacheprovider"]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {BOOK_VARIABLE: str(book)}, check=True)
+        rows = [json.loads(line) for line in book.read_text().splitlines()]
+    found = {(row["engine"], row["fault"]): row for row in rows}
+    if found.keys() != WHAT_HAPPENS.keys():
+        raise SystemExit(f"the tests and the table differ in {sorted(found.keys() ^ WHAT_HAPPENS.keys())}")
+    versions = {name: importlib.metadata.version(name) for name in ("bqsgd", "torch", "flwr")}
+    return {"versions": versions, "rows": [found[key] for key in WHAT_HAPPENS]}
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page of the documentation, every figure from the results."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "bqsgd")
+    lines = [
+        "# Faults",
+        "",
+        "Made by `python experiments/faults.py` from `experiments/results/faults.json`; do not edit.",
+        "",
+        "What each engine does when something breaks, injected into real processes by the tests named below and seen "
+        f"there ({versions}).",
+        "",
+        "- **sent, counted**: messages that the client itself noted before they left, against the rounds that its "
+        "ledger counts at the end of the run; then the same over all clients of the run. Counted is never less.",
+        "  It is more where a client was killed: rounds reserved ahead (`reserve_rounds`) or made and not sent stay "
+        "counted. `a (b different)`: with seeded noise a round made again is the same bytes and is counted once.",
+        "- **others**: frames refused or missing that no injected fault explains. Several faults share one run, so "
+        "their totals are the same.",
+    ]
+    for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
+        lines += [
+            "",
+            f"## {engine}",
+            "",
+            "| fault | times | what happens | line in the log | client: sent, counted | run: sent, counted | others |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        rows = [row for row in results["rows"] if row["engine"] == engine]
+        lines += [_line(row) for row in rows]
+        lines += ["", *_NOTES[engine], "Tests: " + ", ".join(dict.fromkeys(f"`{row['test']}`" for row in rows)) + "."]
+    return "\n".join(lines) + "\n"
+
+
+_NOTES = {
+    "in-process": ("kill -9 leaves nobody to write a line.",),
+    "torch.distributed": (
+        "Under torchrun *sent* is what the server took, since the command keeps no other note, and *others* is not "
+        "told: torchrun ends those ranks as well.",
+        "Gloo has neither keys nor TLS, so an unregistered node and plain HTTP have no meaning here: keep the ranks "
+        "on a private network.",
+    ),
+    "Flower": ("A SuperLink and four SuperNodes with TLS and node keys, started by `bqsgd flower superlink`.",),
+}
+
+
+def _line(row: dict[str, Any]) -> str:
+    line = "–" if row["line"] is None else f"`{row['line'].replace('|', '/')}`"
+    others = "–" if row["others_not_ok"] is None else row["others_not_ok"]
+    happens = WHAT_HAPPENS[row["engine"], row["fault"]]
+    cells = (row["fault"], row["injected"], happens, line, _counts(row["client"]), _counts(row["run"]), others)
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _counts(found: dict[str, int] | None) -> str:
+    if found is None:
+        return "–"
+    different = "" if found["different"] == found["sent"] else f" ({found['different']} different)"
+    return f"{found['sent']}{different}, {found['counted']}"
+
+
+def main() -> None:
+    """Run or only write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", action="store_true", help="only write docs/faults.md again")
+    if not parser.parse_args().page:
+        RESULTS.write_text(json.dumps(run(), indent=2) + "\n")
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()
