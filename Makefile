@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scaling clean
+.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -46,6 +46,9 @@ bench-accountant: install
 
 bench-distributed: install
 	$(BIN)/python -m benchmarks.distributed
+
+bench-scattering: install
+	$(BIN)/python -m benchmarks.scattering
 
 bench-scaling: install
 	$(BIN)/python -m benchmarks.scaling

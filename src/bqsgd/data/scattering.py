@@ -36,7 +36,7 @@ _MARGIN = REDUCTION
 _MOST_PIXELS = 1 << 20
 _PIXEL_SLACK = 1e-4
 """What normalising and undoing it may have rounded."""
-_CHUNK = 8
+_CHUNK = 32
 """Images in hand at a time."""
 
 Floats = npt.NDArray[np.float32]

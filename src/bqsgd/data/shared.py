@@ -9,6 +9,7 @@ from bqsgd.data.dataset import Split
 from bqsgd.data.front_end import output_shape, through
 from bqsgd.data.loading import load
 from bqsgd.data.partition import partition
+from bqsgd.params import check_int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +43,8 @@ def shared(
 
     client: the one whose share is wanted, None for all. The test split comes with all and with client 0, the server's.
     """
+    if client is not None:
+        check_int("client", client, 0, clients - 1)
     dataset = load(name, folder=folder)
     shares = partition(dataset.train, clients, seed=seed, concentration=concentration, smallest=smallest)
     wanted = shares if client is None else [shares[client]]
