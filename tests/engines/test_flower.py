@@ -130,7 +130,8 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
     made = Federation(task, tmp_path, options={"allow-no-privacy": False}, **given)
     strategy = made.serve()
     assert [receipt.status for receipt in strategy.outcome.receipts] == ["ok"] * 4
-    assert made.grid.contexts[1000].state["bqsgd.plan"]["levels"] == strategy.outcome.receipts[0].levels
+    kept = json.loads(made.grid.contexts[1000].state["bqsgd.plan"]["mechanism"])
+    assert kept["levels"] == strategy.outcome.receipts[0].levels
     assert 2.5 < strategy.epsilon(delta=1e-5) <= 3.0
     again = made.serve()  # the same ledgers, a run of another name: nothing is left to spend
     assert [receipt.status for receipt in again.outcome.receipts] == ["declined"] * 4

@@ -1,9 +1,9 @@
-"""`bqsgd plan`: the integer (levels, trials) of least error within a budget."""
+"""`bqsgd plan`: the mechanism of least error within a budget."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,9 @@ from bqsgd.cli import client_options as options
 from bqsgd.cli.output import Json, emit
 from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
 from bqsgd.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from bqsgd.params import Mechanism
 
 
 class RoundingChoice(StrEnum):
@@ -20,8 +23,29 @@ class RoundingChoice(StrEnum):
     NEAREST = "nearest"
 
 
+COARSE_NOTE = (
+    "Coarsened after the noise: epsilon is that of levels and trials alone. bias_worst is in units of the clip; "
+    "noise_cost is how many times more messages give the same precision as without coarsening."
+)
+
+
+def _coarse_fields(mechanism: Mechanism) -> dict[str, Any]:
+    """What few bits are, and what they cost in error."""
+    if mechanism.coarsening is None:
+        return {}
+    from bqsgd.mechanism.coarse_error import noise_to_signal, saturation_bias, worst_squared_error
+
+    return {
+        "points": mechanism.coarsening.points,
+        "width": mechanism.coarsening.width,
+        "bias_worst": saturation_bias(mechanism),
+        "variance_worst": worst_squared_error(mechanism),
+        "noise_cost": noise_to_signal(mechanism) / noise_to_signal(mechanism.fine),
+    }
+
+
 def plan(
-    bits: Annotated[int, typer.Option(help="Most bits a coordinate: 2 levels + trials + 1 <= 2^bits.")],
+    bits: Annotated[int, typer.Option(help="Most bits a coordinate; a code takes at most 2^bits values.")],
     epsilon: Annotated[float, typer.Option(help="Privacy budget: total (exact) or nominal a round (paper).")],
     delta: Annotated[float, typer.Option(help="Delta of the budget: total (exact) or of one round (paper).")],
     dim: options.Dim,
@@ -42,6 +66,8 @@ def plan(
     json: Json = False,
 ) -> None:
     """Choose levels and trials: the least error within a budget of bits and privacy.
+
+    With few bits the noised codes are coarsened to 2^bits points, which costs error but no privacy.
 
     Example: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 61706 --batch 512 --dataset-size 15000 --rounds 600
     """
@@ -89,6 +115,7 @@ def plan(
         "trials": mechanism.trials,
         "code_count": mechanism.code_count,
         "bits_per_coordinate": mechanism.bits_per_coordinate,
+        **_coarse_fields(mechanism),
         "variance": made.variance,
         "rounds": made.rounds,
         **({} if guarantee is None else guarantee_fields(guarantee, as_json=json)),
@@ -98,5 +125,7 @@ def plan(
     notes = [NOMINAL_NOTE] if guarantee is None else [f"Guarantee: {guarantee}.", NOMINAL_NOTE]
     if made.method == "paper" and made.nominal.epsilon_per_round > budget.epsilon:
         notes.append(f"Rounding to the nearest passes the asked nominal epsilon {budget.epsilon}.")
+    if mechanism.coarsening is not None:
+        notes.append(COARSE_NOTE)
     title = f"Plan for {bits} bits, epsilon {epsilon}, delta {delta:g}"
     emit(fields | ({"plan": made.to_dict()} if json else {}), as_json=json, title=title, notes=tuple(notes))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bqsgd.mechanism.coarse_error import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Mechanism
 from bqsgd.planner.few_bits import LEAST_FINE_BITS, coarsened, fine_bits
-from bqsgd.planner.pairs import MakeRelease, TooFewBits, could_beat, least_error_pair
+from bqsgd.planner.pairs import MakeRelease, TooFewBits, least_error_pair
 from bqsgd.planner.plan import Budget, Method, Plan, release_of
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.nominal import NominalPrivacy, NominalSetting
@@ -21,7 +20,8 @@ def least_error_mechanism(
     """The mechanism of least error whose exact epsilon of (`spent`, then `rounds` of the release) is within budget.
 
     From 8 bits on it is the pair of smallest V with 2s + m + 1 <= 2^b. With fewer bits, or where no pair fits, a pair
-    that takes more bits is coarsened to 2^b points (`few_bits`), unless a pair that fits has less noise to signal.
+    that takes more bits is coarsened to 2^b points (`few_bits`): with its many levels it has less noise to signal than
+    the few levels of a pair that fits, if there is one at all.
 
     Raises:
         Infeasible: no pair of up to MAX_BITS bits reaches the epsilon, so none is left to coarsen either.
@@ -36,14 +36,7 @@ def least_error_mechanism(
         if error.needed is None:
             raise
         fine = pair(fine_bits(error.needed))
-    coarse = coarsened(fine, bits=budget.bits)
-    if budget.bits >= LEAST_FINE_BITS or not could_beat(noise_to_signal(coarse), fine, bits=budget.bits):
-        return coarse
-    least = make_release(Mechanism(levels=1, trials=2**budget.bits - 3))  # what reveals least in so few bits
-    tally = (spent or Accountant()).compose(least, rounds)
-    if tally.attained_epsilon(budget.delta) > budget.epsilon or tally.epsilon(budget.delta) > budget.epsilon:
-        return coarse
-    return min(pair(budget.bits), coarse, key=noise_to_signal)
+    return coarsened(fine, bits=budget.bits)
 
 
 def plan_exact(

@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scipy.optimize import brentq
-from scipy.stats import norm
-
 from bqsgd.errors import Infeasible
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Mechanism
+from bqsgd.planner.central_limit import shift_a_round
 from bqsgd.planner.plan import MAX_BITS, Budget
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import rounded_up
@@ -66,7 +64,7 @@ def least_error_pair(
         return _least_trials(exact, levels, guess, budget.epsilon, cap=cap, failing=failing)
 
     probe = make_release(Mechanism(levels=1, trials=1))
-    ratio = max(1.0, 4 * probe.shift_l2**2 / _gaussian_shift(budget, probe.sampling.rate, rounds) ** 2)
+    ratio = max(1.0, 4 * probe.shift_l2**2 / shift_a_round(budget, rate=probe.sampling.rate, rounds=rounds) ** 2)
     found: dict[int, int] = {}
     levels = _largest_levels(ratio, top)
     for _ in range(2):  # trials a level squared, first guessed, then measured
@@ -94,23 +92,6 @@ def least_error_pair(
         raise _too_few_bits(exact, budget, least_trials(1, ratio, 1 << MAX_BITS))
     best = min(found, key=lambda s: noise_variance(Mechanism(levels=s, trials=found[s])))
     return Mechanism(levels=best, trials=found[best])
-
-
-def could_beat(worst_case_variance: float, wider: Mechanism, *, bits: int) -> bool:
-    """Whether a pair within `bits` could have less than this, when `wider` is the best one within more bits."""
-    fewest = max(_MARGIN * (wider.trials - 1) / wider.levels**2, 1e-9)
-    return fewest / 4 + 1 / (4 * _largest_levels(fewest, 2**bits - 1) ** 2) < worst_case_variance
-
-
-def _gaussian_shift(budget: Budget, rate: float, rounds: int) -> float:
-    """A first guess only: the shift, in deviations, a Gaussian would be allowed (central limit of Bu et al. 2020)."""
-
-    def delta_of(mu: float) -> float:
-        eps = budget.epsilon
-        return float(norm.cdf(mu / 2 - eps / mu) - math.exp(min(eps, 700)) * norm.cdf(-mu / 2 - eps / mu))
-
-    total = brentq(lambda mu: delta_of(mu) - budget.delta, 1e-6, 200.0)
-    return math.sqrt(math.log1p(total**2 / (rate**2 * rounds)))
 
 
 def _largest_levels(ratio: float, top: int) -> int:

@@ -156,11 +156,11 @@ def stages(run: Run) -> list[Chart]:
 
 
 def noise(run: Run) -> list[Chart]:
-    """Density of the BQ noise (Proposition 1), its binomial part and the Gaussian of the same variance."""
+    """Density of the BQ noise (Proposition 1, before coarsening), its binomial part, the Gaussian of that variance."""
     mechanism = run.mechanism
     if mechanism is None or not 0 < mechanism.trials <= MAX_DRAWN_TRIALS:
         return []
-    return [noise_chart(mechanism)]
+    return [noise_chart(mechanism.fine)]
 
 
 def noise_chart(mechanism: Mechanism) -> Chart:

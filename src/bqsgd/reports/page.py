@@ -20,7 +20,7 @@ from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
 from bqsgd.reports.figures import run_figures
 from bqsgd.reports.folder import REPORT, write_atomic
 from bqsgd.reports.records import Status
-from bqsgd.reports.run import ClientTally, Run, read_run
+from bqsgd.reports.run import ClientTally, Parameters, Run, read_run
 from bqsgd.reports.summary import Claim
 from bqsgd.reports.units import Unit, short
 
@@ -159,6 +159,11 @@ def _notices(run: Run) -> list[tuple[str, str]]:
     return notices
 
 
+def _parameters(used: Parameters) -> str:
+    levels, trials, points, _ = used
+    return f"{levels}, {trials}" + (f" to {points} points" if points else "")
+
+
 def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
     """The clients with most trouble first when there are too many to show, else in order."""
     if len(clients) > MAX_CLIENT_ROWS:
@@ -169,7 +174,7 @@ def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
             "client": tally.client,
             "counts": [tally.counts[status] for status in Status],
             "sent": short(tally.frame_bytes, Unit.BYTES),
-            "mechanisms": "; ".join(f"{s}, {m}" for (s, m), _ in tally.mechanisms.most_common(3)) or "–",
+            "mechanisms": "; ".join(_parameters(used) for used, _ in tally.mechanisms.most_common(3)) or "–",
             "reasons": "; ".join(f"{_cut(reason)} ({n})" for reason, n in tally.reasons.most_common(3)),
         }
         for tally in clients

@@ -37,7 +37,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRecord:
-    """One client in one round: whether its frame was used, why not, and what the frame cost."""
+    """One client in one round: whether its frame was used, why not, and what the frame cost.
+
+    points and width are those of the coarsening, 0 where there is none.
+    """
 
     client: int
     status: Status
@@ -45,9 +48,11 @@ class ClientRecord:
     frame_bytes: int = 0
     levels: int = 0
     trials: int = 0
+    points: int = 0
+    width: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("client", "frame_bytes", "levels", "trials"):
+        for name in ("client", "frame_bytes", "levels", "trials", "points", "width"):
             count(name, getattr(self, name))
         try:
             object.__setattr__(self, "status", Status(self.status))

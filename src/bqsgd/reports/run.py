@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import Mechanism
+from bqsgd.params import Coarsening, Mechanism
 from bqsgd.reports.folder import CONFIG, ROUNDS, SUMMARY, read_config, read_rounds, read_summary
 from bqsgd.reports.records import ClientRecord, RoundRecord, RunFolderError, Status
 from bqsgd.reports.summary import Summary
 
 MAX_REASONS = 8
+Parameters = tuple[int, int, int, int]
+"""Levels, trials, points and width of a frame (points and width 0: not coarsened)."""
 
 
 @dataclass
@@ -26,14 +28,14 @@ class ClientTally:
     counts: Counter[Status] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     frame_bytes: int = 0
-    mechanisms: Counter[tuple[int, int]] = field(default_factory=Counter)
+    mechanisms: Counter[Parameters] = field(default_factory=Counter)
 
     def add(self, record: ClientRecord) -> None:
         """Count one round of this client."""
         self.counts[record.status] += 1
         self.frame_bytes += record.frame_bytes
         if record.status is Status.OK and len(self.mechanisms) < MAX_REASONS:
-            self.mechanisms[record.levels, record.trials] += 1
+            self.mechanisms[record.levels, record.trials, record.points, record.width] += 1
         reason = record.reason
         if reason is not None and (reason in self.reasons or len(self.reasons) < MAX_REASONS):
             self.reasons[reason] += 1
@@ -100,13 +102,14 @@ class Run:
 
     @property
     def mechanism(self) -> Mechanism | None:
-        """The (levels, trials) most frames were encoded with, or None when no frame says."""
-        pairs: Counter[tuple[int, int]] = Counter()
+        """The mechanism most frames were encoded with, or None when no frame says."""
+        used: Counter[Parameters] = Counter()
         for tally in self.clients:
-            pairs.update(tally.mechanisms)
-        for (levels, trials), _ in pairs.most_common(1):
+            used.update(tally.mechanisms)
+        for (levels, trials, points, width), _ in used.most_common(1):
             try:
-                return Mechanism(levels=levels, trials=trials)
+                coarsening = Coarsening(points=points, width=width) if points or width else None
+                return Mechanism(levels=levels, trials=trials, coarsening=coarsening)
             except InvalidParameter as error:
                 raise RunFolderError(f"{ROUNDS}: {error}") from error
         return None

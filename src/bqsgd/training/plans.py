@@ -19,6 +19,8 @@ from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Unit
 from bqsgd.training.config import Config
 
 Spent = tuple[tuple[Release, int], ...]
+_kept: dict[tuple[Situation, Budget, int], Mechanism] = {}
+"""First plans found by an earlier process of the same client."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,5 +107,15 @@ def plan_release(situation: Situation, budget: Budget, *, rounds: int, spent: Sp
             f"earlier rounds have spent epsilon {before.epsilon(budget.delta):.4g} at delta {budget.delta:g}, "
             f"the budget is now {budget.epsilon:g}"
         )
-    mechanism = least_error_mechanism(budget, situation.release, rounds=rounds, spent=before)
+    mechanism = None if spent else _kept.get((situation, budget, rounds))
+    if mechanism is None:
+        mechanism = least_error_mechanism(budget, situation.release, rounds=rounds, spent=before)
     return situation.release(mechanism)
+
+
+def keep_plan(config: Config, situation: Situation, mechanism: Mechanism, *, client: int) -> None:
+    """Take `mechanism` as what planning finds for the client's first budget, so that it need not be found again.
+
+    For a client's own note of its earlier plan. The ledger has the last word on what may be sent in any case.
+    """
+    _kept[situation, config.budget(client=client, round=0), config.rounds] = mechanism

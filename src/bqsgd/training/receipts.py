@@ -13,7 +13,10 @@ OK, DECLINED, REFUSED, MISSING = "ok", "declined", "refused", "missing"
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What became of one client in one round. client is None when a refused frame does not say whose it is."""
+    """What became of one client in one round. client is None when a refused frame does not say whose it is.
+
+    points and width are those of the coarsening, 0 where there is none.
+    """
 
     client: int | None
     status: str
@@ -21,6 +24,8 @@ class Receipt:
     frame_bytes: int = 0
     levels: int = 0
     trials: int = 0
+    points: int = 0
+    width: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,10 @@ class Server:
         finally:
             current.seconds["decode"] += time.perf_counter() - started
         used = header.mechanism
-        receipt = Receipt(client=header.client, status=OK, frame_bytes=size, levels=used.levels, trials=used.trials)
+        coarse = {} if used.coarsening is None else asdict(used.coarsening)
+        receipt = Receipt(
+            client=header.client, status=OK, frame_bytes=size, levels=used.levels, trials=used.trials, **coarse
+        )
         current.headers[header.client] = header
         current.receipts[header.client] = receipt
         return receipt

@@ -24,10 +24,11 @@ from bqsgd.engines.flower.place import Place
 from bqsgd.engines.flower.settings import check_name, read_settings
 from bqsgd.engines.session import Pair
 from bqsgd.errors import BqsgdError, Infeasible
+from bqsgd.params import Mechanism
 from bqsgd.persample.functional import LossFunction
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.config import Config
-from bqsgd.training.plans import Situation, release_in
+from bqsgd.training.plans import Situation, keep_plan, release_in
 from bqsgd.training.vector import dimension_of
 
 logger = logging.getLogger("flwr.bqsgd")
@@ -119,7 +120,7 @@ def _train(work: _Work, message: Message, context: Context) -> RecordDict:
             resume=True,  # a round that a restarted server asks for again is counted again
             private_log=_private_log(place, run) if config.private_metrics else None,
         )
-        client.config = _planned(config, client.situation, place.client, context.state)
+        _plan(config, client.situation, place.client, context.state)
         answer = client.answer(data_of(message, kind=MODEL))
         words: dict[str, Word] = {}
         if word(message, "books", bool):
@@ -136,25 +137,24 @@ def _train(work: _Work, message: Message, context: Context) -> RecordDict:
     return parcel(answer, kind=FRAME, **words)
 
 
-def _planned(config: Config, situation: Situation, client: int, state: MutableMapping[str, Any]) -> Config:
-    """The settings with the mechanism fixed at what the planner found in this run's first round.
+def _plan(config: Config, situation: Situation, client: int, state: MutableMapping[str, Any]) -> None:
+    """Keep what the planner finds in this run's first round with the node, from message to message.
 
-    The node keeps it from message to message, so that a fresh process need not plan again. The ledger has the last
-    word in any case.
+    A fresh process then need not plan again. The ledger has the last word in any case.
     """
     if config.mechanism is not None:
-        return config
+        return
     question = json.dumps([config.to_dict(), repr(situation), client], sort_keys=True)
     digest = hashlib.sha256(question.encode()).hexdigest()
     found = state.get(_PLAN)
     if found is not None and found["digest"] == digest:
-        return replace(config, levels=int(found["levels"]), trials=int(found["trials"]))
+        keep_plan(config, situation, Mechanism.from_dict(json.loads(found["mechanism"])), client=client)
+        return
     try:
         mechanism = release_in(config, situation, client=client, round=0).mechanism
     except Infeasible:
-        return config  # the client says so itself when it comes to send
-    state[_PLAN] = ConfigRecord({"digest": digest, "levels": mechanism.levels, "trials": mechanism.trials})
-    return replace(config, levels=mechanism.levels, trials=mechanism.trials)
+        return  # the client says so itself when it comes to send
+    state[_PLAN] = ConfigRecord({"digest": digest, "mechanism": json.dumps(mechanism.to_dict())})
 
 
 def _private_log(place: Place, run: str) -> Callable[[dict[str, Any]], None]:

@@ -1,0 +1,79 @@
+"""Batch size, rounds and clip for a budget, for whoever names none: what the frontier's search came to.
+
+Let mu be the total shift that the budget allows (`central_limit`), n the samples of a client, q = L / n the sampling
+rate. T steps that add up to one whole step of the clip norm carry noise of deviation (1 / (mu n)) sqrt(x / log(1 + x)),
+x = mu^2 / (q^2 T), a coordinate: with q^2 T large enough neither batch nor rounds matter any more, and what is left is
+set by epsilon and the number of samples alone. So the rounds are as many as the optimiser needs, and the batch is the
+smallest that wastes at most a twentieth. A proposal is a start, not a guarantee; the plan made from it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bqsgd.params import check_int
+from bqsgd.planner.central_limit import shift_a_round, total_shift
+from bqsgd.planner.plan import Budget
+
+ROUNDS = 300
+"""Half or twice as many made no difference beyond the noise of a seed (docs/frontier.md)."""
+_WASTE = 0.21
+"""x at which sqrt(x / log(1 + x)) is 1.05."""
+_FEWEST_ROUNDS = 50
+CLIP_NORM = 1.0
+_BOUND_TO_NORM = 0.1
+_RANGE_TO_NOISE = 2.0
+"""The mean is encoded in +- this many deviations of a client's noise; wider and narrower made no difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Settings of a run with the dual clip and Poisson batches.
+
+    clip_norm: small enough to clip nearly every sample of most models; a smaller one with a larger learning rate is
+    the same run. noise_to_clip: sqrt(d) times a client's noise in its mean, in clip norms: how much one message of one
+    round says; below 1 at the frontier (docs/frontier.md).
+    """
+
+    batch_size: int
+    rounds: int
+    clip_norm: float
+    clip_bound: float
+    range: float
+    noise_to_clip: float
+
+    @property
+    def linf(self) -> float:
+        """Most one sample moves a coordinate, in fractions of the range."""
+        return self.clip_bound / (self.batch_size * self.range)
+
+    @property
+    def l2(self) -> float:
+        """Most one sample moves the vector, in fractions of the range."""
+        return self.clip_norm / (self.batch_size * self.range)
+
+
+def propose(
+    budget: Budget, *, dimension: int, dataset_size: int, batch_size: int | None = None, rounds: int | None = None
+) -> Proposal:
+    """A start for a client of `dataset_size` samples and a model of `dimension` parameters; what is given is kept."""
+    check_int("dimension", dimension, 1, 2**53)
+    check_int("dataset_size", dataset_size, 1, 2**53)
+    mu = total_shift(budget)
+    if rounds is None:
+        fewest = ROUNDS if batch_size is None else mu**2 / (_WASTE * (batch_size / dataset_size) ** 2)
+        rounds = min(max(math.ceil(fewest), _FEWEST_ROUNDS), 10 * ROUNDS)
+    check_int("rounds", rounds, 1, 2**53)
+    if batch_size is None:
+        batch_size = min(dataset_size, max(1, math.ceil(dataset_size * mu / math.sqrt(_WASTE * rounds))))
+    check_int("batch_size", batch_size, 1, dataset_size)
+    noise = CLIP_NORM / batch_size / shift_a_round(budget, rate=batch_size / dataset_size, rounds=rounds)
+    return Proposal(
+        batch_size=batch_size,
+        rounds=rounds,
+        clip_norm=CLIP_NORM,
+        clip_bound=CLIP_NORM * min(1.0, max(_BOUND_TO_NORM, 4 / math.sqrt(dimension))),
+        range=float(f"{_RANGE_TO_NOISE * noise:.2g}"),
+        noise_to_clip=math.sqrt(dimension) * noise / CLIP_NORM,
+    )
