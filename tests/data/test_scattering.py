@@ -1,5 +1,8 @@
 """The scattering front end: the same coefficients as kymatio's, its laws, and what it refuses."""
 
+from importlib.resources import files
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.special
@@ -180,3 +183,24 @@ def test_another_model_behind_the_front_end():
     assert len(list(task_of(config(model="mlp")).make_model().parameters())) == 4
     with pytest.raises(InvalidParameter, match="try mlp or linear"):
         task_of(config(model="cnn")).make_model()
+
+
+def test_the_flower_app_has_the_same_shares_test_data_and_model():
+    app: dict = {}
+    template = files("bqsgd.engines.flower").joinpath("template", "task.py.in")
+    exec(compile(template.read_text(), "task.py", "exec"), app)
+    everybody, chosen = task_of(config()), config()
+    for client, expected in enumerate(everybody.shares):
+        place = SimpleNamespace(client=client, options={})
+        for alone, among in zip(app["load_share"](place, chosen), expected, strict=True):
+            np.testing.assert_array_equal(alone, among)
+    for found, expected in zip(app["load_test"](chosen), everybody.test, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    model = app["make_model"](chosen)
+    assert model(torch.from_numpy(everybody.test[0][:3])).shape == (3, 10)
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_a_client_that_is_none_of_the_run_is_refused():
+    with pytest.raises(InvalidParameter, match="client"):
+        task_of(config(), client=2)
