@@ -65,6 +65,9 @@ def train(
         str, Option(help="in-process, or distributed (start it with torchrun; each rank is a client).")
     ] = "in-process",
     backend: Annotated[str, Option(help="Of the distributed engine: gloo, nccl or mpi.")] = "gloo",
+    preset: Annotated[
+        str | None, Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
+    ] = None,
     config: Annotated[Path | None, Option(help="TOML file of these settings; options win over it.")] = None,
     out: Annotated[Path | None, Option(help="Run folder. Default: a new one under runs/.")] = None,
     resume: Annotated[bool, Option("--resume", help="Go on with the run in --out.")] = False,
@@ -76,17 +79,27 @@ def train(
     The defaults give an exact total epsilon of at most 3 at delta 1e-5 for every client. Ctrl-C stops after the
     round in hand; --resume goes on.
 
-    Example: bqsgd train --dataset mnist --epsilon 3 --out runs/first
+    Examples: bqsgd train --preset mnist-eps3
+              bqsgd train --dataset mnist --epsilon 3 --out runs/first
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in _NOT_SETTINGS}
     if engine not in ENGINES:
         raise InvalidParameter(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
     ranks = backend if engine == "distributed" else None
-    finish(given, config=config, out=out, resume=resume, tensorboard=tensorboard, json=json, backend=ranks)
+    finish(
+        given,
+        preset=preset,
+        config=config,
+        out=out,
+        resume=resume,
+        tensorboard=tensorboard,
+        json=json,
+        backend=ranks,
+    )
 
 
 ENGINES = ("in-process", "distributed")
-_NOT_SETTINGS = ("engine", "backend", "config", "out", "resume", "tensorboard", "json")
+_NOT_SETTINGS = ("engine", "backend", "preset", "config", "out", "resume", "tensorboard", "json")
 
 
 def finish(
@@ -97,14 +110,17 @@ def finish(
     resume: bool,
     tensorboard: bool,
     json: bool,
+    preset: str | None = None,
     backend: str | None = None,
 ) -> None:
     """Run with the settings given on the command line, and print what came of it.
 
+    preset, config: settings by name and from a file; the file wins over the name, what is given over both.
     backend: of torch.distributed when this process is one rank of many, None when all clients are in this process.
     """
     from bqsgd.cli.distributed_run import as_rank, run_rank
     from bqsgd.cli.training_run import PRIVATE_NOTE, run, stored
+    from bqsgd.training import presets
     from bqsgd.training.config import Config, read_settings
 
     if backend is not None:
@@ -113,7 +129,8 @@ def finish(
         raise InvalidParameter("--resume needs --out, the folder of the run to go on with")
     found = stored(out, given) if resume and out is not None else None
     if found is None:
-        settings = given if config is None else read_settings(config) | given
+        named = {} if preset is None else presets.preset(preset)
+        settings = named | ({} if config is None else read_settings(config)) | given
         chosen = Config.from_dict(fitted(settings))
         folder = out or new_folder(chosen.dataset)
         if (folder / "config.toml").exists():

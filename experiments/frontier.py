@@ -1,0 +1,136 @@
+"""The frontier: every preset over three seeds, and MNIST at epsilon 3 in 2, 3, 4, 6 and 8 bits a coordinate.
+
+bqsgd reproduce frontier       # goes on where it stopped; a finished run is one file in results/frontier/
+
+A seed here is that of the shares of data and of the initial model, both public. The noise comes from the operating
+system, so every run has the guarantee that its ledgers state, and none can be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from experiments.runs import provenance
+
+from bqsgd.cli.training_run import run
+from bqsgd.reports.frontier_figure import draw_frontier
+from bqsgd.training.config import Config
+from bqsgd.training.presets import preset
+
+HERE = Path(__file__).parent
+RUNS, FOLDERS = HERE / "results" / "frontier", HERE.parent / "runs" / "frontier"
+FIGURES = ("frontier.png",)
+QUICK = {"dataset": "digits", "rounds": 2, "batch_size": 64, "epsilon": 8.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One point of the frontier; `target` is the accuracy asked of its mean, `below` a margin under another point."""
+
+    preset: str
+    bits: int
+    target: float | None = None
+    reference: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its runs."""
+        return f"{self.preset}-{self.bits}bits"
+
+    def config(self, seed: int, *, quick: bool) -> Config:
+        """Its settings with this seed."""
+        settings = preset(self.preset) | {"bits": self.bits, "init_seed": seed, "run": f"{self.name}-seed{seed}"}
+        return Config.from_dict(settings | (QUICK if quick else {}))
+
+
+POINTS = (
+    Point(preset="mnist-eps3", bits=8, target=0.981, reference="tuned tanh CNN"),
+    Point(preset="mnist-eps1", bits=8, target=0.95, reference="Opacus 1.16"),
+    Point(preset="fashion-eps3", bits=8, target=0.861, reference="tanh CNN, Fashion"),
+    Point(preset="mnist-eps3-4bit", bits=4),
+    Point(preset="mnist-eps3-4bit", bits=2),
+    Point(preset="mnist-eps3-4bit", bits=3),
+    Point(preset="mnist-eps3-4bit", bits=6),
+)
+REFERENCES = (
+    {"name": "Opacus", "dataset": "mnist", "accuracy": 0.9678, "epsilon": 2.91},
+    {"name": "TF-Privacy", "dataset": "mnist", "accuracy": 0.966, "epsilon": 3.01},
+    {"name": "tuned tanh CNN", "dataset": "mnist", "accuracy": 0.981, "epsilon": 3.0},
+    {"name": "Opacus 1.16", "dataset": "mnist", "accuracy": 0.9463, "epsilon": 1.16},
+    {"name": "tanh CNN, Fashion", "dataset": "fashion-mnist", "accuracy": 0.861, "epsilon": 3.0},
+)
+"""Published figures at delta 1e-5, all with a trusted server, 60,000 samples in one place and 32 bits a coordinate."""
+
+
+def reproduce(
+    *, seeds: Sequence[int] = (0, 1, 2), quick: bool = False, train: bool = True, figures: Path, **unused: Any
+) -> dict[str, Any]:
+    """Run what is missing, gather all, draw."""
+    if train:
+        for seed in seeds:  # a seed fixes the shares, so that the features of one are computed once
+            for point in POINTS:
+                _finished(point, seed, quick=quick)
+    rows = [_row(point, seeds, quick=quick) for point in POINTS]
+    found = {"quick": quick, "references": list(REFERENCES), "rows": rows}
+    if not quick:
+        draw_frontier(rows, REFERENCES, figures / FIGURES[0])
+    return found
+
+
+_QUICK: dict[str, dict[str, Any]] = {}
+
+
+def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any] | None:
+    """The run's fields, running it when there is none yet."""
+    config = point.config(seed, quick=quick)
+    name = f"{point.name}-seed{seed}"
+    if quick:
+        with TemporaryDirectory() as folder:
+            _QUICK[name] = _fields(run(config, folder=Path(folder), resuming=False))
+        return _QUICK[name]
+    place = RUNS / f"{name}.json"
+    if not place.exists():
+        folder = FOLDERS / name
+        found = _fields(run(config, folder=folder, resuming=(folder / "config.toml").exists()))
+        RUNS.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(found | provenance(), indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {found['accuracy']:.2%} at epsilon {found['guarantee']['epsilon']:.4g}", flush=True)
+    return dict(json.loads(place.read_text(encoding="utf-8")))
+
+
+def _fields(summary: dict[str, Any]) -> dict[str, Any]:
+    kept = ("accuracy", "loss", "rounds", "guarantee", "bytes_up", "bytes_up_float32", "bits_per_coordinate")
+    return {name: summary[name] for name in (*kept, "seeded", "seconds", "config")}
+
+
+def _row(point: Point, seeds: Sequence[int], *, quick: bool) -> dict[str, Any]:
+    """What the finished runs of a point came to; the guarantee is that of the run with the largest epsilon."""
+    names = [f"{point.name}-seed{seed}" for seed in seeds]
+    if quick:
+        runs = [_QUICK[name] for name in names]
+    else:
+        runs = [json.loads((RUNS / f"{n}.json").read_text()) for n in names if (RUNS / f"{n}.json").exists()]
+    accuracies = [one["accuracy"] for one in runs]
+    worst = max(runs, key=lambda one: float(one["guarantee"]["epsilon"]), default=None)
+    return {
+        "preset": point.preset,
+        "dataset": point.config(0, quick=False).dataset,
+        "bits": point.bits,
+        "target": point.target,
+        "reference": point.reference,
+        "accuracies": accuracies,
+        "mean": statistics.mean(accuracies) if accuracies else None,
+        "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "guarantee": None if worst is None else worst["guarantee"],
+        "bits_measured": None if worst is None else max(one["bits_per_coordinate"] for one in runs),
+        "bytes_up": None if worst is None else worst["bytes_up"],
+        "bytes_up_float32": None if worst is None else worst["bytes_up_float32"],
+        "seeded": any(one["seeded"] for one in runs),
+        "config": None if worst is None else worst["config"],
+    }

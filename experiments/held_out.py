@@ -1,0 +1,61 @@
+"""A run's own task with 10,000 training samples as its test set: where hyper-parameters are chosen.
+
+The search looks at data that clients hold, and like every search for hyper-parameters it is not charged to epsilon.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from experiments.runs import provenance
+
+from bqsgd import data, models
+from bqsgd.data.dataset import Split
+from bqsgd.data.front_end import through
+from bqsgd.engines.session import Session, Task
+from bqsgd.training.config import Config
+from bqsgd.training.seeds import Purpose, derive
+
+HELD_OUT, SPLIT_SEED = 10_000, 7
+
+
+@lru_cache(maxsize=1)
+def _training(dataset: str, front_end: str) -> tuple[Split, int]:
+    found = data.load(dataset)
+    return through(front_end, found.train, of=found, threads=2), found.classes
+
+
+def held_out_task(config: Config) -> Task:
+    """10,000 samples of the training split held out, the rest shared evenly among the clients."""
+    train, classes = _training(config.dataset, config.front_end)
+    rows = np.random.default_rng(SPLIT_SEED).permutation(len(train))
+    shares = [train.take(np.sort(part)) for part in np.array_split(rows[HELD_OUT:], config.clients)]
+    held = train.take(np.sort(rows[:HELD_OUT]))
+    shape = train.inputs.shape[1:]
+    name = config.model or models.default_for(shape, front_end=config.front_end)
+    seed = derive(config.init_seed, Purpose.MODEL)
+    return Task(
+        make_model=lambda: models.build(
+            name, input_shape=shape, classes=classes, seed=seed, activation=config.activation
+        ),
+        shares=[(share.inputs, share.labels) for share in shares],
+        test=(held.inputs, held.labels),
+    )
+
+
+def try_out(config: Config) -> dict[str, Any]:
+    """One run; its noise is seeded so that the search can be repeated (no privacy claim)."""
+    with Session.start(held_out_task(config), config) as session:
+        for _ in session.rounds():
+            pass
+        accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
+        guarantee = session.result().guarantee
+    return {
+        "held_out_accuracy": accuracy,
+        "held_out_loss": loss,
+        "guarantee": None if guarantee is None else guarantee.to_dict(),
+        "config": config.to_dict(),
+        **provenance(),
+    }
