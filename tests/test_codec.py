@@ -12,7 +12,7 @@ from bqsgd.codec import Accumulator, decode_frame, encode_frame
 from bqsgd.errors import FrameError, InvalidParameter, NonFiniteInput, OutOfRange
 from bqsgd.mechanism.bq import decode, encode
 from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.params import Mechanism, parameters_digest
+from bqsgd.params import Coarsening, Mechanism, parameters_digest
 from bqsgd.wire import errors
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
@@ -43,6 +43,31 @@ def test_a_frame_carries_exactly_the_encoder_s_codes(levels: int, trials: int, c
     assert header.coding is (Coding.FIXED if coding == "fixed" else Coding.ENTROPY)
     if coding == "fixed":
         assert len(frame) == HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(d)
+
+
+@pytest.mark.parametrize(("points", "width"), [(4, 29), (8, 40), (16, 45), (64, 63), (300, 500)])
+@pytest.mark.parametrize("coding", CODINGS)
+def test_coarse_frames_hold_the_encoder_s_codes_and_add_up(points: int, width: int, coding: str) -> None:
+    mechanism = Mechanism(levels=13, trials=997, coarsening=Coarsening(points=points, width=width))
+    values, clips = vector(70_001), np.linspace(0.9, 1.1, 70_001)
+    for clip in (1.0, clips):
+        given = np.clip(values, -0.9, 0.9)
+        frame, again = (
+            encode_frame(
+                given, mechanism, clip=clip, rng=seeded_rng(seed=3), client=4, round=5, coding=coding, threads=threads
+            )
+            for threads in (1, 3)
+        )
+        assert frame == again
+        codes = encode(given, mechanism, clip=clip, rng=seeded_rng(seed=3))
+        decoded = decode_frame(frame, clip=clip, mechanism=mechanism)
+        assert np.array_equal(decoded, decode(codes, mechanism, clip=clip))
+        server = Accumulator(values.size)
+        server.add(frame, clip=clip, weight=2.0)
+        server.add(frame, clip=clip, weight=1.0)
+        assert server.mean() == pytest.approx(decoded)
+        if coding == "fixed":
+            assert len(frame) == HEADER_BYTES + FixedWidth(points).payload_bytes(values.size)
 
 
 def test_a_frame_says_whether_its_noise_was_seeded() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism, check_clip, check_int, check_positive, parameters_digest
+from bqsgd.params import (
+    MAX_LEVELS,
+    MAX_TRIALS,
+    Coarsening,
+    Mechanism,
+    check_clip,
+    check_int,
+    check_positive,
+    parameters_digest,
+)
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Trust, Unit
 
 mechanisms = st.builds(Mechanism, levels=st.integers(1, MAX_LEVELS), trials=st.integers(0, MAX_TRIALS))
+
+
+@st.composite
+def coarse_mechanisms(draw: st.DrawFn) -> Mechanism:
+    fine = draw(mechanisms)
+    last = fine.code_count - 1
+    coarsening = Coarsening(points=draw(st.integers(2, last)), width=draw(st.integers(1, last)))
+    return replace(fine, coarsening=coarsening)
 
 
 @st.composite
@@ -23,15 +41,16 @@ def releases(draw: st.DrawFn) -> Release:
     relation = {Scheme.POISSON: Relation.ADD_REMOVE, Scheme.FIXED_SIZE: Relation.REPLACE}.get(
         scheme, draw(st.sampled_from(Relation))
     )
+    trust = draw(st.sampled_from(Trust))
     return Release(
-        mechanism=draw(mechanisms),
+        mechanism=draw(mechanisms if trust is Trust.SUMS_ONLY else mechanisms | coarse_mechanisms()),
         dimension=draw(st.integers(1, 2**53)),
         sensitivity=Sensitivity(
             linf=draw(st.floats(1e-9, 2)), l2=draw(st.none() | st.floats(1e-9, 1e6)), relation=relation
         ),
         sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.FULL else draw(st.floats(1e-9, 1))),
         unit=draw(st.sampled_from(Unit)),
-        trust=draw(st.sampled_from(Trust)),
+        trust=trust,
     )
 
 
@@ -40,6 +59,25 @@ def test_a_mechanism_counts_its_codes(mechanism: Mechanism) -> None:
     lowest, highest = -mechanism.levels, mechanism.levels + mechanism.trials
     assert mechanism.code_count == highest - lowest + 1
     assert 2**mechanism.bits_per_coordinate == pytest.approx(mechanism.code_count)
+
+
+@given(coarse_mechanisms())
+def test_a_coarsened_mechanism_counts_its_points_around_the_same_middle(mechanism: Mechanism) -> None:
+    points, width = mechanism.coarsening.points, mechanism.coarsening.width
+    assert (mechanism.code_count, mechanism.fine_code_count) == (points, mechanism.fine.code_count)
+    assert mechanism.fine == Mechanism(levels=mechanism.levels, trials=mechanism.trials)
+    assert mechanism.step * (points - 1) == pytest.approx(width)
+    assert mechanism.reach * 2 * mechanism.levels == pytest.approx(width)
+    assert mechanism.fine.reach * 2 * mechanism.levels == pytest.approx(mechanism.fine_code_count - 1)
+    assert mechanism.fine.step == 1
+
+
+@pytest.mark.parametrize(
+    ("points", "width"), [(1, 5), (0, 0), (11, 5), (4, 11), (4, 0), (4, -1), (4.0, 5), (4, True), (2**40, 5)]
+)
+def test_a_coarsening_outside_its_range_is_refused(points: int, width: int) -> None:
+    with pytest.raises(InvalidParameter, match=r"points|width"):
+        Mechanism(levels=2, trials=6, coarsening=Coarsening(points=points, width=width))
 
 
 def test_the_published_mechanisms_fit_their_bits() -> None:
@@ -101,6 +139,9 @@ def test_the_digest_is_the_documented_bytes() -> None:
     each = hashlib.sha256(head + b"\x01" + struct.pack("<3d", 0.5, 1.0, 2.0)).digest()[:16]
     assert parameters_digest(mechanism, clip=0.5, dimension=3) == one
     assert parameters_digest(mechanism, clip=np.array([0.5, 1.0, 2.0]), dimension=3) == each
+    coarse = replace(mechanism, coarsening=Coarsening(points=16, width=45))
+    both = hashlib.sha256(head + b"\x00" + struct.pack("<dII", 0.5, 16, 45)).digest()[:16]
+    assert parameters_digest(coarse, clip=0.5, dimension=3) == both
 
 
 def test_every_parameter_moves_the_digest() -> None:
@@ -111,13 +152,38 @@ def test_every_parameter_moves_the_digest() -> None:
         for clip in (0.5, 0.25, np.full(3, 0.5), np.array([0.5, 0.5, 0.25]))
     }
     digests.add(parameters_digest(Mechanism(levels=1, trials=1), clip=0.5, dimension=4))
-    assert len(digests) == 17
+    for points, width in ((2, 2), (2, 3), (3, 2)):
+        coarse = Mechanism(levels=1, trials=1, coarsening=Coarsening(points=points, width=width))
+        digests.add(parameters_digest(coarse, clip=0.5, dimension=3))
+    assert len(digests) == 20
 
 
 @given(releases())
 def test_a_release_survives_json(release: Release) -> None:
     text = json.dumps(release.to_dict())
     assert Release.from_dict(json.loads(text)) == release
+
+
+def test_releases_without_a_coarsening_are_written_as_before_there_was_one() -> None:
+    fields = example()
+    assert fields["mechanism"] == {"levels": 2, "trials": 251}
+    fields["mechanism"]["coarsening"] = {"points": 16, "width": 45}
+    assert Release.from_dict(fields).mechanism.coarsening == Coarsening(points=16, width=45)
+    for damage in ({"points": 16}, {"points": 16, "width": 256}, {"points": 16, "width": 4, "more": 1}, 7, [16, 45]):
+        fields["mechanism"]["coarsening"] = damage
+        with pytest.raises(InvalidParameter):
+            Release.from_dict(fields)
+
+
+def test_coarse_codes_are_never_accounted_as_sums() -> None:
+    """Two clients, coarse codes 0 + 2 and 1 + 1: the same sum, from fine codes of different sums."""
+    release = Release.from_dict(example())
+    assert release.summed(3).mechanism == Mechanism(levels=2, trials=753)
+    coarse = replace(release, mechanism=replace(release.mechanism, coarsening=Coarsening(points=16, width=45)))
+    with pytest.raises(InvalidParameter, match="sum of coarse codes"):
+        coarse.summed(3)
+    with pytest.raises(InvalidParameter, match="sum of coarse codes"):
+        replace(coarse, trust=Trust.SUMS_ONLY)
 
 
 @given(releases())

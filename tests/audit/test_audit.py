@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from bqsgd.audit.scores import Encode, code_law, loss_table, scores, uniforms
 from bqsgd.errors import InvalidParameter
 from bqsgd.mechanism import bq
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
-from bqsgd.params import Mechanism
+from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
 
@@ -229,3 +230,31 @@ def test_bad_arguments_are_refused(wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {"samples": 100, "delta": 1e-3, "rng": privacy_rng(), **wrong}
     with pytest.raises(InvalidParameter):
         audit(RELEASE, **arguments)  # type: ignore[arg-type]
+
+
+def coarse_release(**changes: float) -> Release:
+    release = release_of(**changes)  # type: ignore[arg-type]
+    return replace(release, mechanism=replace(release.mechanism, coarsening=Coarsening(points=8, width=20)))
+
+
+def test_coarse_codes_are_audited_with_their_own_law() -> None:
+    release = coarse_release()
+    law = code_law(release.mechanism, 0.3)
+    assert law.size == 8
+    assert law.sum() == pytest.approx(1)
+    result = audit(release, samples=4000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=5))
+    assert not result.violated
+    assert result.lower.epsilon > 0.2 * result.claimed.epsilon, "coarse codes still tell something"
+
+
+def test_a_client_that_coarsens_before_the_noise_is_caught() -> None:
+    """Rounding to 8 points and adding noise of a few points' worth is not the claimed mechanism."""
+    release = coarse_release()
+
+    def too_little(values: Values, *, rng: NoiseSource) -> npt.NDArray[np.unsignedinteger]:
+        codes = bq.encode(values, Mechanism(levels=2, trials=3), clip=1.0, rng=rng, clamp=True)
+        assert codes.max() < release.mechanism.code_count
+        return codes
+
+    result = audit(release, samples=4000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=6), encode=too_little)
+    assert result.violated

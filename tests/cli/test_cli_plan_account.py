@@ -114,6 +114,20 @@ def test_plan_exact_is_the_default_and_ends_on_the_private_side(bqsgd):
     assert bqsgd("account", *run, *setup, "--json").json["epsilon"] == pytest.approx(fields["epsilon"], rel=1e-6)
 
 
+def test_few_bits_say_what_they_cost_in_error(bqsgd):
+    setup = ["--dim", 5, "--batch", 32, "--dataset-size", 1000, "--rounds", 1, "--sampling", "none"]
+    asked = ["plan", "--bits", 4, "--epsilon", 1, "--delta", 1e-3, *setup]
+    fields = bqsgd(*asked, "--json").json
+    assert (fields["code_count"], fields["points"], fields["bits_per_coordinate"]) == (16, 16, 4)
+    assert fields["noise_cost"] > 1
+    assert 0 < fields["bias_worst"] < 1
+    assert fields["variance_worst"] >= fields["variance"]
+    assert Plan.from_dict(fields["plan"]).mechanism.coarsening.width == fields["width"]
+    shown = bqsgd(*asked).out
+    assert "noise_cost" in shown
+    assert "Coarsened after the noise" in shown
+
+
 def test_infeasible_budget_names_the_trades(bqsgd):
     result = bqsgd("plan", "--method", "paper", "--bits", 8, "--epsilon", 1.0, "--delta", 1e-4, *CLIENT, "--json")
     assert result.code == 2

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
-from bqsgd.params import Mechanism
+from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.headroom import Headroom
 from bqsgd.privacy.ledger import Ledger
@@ -47,6 +47,22 @@ def exact(*content: tuple[Release, int]) -> float:
     for release, rounds in content:
         accountant = accountant.compose(release, rounds)
     return accountant.epsilon(DELTA)
+
+
+def test_coarse_releases_cost_what_fine_ones_do_and_old_entries_still_load(path: Path) -> None:
+    coarse = replace(RELEASE, mechanism=replace(RELEASE.mechanism, coarsening=Coarsening(points=4, width=20)))
+    with open_ledger(path) as ledger:
+        assert ledger.headroom(coarse) == ledger.headroom(RELEASE)
+        ledger.spend(coarse, run="a", round=0, seeded=False)
+        ledger.spend(RELEASE, run="a", round=1, seeded=False)
+        guarantee = ledger.guarantee()
+        assert guarantee is not None
+        assert guarantee.epsilon == exact((RELEASE, 2))
+        entry = next(e for e in ledger.entries if e.release == RELEASE)
+    assert "coarsening" not in entry.to_json()
+    assert Entry.from_json(entry.to_json()) == entry
+    with open_ledger(path) as ledger:
+        assert [e.release for e in ledger.entries if e.release] == [coarse, RELEASE]
 
 
 def test_spending_stops_exactly_at_the_budget(path: Path) -> None:

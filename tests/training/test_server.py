@@ -5,8 +5,9 @@ import pytest
 
 from bqsgd.codec import decode_frame, encode_frame
 from bqsgd.errors import BqsgdError, InvalidParameter
+from bqsgd.mechanism.bq import decode, encode
 from bqsgd.noise import seeded_rng
-from bqsgd.params import Mechanism
+from bqsgd.params import Coarsening, Mechanism
 from bqsgd.training import aggregation
 from bqsgd.training.broadcast import read_broadcast
 from bqsgd.training.checkpoint import CheckpointError
@@ -94,6 +95,47 @@ def test_bad_frames_are_reported_skipped_and_change_nothing(make_server, rule):
     np.testing.assert_array_equal(server.model, clean.model)
     assert sum(receipt.status == "refused" for receipt in outcome.receipts) == len(bad)
     assert {receipt.client: receipt.status for receipt in outcome.receipts[:3]} == {0: "ok", 1: "missing", 2: "missing"}
+
+
+def coarse(levels, trials, points, width):
+    return Mechanism(levels=levels, trials=trials, coarsening=Coarsening(points=points, width=width))
+
+
+def test_coarse_frames_are_taken_and_their_noise_is_known(make_server):
+    server = make_server(levels=None, trials=None, bits=4, weights={0: 1.0, 1: 1.0})
+    server.open_round()
+    used = coarse(10, 189, 16, 45)
+    receipts = [server.receive(frame_of(client, mechanism=used)) for client in range(2)]
+    assert [(r.status, r.levels, r.trials, r.points, r.width) for r in receipts] == [("ok", 10, 189, 16, 45)] * 2
+    codes = encode(np.zeros(200_000), used, clip=0.5, rng=seeded_rng(seed=1))
+    measured = decode(codes, used, clip=0.5).var() / 2  # of the mean of two; 2 % is over 6 standard errors
+    assert server._noise_variance(server._current()) == pytest.approx(measured, rel=0.02)
+    server.close_round()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "taken"),
+    [
+        (coarse(1, 4000, 16, 255), True),
+        (coarse(1, 4000, 16, 256), False),  # 128 C: further than 8 bits reach at one level
+        (coarse(2, 4000, 16, 510), True),
+        (coarse(1, 2**20, 16, 2**20), False),
+        (coarse(2**19, 2**20, 16, 100), False),  # more fine codes than any plan has
+        (coarse(10, 189, 17, 45), False),  # more than 4 bits
+        (Mechanism(levels=1, trials=14), False),
+        (Mechanism(levels=1, trials=13), True),
+    ],
+)
+def test_no_budget_lets_a_client_reach_further_than_a_plan_can(make_server, mechanism, taken):
+    server = make_server(levels=None, trials=None, bits=4)
+    server.open_round()
+    assert server.receive(frame_of(mechanism=mechanism)).status == ("ok" if taken else "refused")
+
+
+def test_a_fixed_mechanism_takes_no_coarse_frame(make_server):
+    server = make_server()
+    server.open_round()
+    assert server.receive(frame_of(mechanism=coarse(100, 50, 16, 200))).status == "refused"
 
 
 def test_a_frame_must_be_of_the_client_the_engine_heard(make_server):

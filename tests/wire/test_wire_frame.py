@@ -13,7 +13,7 @@ import wire_reference
 from wire_frames import CLIP, codes_of, decode_codes, frame_of, reseal
 
 from bqsgd.errors import FrameError, InvalidParameter
-from bqsgd.params import Mechanism, parameters_digest
+from bqsgd.params import Coarsening, Mechanism, parameters_digest
 from bqsgd.wire import errors
 from bqsgd.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
 
@@ -38,6 +38,22 @@ def test_golden_frames(golden: dict[str, Any]) -> None:
     # zstandard's bytes may differ between its releases; only the meaning of its frames is fixed.
     payload = data[80:] if coding is Coding.ENTROPY and data[80] == 2 else None
     assert frame_of(array, mechanism, coding, payload) == data
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+@pytest.mark.parametrize("coding", Coding)
+def test_coarse_frames_take_their_bits_and_are_read_by_the_plain_decoder(bits: int, coding: Coding) -> None:
+    mechanism = Mechanism(levels=10, trials=189, coarsening=Coarsening(points=2**bits, width=60))
+    codes = np.random.default_rng(bits).binomial(2**bits - 1, 0.5, 2000).astype(np.uint8)
+    data = frame_of(codes, mechanism, coding)
+    found = wire_reference.decode(data)
+    assert (found["coarsening"], found["codes"]) == ((2**bits, 60), codes.tolist())
+    assert found["digest"] == parameters_digest(mechanism, clip=CLIP, dimension=2000).hex()
+    assert read_frame(data).header.mechanism == mechanism
+    assert decode_codes(data, mechanism=mechanism, clip=CLIP).tolist() == codes.tolist()
+    assert len(data) == 80 + 2000 * bits // 8 if coding is Coding.FIXED else len(data) < 80 + 2000 * bits // 8
+    with pytest.raises(errors.WrongParameters):
+        read_frame(data, mechanism=mechanism.fine)
 
 
 def test_header_fields_are_read_back() -> None:

@@ -16,13 +16,25 @@ from hypothesis import strategies as st
 from wire_frames import CLIP, codes_of, decode_codes, frame_of, reseal, zstd_payload
 
 from bqsgd.errors import FrameError
-from bqsgd.params import Mechanism
+from bqsgd.params import Coarsening, Mechanism
 from bqsgd.wire import errors
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import Coding, read_frame
 
 MUTANTS = 250_000
-FIELDS = [(4, "H"), (6, "B"), (7, "B"), (24, "Q"), (32, "Q"), (40, "Q"), (48, "I"), (52, "I"), (56, "Q"), (64, "Q")]
+FIELDS = [
+    (4, "H"),
+    (6, "B"),
+    (7, "B"),
+    (24, "Q"),
+    (32, "Q"),
+    (40, "Q"),
+    (48, "I"),
+    (52, "I"),
+    (56, "Q"),
+    (64, "I"),
+    (68, "I"),
+]
 PREFIX_FIELDS = [(80, "B"), (81, "B"), (82, "H"), (84, "I"), (88, "I"), (92, "I")]
 SIZES = {"B": 8, "H": 16, "I": 32, "Q": 64}
 
@@ -39,6 +51,12 @@ def corpus() -> list[bytes]:
         low_bits = max(0, (mechanism.code_count - 1).bit_length() - 6)
         if trials:  # few codes without noise: zstandard does not pay
             frames.append(frame_of(codes, mechanism, Coding.ENTROPY, zstd_payload(codes, low_bits)))
+    for points in (4, 8, 16, 64, 100):
+        mechanism = Mechanism(levels=10, trials=189, coarsening=Coarsening(points=points, width=60))
+        for dimension in (1, 37, 260):
+            codes = rng.binomial(points - 1, 0.5, dimension).astype(np.uint8)
+            frames.append(frame_of(codes, mechanism, Coding.FIXED))
+            frames.append(frame_of(codes, mechanism, Coding.ENTROPY))
     return frames
 
 
