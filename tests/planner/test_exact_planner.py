@@ -51,7 +51,7 @@ def test_brute_force_over_all_pairs_agrees(bits, target, delta, rounds):
     assert least_error_pair(budget, lambda mechanism: make_release(mechanism, **small), rounds=rounds) == best
 
 
-@pytest.mark.parametrize(("bits", "target", "linf"), [(4, 2.0, 1.0), (6, 30.0, 1.0), (3, 100.0, 0.01), (6, 1.0, 0.1)])
+@pytest.mark.parametrize(("bits", "target", "linf"), [(4, 2.0, 1.0), (6, 1.0, 0.1)])
 def test_a_coarsened_pair_beats_the_pair_that_fits(bits, target, linf):
     budget = Budget(bits=bits, epsilon=target, delta=1e-2)
     setting = SETTING | {"dimension": 1, "linf": linf, "scheme": "no sampling"}
