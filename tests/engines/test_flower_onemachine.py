@@ -17,6 +17,7 @@ from bqsgd.cli.app import main
 from bqsgd.cli.flower import demo_settings
 from bqsgd.engines.flower.credentials import make_certificates, make_node_key
 from bqsgd.engines.flower.processes import FlowerFailed, Processes
+from bqsgd.engines.flower.superlink import LoggedHandshake
 
 
 def handshake(certificates, trusted, host):
@@ -91,6 +92,11 @@ def test_a_kill_takes_the_descendants_with_it(tmp_path):
 def test_a_program_that_fails_or_hangs_says_so_with_its_last_lines(tmp_path):
     with Processes(tmp_path) as processes:
         assert processes.run("well", "bash", "-c", "echo fine", seconds=30) == "fine\n"
+        heard = []
+        processes.run(
+            "told", "bash", "-c", "echo one; sleep 0.6; echo two; printf half", seconds=30, heard=heard.append
+        )
+        assert heard == ["one", "two"]
         with pytest.raises(FlowerFailed, match=r"ended with code 3\nthe reason"):
             processes.run("bad", "bash", "-c", "echo the reason; exit 3", seconds=30)
         started = time.monotonic()
@@ -116,3 +122,26 @@ def test_the_commands_refuse_what_they_cannot_do(tmp_path, capsys):
     assert main(["flower", "demo", "--out", str(tmp_path / "app")]) == 2
     assert "not empty" in capsys.readouterr().err
     assert demo_settings(clients=50, rounds=None, tls=False, epsilon=3.0, seed=None)["batch_size"] == 11
+
+
+@pytest.mark.parametrize(
+    ("first_bytes", "line"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n", "refused at the TLS port: plain HTTP; nothing of it was read"),
+        (b"\0" * 64, "refused at the TLS port: the handshake failed (WRONG_VERSION_NUMBER)"),
+    ],
+)
+def test_a_failed_handshake_is_a_line_in_the_log(tmp_path, caplog, first_bytes, line):
+    made = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.server, made.key)
+    context.sslobject_class = LoggedHandshake
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    connection = context.wrap_bio(incoming, outgoing, server_side=True)
+    with pytest.raises(ssl.SSLWantReadError):
+        connection.do_handshake()
+    assert caplog.messages == []
+    incoming.write(first_bytes)
+    with pytest.raises(ssl.SSLError):
+        connection.do_handshake()
+    assert caplog.messages == [line]

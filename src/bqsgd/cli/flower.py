@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from bqsgd.errors import InvalidParameter
 
 flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
 
+_ROUND_LINE = re.compile(r"(client \d+ joined|round \d+: \d+ of \d+ frames).*")
+"""Lines of the server's log that show how far the run is."""
 _SAMPLES = 1437
 """Training samples of `digits`, which the demo cuts into shares."""
 
@@ -120,7 +123,13 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
             say(f"{clients} node keys registered, {clients} SuperNodes started")
         asked = settings | {"folder": str(folder / "server")}
         say(f"flwr run: {clients} clients, {settings['rounds']} rounds")
-        federation.submit(folder / "app", settings=asked, clients=clients, seconds=limit_seconds)
+
+        def heard(line: str) -> None:
+            found = _ROUND_LINE.search(line)
+            if found is not None:
+                say(found.group())
+
+        federation.submit(folder / "app", settings=asked, clients=clients, seconds=limit_seconds, heard=heard)
         say("done; stopping all processes")
         if not (folder / "server" / serving.RESULT_FILE).exists():
             raise FlowerFailed(f"the run ended without a result\n{processes.tail('run')}")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from bqsgd.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from bqsgd.engines.session import Session, Task
-    from bqsgd.training.client import PrivateLog
+    from bqsgd.engines.task import PrivateLogs
     from bqsgd.training.config import Config
 
 PRIVATE_NOTE = "private_metrics: computed from private data, outside the guarantee; kept in the clients' own files."
@@ -145,39 +142,26 @@ def _versions() -> dict[str, str]:
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """A list that fills at the first Ctrl-C or SIGTERM: the round in hand is finished; the second one interrupts it."""
+    from bqsgd.engines.stopping import stop_signals
+
     asked: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int) -> None:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
 
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: somebody else's business
+    with stop_signals(note):
         yield asked
-        return
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-def private_log_in(folder: Path) -> Any:
+def private_log_in(folder: Path) -> PrivateLogs:
+    """One file a client under private/."""
+    from bqsgd.engines.task import private_log_at
+
     place = folder / "private"
     place.mkdir(parents=True, exist_ok=True)
-
-    def of_client(client: int) -> PrivateLog:
-        path = place / f"client-{client:04}.jsonl"
-
-        def append(figures: dict[str, Any]) -> None:
-            with path.open("a") as stream:
-                stream.write(json.dumps(figures) + "\n")
-
-        return append
-
-    return of_client
+    return lambda client: private_log_at(place / f"client-{client:04}.jsonl")
 
 
 def stored(folder: Path, given: dict[str, Any]) -> Config | None:

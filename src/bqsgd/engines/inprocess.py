@@ -10,6 +10,7 @@ from typing import Self
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
+from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.rounds import Answer
 
@@ -60,12 +61,12 @@ class InProcess:
 
     def epsilon(self, *, delta: float) -> float | None:
         """The largest over the clients' own books."""
-        found = [
-            guarantee.epsilon
-            for client in self.clients.values()
-            if (guarantee := client.spending.guarantee(delta=delta)) is not None
-        ]
+        found = [guarantee.epsilon for guarantee in self.guarantees(delta=delta).values() if guarantee is not None]
         return max(found, default=None)
+
+    def guarantees(self, *, delta: float) -> dict[int, Guarantee | None]:
+        """Client -> what its book says it has spent, None when it has sent nothing."""
+        return {number: client.spending.guarantee(delta=delta) for number, client in self.clients.items()}
 
     def close(self) -> None:
         """Close the clients' ledgers, which gives back what was reserved and not sent."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,32 +23,20 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bqsgd.engines.inprocess import InProcess
-from bqsgd.errors import InvalidParameter, LedgerError
-from bqsgd.persample.functional import LossFunction
+from bqsgd.engines.task import PrivateLogs, Task, make_client
+from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.privacy.ledger import Ledger
-from bqsgd.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from bqsgd.training.client import Client, PrivateLog
+from bqsgd.training.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint
 from bqsgd.training.config import Config
 from bqsgd.training.nominal import nominal_epsilon_after
-from bqsgd.training.rounds import evaluator, rounds
+from bqsgd.training.rounds import rounds
 from bqsgd.training.server import Server
 from bqsgd.training.vector import to_vector
 
-Pair = tuple[Tensor | npt.NDArray[Any], Tensor | npt.NDArray[Any]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
-    """What is learnt: the model, each client's data, public test data, the loss (one number a sample)."""
-
-    make_model: Callable[[], nn.Module]
-    shares: Sequence[Pair]
-    test: Pair | None = None
-    loss: LossFunction = field(default_factory=lambda: nn.CrossEntropyLoss(reduction="none"))
+__all__ = ["Result", "Session", "Task", "named"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,32 +61,28 @@ class Session:
         *,
         folder: Path | None,
         resuming: bool,
-        private_log: Callable[[int], PrivateLog] | None = None,
+        private_log: PrivateLogs | None = None,
     ) -> None:
         if len(task.shares) != config.clients:
             raise InvalidParameter(f"clients={config.clients}, but the task has {len(task.shares)} shares of data")
         self.config, self.folder, self.task = config, folder, task
         self.started = time.monotonic()
         models = _models(task.make_model, min(config.workers, config.clients))
-        self._evaluate = None
-        if task.test is not None:
-            inputs, targets = (torch.as_tensor(part) for part in task.test)
-            self._evaluate = evaluator(models[0], task.loss, inputs, targets)
+        self._evaluate = task.evaluator(models[0])
         initial = to_vector(models[0])
         clients = [
-            Client(
-                client=number,
+            make_client(
+                task,
+                config,
+                number=number,
                 model=models[number % len(models)],
-                loss=task.loss,
-                inputs=inputs,
-                targets=targets,
-                config=config,
-                ledger=client_ledger(config, folder, number=number, resuming=resuming),
+                share=share,
+                folder=folder,
                 run=config.run or "run",
-                resume=resuming,
-                private_log=None if private_log is None else private_log(number),
+                resuming=resuming,
+                private_logs=private_log,
             )
-            for number, (inputs, targets) in enumerate(task.shares)
+            for number, share in enumerate(task.shares)
         ]
         self.server = Server(
             model=initial, weights={client.client: len(client.inputs) for client in clients}, config=config
@@ -128,7 +112,7 @@ class Session:
             arrays, state = found
             if state.get("run") != config.run:
                 raise CheckpointError(f"the checkpoint in {place} is of run {state.get('run')!r}, not {config.run!r}")
-            session.server.restore(arrays, round=_round_of(state))
+            session.server.restore(arrays, round=round_of(state))
             session.started -= float(state.get("elapsed_seconds", 0.0))
         return session
 
@@ -158,8 +142,8 @@ class Session:
         """The model and what it cost, from the clients' books."""
         found = [
             (guarantee.epsilon, number, guarantee)
-            for number, client in self.engine.clients.items()
-            if (guarantee := client.spending.guarantee(delta=self.config.delta)) is not None
+            for number, guarantee in self.engine.guarantees(delta=self.config.delta).items()
+            if guarantee is not None
         ]
         worst = max(found, key=lambda entry: entry[0], default=None)
         return Result(
@@ -183,24 +167,6 @@ class Session:
         self.close()
 
 
-def client_ledger(config: Config, folder: Path | None, *, number: int, resuming: bool) -> Ledger | None:
-    """The ledger of client `number` in `folder`; a run that goes on must find the one it had."""
-    if folder is None:
-        return None
-    if config.mechanism is not None and config.mechanism.trials == 0:
-        return None  # no noise, no privacy, nothing to count
-    path = folder / "ledgers" / f"client-{number:04}.ledger"
-    if not resuming:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        budget = config.budget(client=number, round=0)
-        return Ledger.open(path, client=number, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
-    ledger = Ledger(path)
-    if ledger.client != number:
-        ledger.close()
-        raise LedgerError(f"{path} is the ledger of client {ledger.client}, not {number}")
-    return ledger
-
-
 def named(config: Config) -> Config:
     """The same settings with a name for the ledgers, drawn at random where there is none."""
     return config if config.run is not None else replace(config, run=f"run-{secrets.token_hex(8)}")
@@ -210,10 +176,3 @@ def _models(make_model: Callable[[], nn.Module], count: int) -> list[nn.Module]:
     """One model a worker. Their own initial weights do not matter but for the first, which is the run's start."""
     torch.set_num_threads(1)  # each client's sums must not depend on how many cores this machine has
     return [make_model() for _ in range(count)]
-
-
-def _round_of(state: dict[str, Any]) -> int:
-    found = state.get("round")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise CheckpointError(f"the checkpoint names no round: {found!r}")
-    return found

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.mechanism.coarse_error import mean_squared_error, worst_squared_error
@@ -36,6 +35,8 @@ def noise_density(
     """
     if mechanism.coarsening is not None:
         raise InvalidParameter("Proposition 1 is the law before coarsening; give mechanism.fine, or see coarse_error")
+    from scipy import stats  # here: a client's process never needs it, and it is slow to import
+
     per_step = mechanism.levels / check_positive("clip", clip)
     trials, q = mechanism.trials, _check_q(q)
     r = np.asarray(error, dtype=np.float64)

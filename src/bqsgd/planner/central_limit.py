@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 
-from scipy.optimize import brentq
-from scipy.stats import norm
+from scipy.special import ndtr
 
 from bqsgd.planner.plan import Budget
 
 
 def total_shift(budget: Budget) -> float:
     """mu: the shift whose delta at budget.epsilon is budget.delta."""
+    from scipy.optimize import brentq  # here: a client's process rarely needs it, and it is slow to import
 
     def delta_of(mu: float) -> float:
         eps = budget.epsilon
-        return float(norm.cdf(mu / 2 - eps / mu) - math.exp(min(eps, 700)) * norm.cdf(-mu / 2 - eps / mu))
+        return float(ndtr(mu / 2 - eps / mu) - math.exp(min(eps, 700)) * ndtr(-mu / 2 - eps / mu))
 
     return float(brentq(lambda mu: delta_of(mu) - budget.delta, 1e-6, 200.0))
 

@@ -71,6 +71,14 @@ def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
     return arrays, state
 
 
+def round_of(state: Mapping[str, Any]) -> int:
+    """How many rounds were done when the state was written."""
+    found = state.get("round")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise CheckpointError(f"the checkpoint names no round: {found!r}")
+    return found
+
+
 def take(arrays: Arrays, name: str, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array called `name`, refused unless its shape and dtype are those of `like`, and finite."""
     found = arrays.get(name)

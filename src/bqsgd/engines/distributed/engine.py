@@ -129,8 +129,7 @@ class Distributed:
 
     def guarantees(self, *, delta: float, wait_seconds: float = 60.0) -> dict[int, Guarantee | None]:
         """Client -> what its book says it has spent; of a client that is gone or late, what it said last."""
-        own = self.own.clients.values()
-        self._guarantees |= {client.client: client.spending.guarantee(delta=delta) for client in own}
+        self._guarantees |= self.own.guarantees(delta=delta)
         if not self._closed:
             self._asked += 1
             waiting = self._ask_all(Kind.REPORT, struct.pack("<d", delta))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ from bqsgd.engines.distributed.group import SERVER, Group
 from bqsgd.engines.distributed.hello import MOST_BYTES, hello_of, read_welcome
 from bqsgd.engines.distributed.taking_part import share_of
 from bqsgd.engines.distributed.transport import Channel, Kind
-from bqsgd.engines.session import Result, Session, Task, client_ledger
+from bqsgd.engines.session import Result, Session
+from bqsgd.engines.task import PrivateLogs, Task, make_client
 from bqsgd.errors import InvalidParameter
 from bqsgd.training.aggregation import smallest_quorum
-from bqsgd.training.client import Client, PrivateLog
 from bqsgd.training.config import Config
 from bqsgd.training.nominal import nominal_epsilon_after
 from bqsgd.training.receipts import OK
-from bqsgd.training.rounds import evaluator
 from bqsgd.training.server import Server
 from bqsgd.training.vector import to_vector
 
@@ -44,29 +43,26 @@ class DistributedSession(Session):
         folder: Path | None,
         resuming: bool,
         group: Group,
-        private_log: Callable[[int], PrivateLog] | None = None,
+        private_log: PrivateLogs | None = None,
     ) -> None:
         if not group.serves:
             raise InvalidParameter(f"rank {group.rank} does not serve; it calls take_part")
         self.config, self.folder, self.task = config, folder, task
         self.started = time.monotonic()
-        inputs, targets = share_of(task, config, group)
+        share = share_of(task, config, group)
         torch.set_num_threads(1)  # sums must not depend on how many cores this machine has
         model = task.make_model()
-        self._evaluate = None
-        if task.test is not None:
-            self._evaluate = evaluator(model, task.loss, *(torch.as_tensor(part) for part in task.test))
-        client = Client(
-            client=SERVER,
+        self._evaluate = task.evaluator(model)
+        client = make_client(
+            task,
+            config,
+            number=SERVER,
             model=model,
-            loss=task.loss,
-            inputs=inputs,
-            targets=targets,
-            config=config,
-            ledger=client_ledger(config, folder, number=SERVER, resuming=resuming),
+            share=share,
+            folder=folder,
             run=config.run or "run",
-            resume=resuming,
-            private_log=None if private_log is None else private_log(SERVER),
+            resuming=resuming,
+            private_logs=private_log,
         )
         channels = [group.channel(rank) for rank in range(1, group.size)]
         weights = {SERVER: len(client.inputs)} | _greet(channels, config, resuming=resuming)
@@ -98,21 +94,7 @@ class DistributedSession(Session):
 
     def result(self) -> Result:
         """The model and what it cost, from the clients' own books; asked of them while they are still there."""
-        if self._result is not None:
-            return self._result
-        found = [
-            (guarantee.epsilon, number, guarantee)
-            for number, guarantee in self.ranks.guarantees(delta=self.config.delta).items()
-            if guarantee is not None
-        ]
-        worst = max(found, key=lambda entry: entry[0], default=None)
-        return Result(
-            model=self.server.best_model,
-            rounds=self.server.round,
-            guarantee=None if worst is None else worst[2],
-            client=None if worst is None else worst[1],
-            seeded=self.config.seed is not None,
-        )
+        return super().result() if self._result is None else self._result
 
     def close(self) -> None:
         """End the run on every rank and close the own ledger."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,10 +17,11 @@ from bqsgd.engines.distributed.group import SERVER, Group
 from bqsgd.engines.distributed.hello import MOST_BYTES, SettingsDiffer, read_hello, welcome_of
 from bqsgd.engines.distributed.link import Listener
 from bqsgd.engines.distributed.transport import Channel, Kind, PeerLost
-from bqsgd.engines.session import Pair, Task, client_ledger
+from bqsgd.engines.stopping import stop_signals
+from bqsgd.engines.task import Pair, PrivateLogs, Task, make_client
 from bqsgd.errors import BqsgdError, InvalidParameter
 from bqsgd.training.broadcast import HEADER_BYTES, BroadcastError
-from bqsgd.training.client import Client, Declined, PrivateLog
+from bqsgd.training.client import Client, Declined
 from bqsgd.training.config import Config
 from bqsgd.training.spending import Spending
 from bqsgd.training.vector import dimension_of
@@ -44,14 +43,14 @@ def greeted(
     group: Group,
     folder: str | Path | None = None,
     resuming: bool = False,
-    private_log: Callable[[int], PrivateLog] | None = None,
+    private_log: PrivateLogs | None = None,
 ) -> Iterator[tuple[Client, Channel, Listener]]:
     """Agree with the server on run and settings; gives the client with its ledger open, and the ways to the server.
 
     Raises:
         SettingsDiffer: the server runs with other settings, or resumes where this rank does not; nothing was sent.
     """
-    inputs, targets = share_of(task, config, group)
+    share = share_of(task, config, group)
     torch.set_num_threads(1)  # sums must not depend on how many cores this machine has
     channel, model = group.channel(SERVER), task.make_model()
     listener = Listener(channel, most_bytes=max(MOST_BYTES, HEADER_BYTES + 4 * dimension_of(model)))
@@ -61,17 +60,16 @@ def greeted(
         if server_resumes and not resuming:
             raise SettingsDiffer("the server resumes a run, this rank was not started with --resume")
         place = None if folder is None else Path(folder)
-        client = Client(
-            client=group.rank,
+        client = make_client(
+            task,
+            config,
+            number=group.rank,
             model=model,
-            loss=task.loss,
-            inputs=inputs,
-            targets=targets,
-            config=config,
-            ledger=client_ledger(config, place, number=group.rank, resuming=server_resumes),
+            share=share,
+            folder=place,
             run=run,
-            resume=server_resumes,
-            private_log=None if private_log is None else private_log(group.rank),
+            resuming=server_resumes,
+            private_logs=private_log,
         )
     except BqsgdError as error:
         channel.send(Kind.REFUSAL, str(error).encode()[:500])
@@ -106,7 +104,8 @@ def share_of(task: Task, config: Config, group: Group) -> Pair:
 
 def answer_rounds(answering: Answering, spending: Spending, channel: Channel, listener: Listener) -> None:
     """Answer one message after another until the server says stop, or until some time after a signal to stop."""
-    with _signals() as asked_to_stop:
+    asked_to_stop: list[float] = []
+    with stop_signals(lambda number: asked_to_stop.append(time.monotonic())):
         while (message := _wait(listener, asked_to_stop)) is not None:
             kind, body = message
             if kind is Kind.STOP:
@@ -146,23 +145,3 @@ def _wait(listener: Listener, asked_to_stop: list[float]) -> tuple[Kind, memoryv
         if message is not None:
             return message
     return None
-
-
-@contextmanager
-def _signals() -> Iterator[list[float]]:
-    """A list that fills with the time of the first SIGTERM or SIGINT."""
-    asked: list[float] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(time.monotonic())
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not in the main thread: somebody else's business
-        yield asked
-        return
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -22,7 +22,7 @@ from torch import nn
 from bqsgd.engines.flower.messages import FRAME, MODEL, Word, data_of, parcel, word, write_guarantee
 from bqsgd.engines.flower.place import Place
 from bqsgd.engines.flower.settings import check_name, read_settings
-from bqsgd.engines.session import Pair
+from bqsgd.engines.task import Pair, private_log_at
 from bqsgd.errors import BqsgdError, Infeasible
 from bqsgd.params import Mechanism
 from bqsgd.persample.functional import LossFunction
@@ -118,7 +118,7 @@ def _train(work: _Work, message: Message, context: Context) -> RecordDict:
             ledger=ledger,
             run=run,
             resume=True,  # a round that a restarted server asks for again is counted again
-            private_log=_private_log(place, run) if config.private_metrics else None,
+            private_log=private_log_at(place.private_path(run=run)) if config.private_metrics else None,
         )
         _plan(config, client.situation, place.client, context.state)
         answer = client.answer(data_of(message, kind=MODEL))
@@ -155,13 +155,3 @@ def _plan(config: Config, situation: Situation, client: int, state: MutableMappi
     except Infeasible:
         return  # the client says so itself when it comes to send
     state[_PLAN] = ConfigRecord({"digest": digest, "mechanism": json.dumps(mechanism.to_dict())})
-
-
-def _private_log(place: Place, run: str) -> Callable[[dict[str, Any]], None]:
-    path = place.folder(run=run) / f"client-{place.client:04}.private.jsonl"
-
-    def append(figures: dict[str, Any]) -> None:
-        with path.open("a") as stream:
-            stream.write(json.dumps(figures) + "\n")
-
-    return append

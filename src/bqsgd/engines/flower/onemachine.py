@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,11 +84,17 @@ class OneMachine:
         self.processes.start(name, "flower-supernode", *options, **environment)
 
     def submit(
-        self, app: Path, *, settings: Mapping[str, object], clients: int, seconds: float, name: str = "run"
+        self,
+        app: Path,
+        *,
+        settings: Mapping[str, object],
+        clients: int,
+        seconds: float,
+        heard: Callable[[str], None] | None = None,
     ) -> str:
-        """`flwr run` to the end of the run; returns its log."""
-        process_command = self.command(app, settings=settings, clients=clients)
-        return self.processes.run(name, *process_command, seconds=seconds)
+        """`flwr run` to the end of the run; returns its log, which `heard` is given line by line."""
+        command = self.command(app, settings=settings, clients=clients)
+        return self.processes.run("run", *command, seconds=seconds, heard=heard)
 
     def command(self, app: Path, *, settings: Mapping[str, object], clients: int) -> tuple[str, ...]:
         """The `flwr run` command itself."""

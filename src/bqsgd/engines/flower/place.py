@@ -84,6 +84,10 @@ class Place:
         """A real client's ledger goes on from run to run; a simulated one's holds one run."""
         return self.ledger_folder / f"simulated-{run}" if self.simulated else self.ledger_folder
 
+    def private_path(self, *, run: str) -> Path:
+        """Where its private figures go, beside its ledger."""
+        return self.folder(run=run) / f"client-{self.client:04}.private.jsonl"
+
     def ledger(self, config: Config, *, run: str) -> Ledger | None:
         """This client's ledger, made on first use; None when the messages have no noise and so nothing to count."""
         if config.mechanism is not None and config.mechanism.trials == 0:

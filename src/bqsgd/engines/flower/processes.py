@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Self
 from bqsgd.errors import BqsgdError
 
 _MARK = "BQSGD_PROCESS_MARK"
+_LOOK_SECONDS = 0.2
 
 
 class FlowerFailed(BqsgdError, RuntimeError):
@@ -68,19 +70,28 @@ class Processes:
         self.running[name] = process
         return process
 
-    def run(self, name: str, *command: str, seconds: float) -> str:
+    def run(self, name: str, *command: str, seconds: float, heard: Callable[[str], None] | None = None) -> str:
         """Run a program to its end and return what it printed; failing or overdue raises."""
         self.start(name, *command)
-        return self.finish(name, seconds=seconds)
+        return self.finish(name, seconds=seconds, heard=heard)
 
-    def finish(self, name: str, *, seconds: float) -> str:
-        """Wait for the end of a program that was started."""
+    def finish(self, name: str, *, seconds: float, heard: Callable[[str], None] | None = None) -> str:
+        """Wait for the end of a program that was started; `heard` is given each line as it is printed."""
         process = self.running[name]
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        end, told = time.monotonic() + seconds, 0
+        while True:
+            code = process.poll()
+            if heard is not None:
+                lines = self.text(name).split("\n")[:-1]  # what follows the last line break is not a line yet
+                for line in lines[told:]:
+                    heard(line)
+                told = len(lines)
+            if code is not None or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_SECONDS)
+        if code is None:
             self.kill(name)
-            raise FlowerFailed(f"{name} was not done after {seconds:g} s\n{self.tail(name)}") from None
+            raise FlowerFailed(f"{name} was not done after {seconds:g} s\n{self.tail(name)}")
         self.running.pop(name, None)
         if code:
             raise FlowerFailed(f"{name} ended with code {code}\n{self.tail(name)}")
@@ -117,7 +128,7 @@ class Processes:
                 raise FlowerFailed(f"{name} ended with code {process.returncode}\n{self.tail(name)}")
             if time.monotonic() > end:
                 raise FlowerFailed(f"{name} did not print {text!r} within {seconds:g} s\n{self.tail(name)}")
-            time.sleep(0.2)
+            time.sleep(_LOOK_SECONDS)
 
     def kill(self, name: str) -> None:
         """kill -9 a program, its group and all its descendants at once, as a power cut would."""

@@ -20,9 +20,10 @@ from bqsgd.engines.flower.carrier import Carrier
 from bqsgd.engines.flower.roster import Roster
 from bqsgd.engines.flower.settings import Service, read_settings
 from bqsgd.engines.flower.strategy import FrameStrategy, model_record
-from bqsgd.engines.session import Pair, named
+from bqsgd.engines.session import named
+from bqsgd.engines.task import Pair
 from bqsgd.persample.functional import LossFunction
-from bqsgd.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from bqsgd.training.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint
 from bqsgd.training.config import Config
 from bqsgd.training.rounds import Evaluate, evaluator, record_of
 from bqsgd.training.server import Server
@@ -125,9 +126,7 @@ class _Keeper:
                 (self.folder / ROUNDS_FILE).write_text("")
             return
         arrays, state = found
-        round = state.get("round")
-        if type(round) is not int:
-            raise CheckpointError(f"the checkpoint names no round: {round!r}")
+        round = round_of(state)
         self.server.restore(arrays, round=round)
         path = self.folder / ROUNDS_FILE
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
