@@ -392,7 +392,11 @@ def test_without_flower_the_error_names_the_extra_and_the_rest_works():
 def test_a_clients_process_starts_without_libraries_it_never_needs():
     """Flower starts one process a message, which the ledger's own bound serves: a second saved each time."""
     found = subprocess.run(
-        [sys.executable, "-c", "import sys, bqsgd.engines.flower; print({'dp_accounting', 'scipy.stats'} & set(sys.modules))"],
+        [
+            sys.executable,
+            "-c",
+            "import sys, bqsgd.engines.flower; print({'dp_accounting', 'scipy.stats'} & set(sys.modules))",
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -77,7 +77,7 @@ def train(message, context):
         time.sleep(float(os.environ["BQSGD_LATE_SECONDS"]))
     note = {"round": int(message.metadata.group_id), "sha": hashlib.sha256(data_of(reply, kind=FRAME)).hexdigest()}
     with (folder / f"sent-{context.run_config['run']}-{context.node_config['client']}.jsonl").open("a") as stream:
-        stream.write(json.dumps(note) + "\n")
+        print(json.dumps(note), file=stream)
     return reply
 """
 
@@ -160,6 +160,7 @@ class Deployment:
     def wait(self, condition, *, seconds):
         end = time.monotonic() + seconds
         while not condition():
+            assert self.processes.running["run"].poll() is None, self.processes.tail("run", 60)
             assert time.monotonic() < end, self.processes.tail("run", 60)
             time.sleep(0.2)
 
