@@ -229,10 +229,10 @@ def test_faults_of_clients(deployment, fault_book):
     processes.kill("node-1")
     log = processes.finish("run", seconds=900)
     records = records_in(server)
-    seen = [{entry["client"]: entry["status"] for entry in reversed(record["clients"])} for record in records]
-    assert seen[0] == {0: "ok", 1: "refused", 2: "refused", 3: "ok"}
-    assert seen[1] == {0: "ok", 1: "missing", 2: "ok", 3: "missing"}
-    assert (seen[2][0], seen[2][1], seen[2][2]) == ("ok", "missing", "ok")
+    became = [{entry["client"]: entry["status"] for entry in reversed(record["clients"])} for record in records]
+    assert became[0] == {0: "ok", 1: "refused", 2: "refused", 3: "ok"}
+    assert became[1] == {0: "ok", 1: "missing", 2: "ok", 3: "missing"}
+    assert (became[2][0], became[2][1], became[2][2]) == ("ok", "missing", "ok")
     damaged, foreign, gone, _, late, _ = (
         seen(log, line)
         for line in (
