@@ -1,34 +1,47 @@
-"""docs/results.md, written from experiments/results/*.json and nothing else.
+"""docs/results.md and docs/frontier.md, written from experiments/results/*.json and nothing else.
 
-python -m experiments.page     # writes the page again
+python -m experiments.page     # writes the pages again
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from experiments.sections import section
+from experiments.sections import section as paper_section
+
+from experiments import frontier_section
 
 HERE = Path(__file__).parent
-RESULTS, PAGE, TEXT = HERE / "results", HERE.parent / "docs" / "results.md", HERE / "results_text.md"
-ORDER = ("table1", "table2", "table3", "figure1", "figure2", "tradeoffs", "compare")
+RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+PAGES = {
+    "results": ("table1", "table2", "table3", "figure1", "figure2", "tradeoffs", "compare"),
+    "frontier": ("frontier", "frontier_search"),
+}
 
 
-def write() -> Path:
-    """Write the page from what is there."""
-    PAGE.write_text(page(), encoding="utf-8")
-    return PAGE
+def write() -> list[Path]:
+    """Write the pages from what is there."""
+    for name in PAGES:
+        (DOCS / f"{name}.md").write_text(page(name), encoding="utf-8")
+    return [DOCS / f"{name}.md" for name in PAGES]
 
 
-def page() -> str:
-    """The whole page: the text, then a section for every JSON file."""
-    parts = [TEXT.read_text(encoding="utf-8").rstrip()]
-    for name in ORDER:
-        place = RESULTS / f"{name}.json"
+def page(name: str) -> str:
+    """One whole page: its text, then a section for every JSON file."""
+    parts = [(HERE / f"{name}_text.md").read_text(encoding="utf-8").rstrip()]
+    for subject in PAGES[name]:
+        place = RESULTS / f"{subject}.json"
         if place.exists():
-            parts.append(section(name, json.loads(place.read_text(encoding="utf-8"))))
+            parts.append(section(subject, json.loads(place.read_text(encoding="utf-8"))))
     return "\n\n".join(parts) + "\n"
+
+
+def section(name: str, fields: dict[str, Any]) -> str:
+    """One table or figure as Markdown."""
+    writers = {"frontier": frontier_section.table, "frontier_search": frontier_section.search}
+    return writers[name](fields) if name in writers else paper_section(name, fields)
 
 
 if __name__ == "__main__":

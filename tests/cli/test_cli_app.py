@@ -39,7 +39,11 @@ def test_no_arguments_show_the_help(bqsgd):
             "bits must be from 2 to 20",
         ),
         (["plan", "--method", "paper", "--bits", 8, "--epsilon", "nan", "--delta", 1e-4, *CLIENT], "epsilon must be"),
-        (["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, *CLIENT], "--rounds is needed"),
+        (["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, "--l2", 0.1, *CLIENT], "give both, or leave out"),
+        (
+            ["plan", "--method", "paper", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, *CLIENT[:2], *CLIENT[4:]],
+            "--batch is needed by --method paper",
+        ),
         (
             ["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, "--rounds", 1, "--rounding", "nearest", *CLIENT],
             "--rounding belongs to --method paper",

@@ -132,3 +132,14 @@ def test_infeasible_budget_names_the_trades(bqsgd):
     result = bqsgd("plan", "--method", "paper", "--bits", 8, "--epsilon", 1.0, "--delta", 1e-4, *CLIENT, "--json")
     assert result.code == 2
     assert "8 bits reach epsilon >= 1.72; epsilon 1.0 needs 10 bits" in result.err
+
+
+def test_plan_proposes_batch_rounds_and_clip_when_none_are_given(bqsgd):
+    asked = ["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-5, "--dim", 39700, "--dataset-size", 15000]
+    fields = bqsgd(*asked, "--json").json
+    assert 2.9 < fields["epsilon"] <= 3
+    moved = fields["clip_norm"] / (fields["batch_size"] * fields["range"])
+    run = ["--levels", fields["levels"], "--trials", fields["trials"], "--rounds", fields["rounds"], "--l2", moved]
+    setup = ["--batch", fields["batch_size"], "--linf", moved, *asked[5:]]
+    assert bqsgd("account", *run, *setup, "--json").json["epsilon"] == pytest.approx(fields["epsilon"], rel=1e-6)
+    assert f"--batch-size {fields['batch_size']} --clip l2" in " ".join(bqsgd(*asked).out.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,9 +50,13 @@ def plan(
     epsilon: Annotated[float, typer.Option(help="Privacy budget: total (exact) or nominal a round (paper).")],
     delta: Annotated[float, typer.Option(help="Delta of the budget: total (exact) or of one round (paper).")],
     dim: options.Dim,
-    batch: options.Batch,
     dataset_size: options.DatasetSize,
-    rounds: Annotated[int | None, typer.Option(help="Messages the client will send (needed by exact).", min=1)] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Public batch size a client divides by, L. Left out: proposed (exact).", min=1)
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Messages the client will send. Left out: proposed (exact).", min=1)
+    ] = None,
     method: options.Method = options.MethodChoice.EXACT,
     sampling: options.Sampling = options.SamplingChoice.POISSON,
     relation: options.Relation = None,
@@ -67,16 +72,22 @@ def plan(
 ) -> None:
     """Choose levels and trials: the least error within a budget of bits and privacy.
 
-    With few bits the noised codes are coarsened to 2^bits points, which costs error but no privacy.
+    With few bits the noised codes are coarsened to 2^bits points, which costs error but no privacy. Without --batch or
+    --rounds the plan proposes them, and an L2 clip with its range, by what the frontier's search taught.
 
-    Example: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 61706 --batch 512 --dataset-size 15000 --rounds 600
+    Examples: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 39700 --dataset-size 15000
+              bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 61706 --batch 512 --dataset-size 15000 --rounds 600
     """
     from bqsgd.planner.plan import Budget
 
     neighbours = None if relation is None else relation.relation
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
+    proposal = None
     if method is options.MethodChoice.PAPER:
         from bqsgd.planner.paper import plan_paper
+
+        if batch is None:
+            raise InvalidParameter("--batch is needed by --method paper: the paper's formulas do not choose it")
 
         made = plan_paper(
             budget,
@@ -91,11 +102,21 @@ def plan(
             rounding=(rounding or RoundingChoice.STRICT).value,
         )
     else:
-        if rounds is None:
-            raise InvalidParameter("--rounds is needed by --method exact: epsilon is the total over all rounds")
         if rounding is not None:
             raise InvalidParameter("--rounding belongs to --method paper; exact plans always keep both constraints")
         from bqsgd.planner.exact import plan_exact
+
+        if batch is None or rounds is None:
+            if sampling is not options.SamplingChoice.POISSON or linf is not None or l2 is not None:
+                raise InvalidParameter(
+                    "--batch and --rounds are proposed for Poisson batches and together with the clip; give both, "
+                    "or leave out --sampling, --linf and --l2"
+                )
+            from bqsgd.planner.propose import propose
+
+            proposal = propose(budget, dimension=dim, dataset_size=dataset_size, batch_size=batch, rounds=rounds)
+            batch, rounds = proposal.batch_size, proposal.rounds
+            linf = l2 = proposal.sensitivity
 
         made = plan_exact(
             budget,
@@ -111,6 +132,7 @@ def plan(
     mechanism, guarantee = made.mechanism, made.guarantee
     fields = {
         "planned_by": str(made.method),
+        **({} if proposal is None else asdict(proposal)),
         "levels": mechanism.levels,
         "trials": mechanism.trials,
         "code_count": mechanism.code_count,
@@ -127,5 +149,10 @@ def plan(
         notes.append(f"Rounding to the nearest passes the asked nominal epsilon {budget.epsilon}.")
     if mechanism.coarsening is not None:
         notes.append(COARSE_NOTE)
+    if proposal is not None:
+        notes.append(
+            f"Proposed: bqsgd train --epsilon {epsilon:g} --delta {delta:g} --bits {bits} --rounds {proposal.rounds} "
+            f"--batch-size {proposal.batch_size} --clip l2 --clip-norm {proposal.clip_norm:g} --range {proposal.range:g}"
+        )
     title = f"Plan for {bits} bits, epsilon {epsilon}, delta {delta:g}"
     emit(fields | ({"plan": made.to_dict()} if json else {}), as_json=json, title=title, notes=tuple(notes))

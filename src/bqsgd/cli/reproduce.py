@@ -31,20 +31,21 @@ class Subject(StrEnum):
     FIGURE2 = "figure2"
     TRADEOFFS = "tradeoffs"
     ALL = "all"
+    FRONTIER = "frontier"
 
 
-PAPER = tuple(subject.value for subject in Subject if subject is not Subject.ALL)
+PAPER = tuple(subject.value for subject in Subject if subject not in (Subject.ALL, Subject.FRONTIER))
 
 
 def reproduce(
-    what: Annotated[Subject, typer.Argument(help="A table or figure of the paper, or all.")],
+    what: Annotated[Subject, typer.Argument(help="A table or figure of the paper, all of them, or the frontier.")],
     quick: Quick = False,
     seeds: Seeds = 3,
     workers: Workers = 1,
     finished_only: Finished = False,
     json: Json = False,
 ) -> None:
-    """Run a table or figure of the paper again, published figures beside ours.
+    """Run a table or figure of the paper again, published figures beside ours; or the presets of the frontier.
 
     Runs already finished are kept in experiments/results and not repeated; one that was stopped goes on from its
     checkpoint. A full table takes hours on two cores.
@@ -82,8 +83,8 @@ def gather(names: Sequence[str], *, quick: bool, seeds: int, workers: int, train
     for name, fields in found.items():
         typer.echo(page.section(name, fields))
     if not quick:
-        written = page.write()
-        emit({"page": str(written), "results": [f"{name}.json" for name in names]}, as_json=False, title="Written")
+        written = [str(place) for place in page.write()]
+        emit({"pages": written, "results": [f"{name}.json" for name in names]}, as_json=False, title="Written")
 
 
 def checkout(here: Path = Path(__file__)) -> Path:

@@ -22,14 +22,13 @@ _WASTE = 0.21
 """x at which sqrt(x / log(1 + x)) is 1.05."""
 _FEWEST_ROUNDS = 50
 CLIP_NORM = 1.0
-_BOUND_TO_NORM = 0.1
 _RANGE_TO_NOISE = 2.0
 """The mean is encoded in +- this many deviations of a client's noise; wider and narrower made no difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Settings of a run with the dual clip and Poisson batches.
+    """Settings of a run with the L2 clip and Poisson batches.
 
     clip_norm: small enough to clip nearly every sample of most models; a smaller one with a larger learning rate is
     the same run. noise_to_clip: sqrt(d) times a client's noise in its mean, in clip norms: how much one message of one
@@ -39,18 +38,12 @@ class Proposal:
     batch_size: int
     rounds: int
     clip_norm: float
-    clip_bound: float
     range: float
     noise_to_clip: float
 
     @property
-    def linf(self) -> float:
-        """Most one sample moves a coordinate, in fractions of the range."""
-        return self.clip_bound / (self.batch_size * self.range)
-
-    @property
-    def l2(self) -> float:
-        """Most one sample moves the vector, in fractions of the range."""
+    def sensitivity(self) -> float:
+        """Most one sample moves the vector, and so a coordinate, in fractions of the range."""
         return self.clip_norm / (self.batch_size * self.range)
 
 
@@ -73,7 +66,6 @@ def propose(
         batch_size=batch_size,
         rounds=rounds,
         clip_norm=CLIP_NORM,
-        clip_bound=CLIP_NORM * min(1.0, max(_BOUND_TO_NORM, 4 / math.sqrt(dimension))),
         range=float(f"{_RANGE_TO_NOISE * noise:.2g}"),
         noise_to_clip=math.sqrt(dimension) * noise / CLIP_NORM,
     )

@@ -47,9 +47,7 @@ def draw_frontier(rows: Sequence[Mapping[str, Any]], references: Sequence[Mappin
         )
         for one in others:
             place = (one["epsilon"], 100 * one["accuracy"])
-            by_epsilon.annotate(
-                one["name"], place, xytext=(-7, -3), textcoords="offset points", ha="right", fontsize=8
-            )
+            by_epsilon.annotate(one["name"], place, xytext=(-7, -3), textcoords="offset points", ha="right", fontsize=8)
     curve = sorted((row for row in done if row["dataset"] == "mnist" and _near(row, 3.0)), key=lambda row: row["bits"])
     by_bytes.errorbar(
         [row["bytes_up"] / 1e6 for row in curve],

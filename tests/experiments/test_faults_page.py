@@ -1,0 +1,33 @@
+"""The fault page says what its JSON says, and the JSON holds every fault with its books in order."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments import faults  # noqa: E402
+
+ROWS = json.loads(faults.RESULTS.read_text())["rows"]
+
+
+def test_the_page_is_that_of_the_results():
+    assert faults.PAGE.read_text() == faults.page(json.loads(faults.RESULTS.read_text()))
+
+
+def test_every_fault_was_seen_once():
+    assert [(row["engine"], row["fault"]) for row in ROWS] == list(faults.WHAT_HAPPENS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['engine']}-{row['fault']}".replace(" ", "-"))
+def test_nothing_is_counted_less_than_sent_and_nobody_else_is_hurt(row):
+    for found in (row["client"], row["run"]):
+        assert found is None or 0 <= found["different"] <= min(found["sent"], found["counted"])
+    assert row["others_not_ok"] in (0, None)
+    assert row["injected"] >= 1
+    assert row["line"] or row["engine"] == "in-process"
+    path, name = row["test"].split("::")
+    assert f"def {name}(" in (ROOT / path).read_text()

@@ -1,0 +1,76 @@
+"""The frontier: its presets run, its table says what its runs measured, and its targets hold."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bqsgd.errors import InvalidParameter  # noqa: E402
+from bqsgd.training.config import Config  # noqa: E402
+from bqsgd.training.presets import preset, presets  # noqa: E402
+from experiments import frontier, page  # noqa: E402
+
+RESULTS = ROOT / "experiments" / "results"
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    return dict(json.loads((RESULTS / "frontier.json").read_text(encoding="utf-8")))
+
+
+def test_presets_are_settings_with_a_guarantee_to_plan_for() -> None:
+    assert set(presets()) == {"mnist-eps3", "mnist-eps1", "fashion-eps3", "mnist-eps3-4bit"}
+    for name in presets():
+        config = Config.from_dict(preset(name))
+        assert config.seed is None, "a seed would void the claim"
+        assert config.mechanism is None, "planned, so that the budget holds"
+        assert config.sampling == "poisson"
+        assert config.clip in ("l2", "dual")
+
+
+def test_an_unknown_preset_names_those_there_are() -> None:
+    with pytest.raises(InvalidParameter, match="mnist-eps3, mnist-eps1"):
+        preset("mnist-eps2")
+
+
+def test_quick_points_run_to_their_end_within_budget_and_bits(tmp_path: Path) -> None:
+    found = frontier.reproduce(seeds=(0,), quick=True, figures=tmp_path)
+    assert [row["bits"] for row in found["rows"]] == [point.bits for point in frontier.POINTS]
+    for row in found["rows"]:
+        assert 0 < row["guarantee"]["epsilon"] <= frontier.QUICK["epsilon"]
+        assert row["bits_measured"] <= row["bits"] + 0.25  # an 80-byte header over few coordinates
+        assert not row["seeded"]
+    assert page.section("frontier", found).startswith("## ")
+
+
+def test_the_table_holds_what_the_runs_measured(table: dict[str, Any]) -> None:
+    assert len(table["rows"]) == len(frontier.POINTS)
+    for row, point in zip(table["rows"], frontier.POINTS, strict=True):
+        runs = [
+            json.loads((RESULTS / "frontier" / f"{point.name}-seed{seed}.json").read_text(encoding="utf-8"))
+            for seed in range(3)
+        ]
+        assert row["accuracies"] == [run["accuracy"] for run in runs]
+        assert row["mean"] == statistics.mean(row["accuracies"])
+        assert row["guarantee"]["epsilon"] == max(run["guarantee"]["epsilon"] for run in runs)
+        for run, seed in zip(runs, range(3), strict=True):
+            settings = point.config(seed, quick=False).to_dict()
+            assert run["config"] == json.loads(json.dumps(settings)), "a run of other settings than the preset's"
+            assert not run["seeded"]
+            assert run["guarantee"]["epsilon"] <= settings["epsilon"]
+            assert run["bits_per_coordinate"] <= point.bits + 0.02
+
+
+def test_every_target_holds(table: dict[str, Any]) -> None:
+    rows = {(row["preset"], row["bits"]): row for row in table["rows"]}
+    for row in table["rows"]:
+        assert row["target"] is None or row["mean"] >= row["target"]
+    assert rows["mnist-eps3-4bit", 4]["mean"] >= rows["mnist-eps3", 8]["mean"] - 0.01
