@@ -44,13 +44,15 @@ QUESTIONS: dict[str, list[dict[str, Any]]] = {
         MNIST_3 | {"batch_size": 2048},
         MNIST_3 | {"schedule": "linear", "learning_rate": 0.75},
         MNIST_3 | {"clip": "dual", "clip_bound": 0.1},
+        MNIST_3 | {"range": 0.001},
+        MNIST_3 | {"range": 0.002},
     ],
     "mnist-eps1": [
         MNIST_1,
         MNIST_1 | {"learning_rate": 0.2},
         MNIST_1 | {"learning_rate": 0.8},
         MNIST_1 | {"rounds": 300, "learning_rate": 0.2},
-        MNIST_1 | {"rounds": 75, "learning_rate": 0.8},
+        MNIST_1 | {"rounds": 300, "learning_rate": 0.2, "range": 0.002},
     ],
     "mnist-eps3-4bit": [MNIST_3 | {"bits": 4, "range": value} for value in (0.001, 0.002, 0.004)],
     "mnist-eps3-2bit": [MNIST_3 | {"bits": 2, "range": value} for value in (0.001, 0.002, 0.004)],
@@ -58,10 +60,8 @@ QUESTIONS: dict[str, list[dict[str, Any]]] = {
         FASHION_3,
         FASHION_3 | {"learning_rate": 0.4},
         FASHION_3 | {"learning_rate": 1.5},
-        FASHION_3 | {"rounds": 150, "learning_rate": 1.5},
+        FASHION_3 | {"range": 0.001},
         FASHION_3 | {"rounds": 600, "learning_rate": 0.4},
-        FASHION_3 | {"batch_size": 2048},
-        FASHION_3 | {"schedule": "linear", "learning_rate": 1.5},
     ],
 }
 
