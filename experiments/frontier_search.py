@@ -61,7 +61,6 @@ QUESTIONS: dict[str, list[dict[str, Any]]] = {
         FASHION_3 | {"learning_rate": 0.4},
         FASHION_3 | {"learning_rate": 1.5},
         FASHION_3 | {"range": 0.001},
-        FASHION_3 | {"rounds": 600, "learning_rate": 0.4},
     ],
 }
 
