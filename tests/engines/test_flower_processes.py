@@ -75,6 +75,9 @@ def train(message, context):
         time.sleep(600)
     if fault == "late":
         time.sleep(float(os.environ["BQSGD_LATE_SECONDS"]))
+    if fault == "held":
+        while not (folder / "released").exists():
+            time.sleep(0.1)
     note = {"round": int(message.metadata.group_id), "sha": hashlib.sha256(data_of(reply, kind=FRAME)).hexdigest()}
     with (folder / f"sent-{context.run_config['run']}-{context.node_config['client']}.jsonl").open("a") as stream:
         print(json.dumps(note), file=stream)
@@ -149,11 +152,14 @@ class Deployment:
                 assert {entry.kind for entry in ledger.entries} == {Kind.BUDGET, Kind.SPEND}
         return found
 
+    def sent(self, run, client):
+        return written_down(self.folder / f"sent-{run}-{client}.jsonl")[0]
+
     def books(self, run):
         """What each client sent in `run` and what its ledger counts of it; never less than was sent."""
         counted = self.ledgers(run)
-        notes = [self.folder / f"sent-{run}-{client}.jsonl" for client in range(4)]
-        found = [counts(written_down(path), counted[client]) for client, path in enumerate(notes)]
+        notes = [written_down(self.folder / f"sent-{run}-{client}.jsonl") for client in range(4)]
+        found = [counts(note, counted[client]) for client, note in enumerate(notes)]
         assert all(entry["different"] <= entry["counted"] for entry in found), found
         return found
 
@@ -259,7 +265,7 @@ def test_faults_of_clients(deployment, fault_book):
 
 
 def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deployment, fault_book):
-    deployment.faults({})
+    deployment.faults({"3:1": "held"})  # round 1 stays open until the server is dead
     server, processes = deployment.folder / "server-killed", deployment.processes
     if "node-1" not in processes.running:
         deployment.start_node(1)  # the client that was killed comes back under its key
@@ -267,11 +273,13 @@ def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deploy
         rounds=3, run="killed", folder=str(server), seed=5, checkpoint_every=1, learning_rate=1.0
     )
     processes.start("run", *command)
-    deployment.wait((server / "checkpoint.safetensors").exists, seconds=600)
-    processes.kill("superlink")  # and the ServerApp with it, in the middle of the next round
+    deployment.wait(lambda: [deployment.sent("killed", client) for client in range(3)] == [2, 2, 2], seconds=900)
+    processes.kill("superlink")  # and the ServerApp with it: three frames of round 1 are sent, the fourth is made
     processes.kill("run")
     done = load_checkpoint(server)[1]["round"]
-    assert 1 <= done < 3
+    assert done == 1
+    deployment.faults({})
+    (deployment.folder / "released").touch()
     time.sleep(5)
     assert load_checkpoint(server)[1]["round"] == done  # dead, not detached
     deployment.federation.start_superlink()
@@ -282,6 +290,7 @@ def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deploy
     np.testing.assert_array_equal(model_in(server), in_process(rounds=3, seed=5, learning_rate=1.0))
     found = deployment.books("killed")
     assert all(entry["counted"] >= 3 for entry in found)
+    assert [(entry["sent"], entry["different"]) for entry in found[:3]] == [(4, 3)] * 3, "round 1 was made again"
     fault_book.row(
         engine=ENGINE,
         fault="server killed in mid-round and restarted, seeded noise",
