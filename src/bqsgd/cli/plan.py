@@ -152,7 +152,8 @@ def plan(
     if proposal is not None:
         notes.append(
             f"Proposed: bqsgd train --epsilon {epsilon:g} --delta {delta:g} --bits {bits} --rounds {proposal.rounds} "
-            f"--batch-size {proposal.batch_size} --clip l2 --clip-norm {proposal.clip_norm:g} --range {proposal.range:g}"
+            f"--batch-size {proposal.batch_size} --clip l2 --clip-norm {proposal.clip_norm:g} "
+            f"--range {proposal.range:g}"
         )
     title = f"Plan for {bits} bits, epsilon {epsilon}, delta {delta:g}"
     emit(fields | ({"plan": made.to_dict()} if json else {}), as_json=json, title=title, notes=tuple(notes))
