@@ -74,3 +74,13 @@ def test_every_target_holds(table: dict[str, Any]) -> None:
     for row in table["rows"]:
         assert row["target"] is None or row["mean"] >= row["target"]
     assert rows["mnist-eps3-4bit", 4]["mean"] >= rows["mnist-eps3", 8]["mean"] - 0.01
+
+
+def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = {(row["preset"], row["bits"]): row for row in table["rows"]}
+    for row in (*table["rows"][:3], rows["mnist-eps3-4bit", 4], rows["mnist-eps3-4bit", 2]):
+        assert f"{100 * row['mean']:.2f} %" in text
+    assert (
+        f"{rows['mnist-eps3-4bit', 2]['bytes_up_float32'] / rows['mnist-eps3-4bit', 2]['bytes_up']:.1f} times" in text
+    )

@@ -47,7 +47,10 @@ def draw_frontier(rows: Sequence[Mapping[str, Any]], references: Sequence[Mappin
         )
         for one in others:
             place = (one["epsilon"], 100 * one["accuracy"])
-            by_epsilon.annotate(one["name"], place, xytext=(-7, -3), textcoords="offset points", ha="right", fontsize=8)
+            side, aligned = (7, "left") if one["epsilon"] > 3 else (-7, "right")
+            by_epsilon.annotate(
+                one["name"], place, xytext=(side, -3), textcoords="offset points", ha=aligned, fontsize=8
+            )
     curve = sorted((row for row in done if row["dataset"] == "mnist" and _near(row, 3.0)), key=lambda row: row["bits"])
     by_bytes.errorbar(
         [row["bytes_up"] / 1e6 for row in curve],
@@ -59,16 +62,17 @@ def draw_frontier(rows: Sequence[Mapping[str, Any]], references: Sequence[Mappin
     )
     for row in curve:
         place = (row["bytes_up"] / 1e6, 100 * row["mean"])
-        by_bytes.annotate(f"{row['bits']} bits", place, xytext=(0, -16), textcoords="offset points", ha="center")
+        by_bytes.annotate(f"{row['bits']} bits", place, xytext=(0, 18), textcoords="offset points", ha="center")
     for one in (one for one in references if one["dataset"] == "mnist" and abs(one["epsilon"] - 3) < 0.2):
         by_bytes.axhline(100 * one["accuracy"], color="#888888", linestyle=":", linewidth=1)
         by_bytes.annotate(
-            f"{one['name']} (trusted server)", (0.99, 100 * one["accuracy"]), xycoords=("axes fraction", "data"),
-            ha="right", va="bottom", fontsize=8, color="#555555",
+            f"{one['name']} (trusted server)", (0.01, 100 * one["accuracy"]), xycoords=("axes fraction", "data"),
+            ha="left", va="bottom", fontsize=8, color="#555555",
         )  # fmt: skip
     delta = done[0]["guarantee"]["delta"] if done else 0.0
-    by_epsilon.set(xlabel=f"total epsilon at delta {delta:g}", ylabel="test accuracy, per cent", xlim=(0, 3.4))
+    by_epsilon.set(xlabel=f"total epsilon at delta {delta:g}", ylabel="test accuracy, per cent", xlim=(0, 3.7))
     by_bytes.set(xlabel="megabytes sent up in a run, all clients, measured", xlim=(0, None))
+    by_bytes.margins(x=0.08, y=0.12)
     by_bytes.set_title("MNIST at epsilon 3", fontsize=10)
     for panel in (by_epsilon, by_bytes):
         panel.grid(visible=True, alpha=0.25)
