@@ -37,7 +37,7 @@ def test_presets_are_settings_with_a_guarantee_to_plan_for() -> None:
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
-    with pytest.raises(InvalidParameter, match="one of mnist-eps3, .*fashion-eps3, got .mnist-eps2"):
+    with pytest.raises(InvalidParameter, match=r"one of mnist-eps3, .*fashion-eps3, got .mnist-eps2"):
         preset("mnist-eps2")
 
 
