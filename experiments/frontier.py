@@ -31,7 +31,7 @@ QUICK = {"dataset": "digits", "rounds": 2, "batch_size": 64, "epsilon": 8.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One point of the frontier; `target` is the accuracy asked of its mean, `below` a margin under another point."""
+    """One point of the frontier; `target` is the accuracy asked of its mean, that of the reference named."""
 
     preset: str
     bits: int
@@ -72,35 +72,35 @@ def reproduce(
     *, seeds: Sequence[int] = (0, 1, 2), quick: bool = False, train: bool = True, figures: Path, **unused: Any
 ) -> dict[str, Any]:
     """Run what is missing, gather all, draw."""
-    if train:
-        for seed in seeds:  # a seed fixes the shares, so that the features of one are computed once
-            for point in POINTS:
-                _finished(point, seed, quick=quick)
-    rows = [_row(point, seeds, quick=quick) for point in POINTS]
+    runs: dict[str, list[dict[str, Any]]] = {point.name: [] for point in POINTS}
+    for seed in seeds:  # a seed fixes the shares, so that the features of one are computed once
+        for point in POINTS:
+            if train or _place(point, seed).exists():
+                runs[point.name].append(_finished(point, seed, quick=quick))
+    rows = [_row(point, runs[point.name]) for point in POINTS]
     found = {"quick": quick, "references": list(REFERENCES), "rows": rows}
     if not quick:
         draw_frontier(rows, REFERENCES, figures / FIGURES[0])
     return found
 
 
-_QUICK: dict[str, dict[str, Any]] = {}
+def _place(point: Point, seed: int) -> Path:
+    return RUNS / f"{point.name}-seed{seed}.json"
 
 
-def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any] | None:
+def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
     """The run's fields, running it when there is none yet."""
     config = point.config(seed, quick=quick)
-    name = f"{point.name}-seed{seed}"
     if quick:
-        with TemporaryDirectory() as folder:
-            _QUICK[name] = _fields(run(config, folder=Path(folder), resuming=False))
-        return _QUICK[name]
-    place = RUNS / f"{name}.json"
+        with TemporaryDirectory() as scratch:
+            return _fields(run(config, folder=Path(scratch), resuming=False))
+    place = _place(point, seed)
     if not place.exists():
-        folder = FOLDERS / name
+        folder = FOLDERS / place.stem
         found = _fields(run(config, folder=folder, resuming=(folder / "config.toml").exists()))
         RUNS.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(found | provenance(), indent=1) + "\n", encoding="utf-8")
-        print(f"{name}: {found['accuracy']:.2%} at epsilon {found['guarantee']['epsilon']:.4g}", flush=True)
+        print(f"{place.stem}: {found['accuracy']:.2%} at epsilon {found['guarantee']['epsilon']:.4g}", flush=True)
     return dict(json.loads(place.read_text(encoding="utf-8")))
 
 
@@ -109,13 +109,8 @@ def _fields(summary: dict[str, Any]) -> dict[str, Any]:
     return {name: summary[name] for name in (*kept, "seeded", "seconds", "config")}
 
 
-def _row(point: Point, seeds: Sequence[int], *, quick: bool) -> dict[str, Any]:
+def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the finished runs of a point came to; the guarantee is that of the run with the largest epsilon."""
-    names = [f"{point.name}-seed{seed}" for seed in seeds]
-    if quick:
-        runs = [_QUICK[name] for name in names]
-    else:
-        runs = [json.loads((RUNS / f"{n}.json").read_text()) for n in names if (RUNS / f"{n}.json").exists()]
     accuracies = [one["accuracy"] for one in runs]
     worst = max(runs, key=lambda one: float(one["guarantee"]["epsilon"]), default=None)
     return {

@@ -164,7 +164,7 @@ def decode(
     """Values (C/s) (code - s - m/2) (paper Eq. 12), or their sum from `count` summed codes.
 
     Coarse codes stand for (C/s) step (code - centre). Unbiased, but for the window's edges where codes are coarsened
-    (`properties.saturation_bias`).
+    (`coarse_error.saturation_bias`).
 
     >>> decode(np.array([4, 5, 6], dtype=np.uint8), Mechanism(levels=2, trials=6), clip=1.0).tolist()
     [-0.5, 0.0, 0.5]

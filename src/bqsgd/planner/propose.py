@@ -17,7 +17,7 @@ from bqsgd.planner.central_limit import shift_a_round, total_shift
 from bqsgd.planner.plan import Budget
 
 ROUNDS = 300
-"""Half or twice as many made no difference beyond the noise of a seed (docs/frontier.md)."""
+"""Twice as many made no difference, half as many cost about what the choice of a seed does (docs/frontier.md)."""
 _WASTE = 0.21
 """x at which sqrt(x / log(1 + x)) is 1.05."""
 _FEWEST_ROUNDS = 50

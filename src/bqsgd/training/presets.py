@@ -14,7 +14,9 @@ from bqsgd.errors import InvalidParameter
 def presets() -> dict[str, dict[str, Any]]:
     """Every preset as plain settings for `Config.from_dict`, by name."""
     text = resources.files("bqsgd.training").joinpath("presets.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    read = tomllib.loads(text)
+    shared = {name: value for name, value in read.items() if not isinstance(value, dict)}
+    return {name: shared | table for name, table in read.items() if isinstance(table, dict)}
 
 
 def preset(name: str) -> dict[str, Any]:
