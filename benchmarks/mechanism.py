@@ -33,23 +33,23 @@ MAX_EXTRA_MIB = 64
 LINEAR_FACTOR = 2.0
 """How much the cost of a coordinate, the fixed cost of a call left out, may change from 10^4 to 10^8 coordinates."""
 EIGHT_BITS, FOURTEEN_BITS = Mechanism(levels=2, trials=251), Mechanism(levels=52, trials=16279)
-CLIP = 0.0015
+RANGE = 0.0015
 
 
 def gradient(dimension: int) -> np.ndarray:
-    """A float32 vector of which about 5 % lies beyond the clip."""
+    """A float32 vector of which about 5 % lies beyond the range."""
     values = np.random.default_rng(0).standard_normal(dimension, dtype=np.float32)
-    values *= np.float32(CLIP / 2)
+    values *= np.float32(RANGE / 2)
     return values
 
 
 def ours(values: np.ndarray, mechanism: Mechanism) -> bytearray:
-    return encode_frame(values, mechanism, clip=CLIP, rng=privacy_rng(), client=0, round=0, clamp=True)
+    return encode_frame(values, mechanism, range=RANGE, rng=privacy_rng(), client=0, round=0, clamp=True)
 
 
 def naive_numpy(values: np.ndarray, mechanism: Mechanism, rng: np.random.Generator) -> bytes:
     """Written by hand: clip, floor, compare, rng.binomial, cast, and packbits where codes are not whole bytes."""
-    steps = np.clip(values, -CLIP, CLIP) * np.float32(mechanism.levels / CLIP)
+    steps = np.clip(values, -RANGE, RANGE) * np.float32(mechanism.levels / RANGE)
     low = np.floor(steps)
     up = rng.random(values.size, dtype=np.float32) < steps - low
     noise = rng.binomial(mechanism.trials, 0.5, values.size)
@@ -86,9 +86,9 @@ def against_rivals() -> dict[str, float]:
     rivals: dict[str, Callable[[], object]] = {
         "encode, 8 bits": lambda: ours(values, EIGHT_BITS),
         "torch Gaussian noise": lambda: tensor + torch.randn_like(tensor),
-        "accumulate, 8 bits": lambda: server.add(frames[8], clip=CLIP),
+        "accumulate, 8 bits": lambda: server.add(frames[8], range=RANGE),
         "encode, 14 bits": lambda: ours(values, FOURTEEN_BITS),
-        "accumulate, 14 bits": lambda: server.add(frames[14], clip=CLIP),
+        "accumulate, 14 bits": lambda: server.add(frames[14], range=RANGE),
         "naive NumPy, 8 bits": lambda: naive_numpy(values, EIGHT_BITS, rng),
         "naive NumPy, 14 bits": lambda: naive_numpy(values, FOURTEEN_BITS, rng),
     }
@@ -112,7 +112,7 @@ def growth() -> dict[str, Any]:
 def encode_and_add_seconds(dimension: int, repeats: int) -> dict[str, float]:
     values, server = gradient(dimension), Accumulator(dimension)
     frame = ours(values, EIGHT_BITS)
-    rivals = {"encode": lambda: ours(values, EIGHT_BITS), "accumulate": lambda: server.add(frame, clip=CLIP)}
+    rivals = {"encode": lambda: ours(values, EIGHT_BITS), "accumulate": lambda: server.add(frame, range=RANGE)}
     return best_seconds(rivals, dict.fromkeys(rivals, repeats))
 
 

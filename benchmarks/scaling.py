@@ -50,7 +50,7 @@ def settings(clients: int) -> Config:
 
 
 def frame_of(values: np.ndarray, client: int) -> bytearray:
-    return encode_frame(values, MECHANISM, clip=RANGE, rng=privacy_rng(), client=client, round=0, clamp=True)
+    return encode_frame(values, MECHANISM, range=RANGE, rng=privacy_rng(), client=client, round=0, clamp=True)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:

@@ -17,9 +17,9 @@ from bqsgd.params import (
     MAX_TRIALS,
     Coarsening,
     Mechanism,
-    check_clip,
     check_int,
     check_positive,
+    check_range,
     parameters_digest,
 )
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Trust, Unit
@@ -122,14 +122,14 @@ def test_only_positive_finite_numbers_are_positive(value: object) -> None:
         check_positive("rate", value)
 
 
-def test_clips_come_back_as_a_float_or_a_float64_vector() -> None:
-    assert check_clip(2) == 2.0
-    vector = check_clip(np.array([1, 2], np.float32), 2)
+def test_ranges_come_back_as_a_float_or_a_float64_vector() -> None:
+    assert check_range(2) == 2.0
+    vector = check_range(np.array([1, 2], np.float32), 2)
     assert isinstance(vector, np.ndarray)
     assert vector.dtype == np.float64
     for bad in (np.zeros((1, 2)), np.array([1.0, 0.0]), np.array([1.0, np.nan]), np.array([1.0, np.inf]), np.ones(3)):
-        with pytest.raises(InvalidParameter, match="clip"):
-            check_clip(bad, 2)
+        with pytest.raises(InvalidParameter, match="range"):
+            check_range(bad, 2)
 
 
 def test_the_digest_is_the_documented_bytes() -> None:
@@ -137,24 +137,24 @@ def test_the_digest_is_the_documented_bytes() -> None:
     head = b"bqsgd.parameters.v1" + struct.pack("<IIQ", 2, 251, 3)
     one = hashlib.sha256(head + b"\x00" + struct.pack("<d", 0.5)).digest()[:16]
     each = hashlib.sha256(head + b"\x01" + struct.pack("<3d", 0.5, 1.0, 2.0)).digest()[:16]
-    assert parameters_digest(mechanism, clip=0.5, dimension=3) == one
-    assert parameters_digest(mechanism, clip=np.array([0.5, 1.0, 2.0]), dimension=3) == each
+    assert parameters_digest(mechanism, range=0.5, dimension=3) == one
+    assert parameters_digest(mechanism, range=np.array([0.5, 1.0, 2.0]), dimension=3) == each
     coarse = replace(mechanism, coarsening=Coarsening(points=16, width=45))
     both = hashlib.sha256(head + b"\x00" + struct.pack("<dII", 0.5, 16, 45)).digest()[:16]
-    assert parameters_digest(coarse, clip=0.5, dimension=3) == both
+    assert parameters_digest(coarse, range=0.5, dimension=3) == both
 
 
 def test_every_parameter_moves_the_digest() -> None:
     digests = {
-        parameters_digest(Mechanism(levels=levels, trials=trials), clip=clip, dimension=3)
+        parameters_digest(Mechanism(levels=levels, trials=trials), range=limit, dimension=3)
         for levels in (1, 2)
         for trials in (1, 2)
-        for clip in (0.5, 0.25, np.full(3, 0.5), np.array([0.5, 0.5, 0.25]))
+        for limit in (0.5, 0.25, np.full(3, 0.5), np.array([0.5, 0.5, 0.25]))
     }
-    digests.add(parameters_digest(Mechanism(levels=1, trials=1), clip=0.5, dimension=4))
+    digests.add(parameters_digest(Mechanism(levels=1, trials=1), range=0.5, dimension=4))
     for points, width in ((2, 2), (2, 3), (3, 2)):
         coarse = Mechanism(levels=1, trials=1, coarsening=Coarsening(points=points, width=width))
-        digests.add(parameters_digest(coarse, clip=0.5, dimension=3))
+        digests.add(parameters_digest(coarse, range=0.5, dimension=3))
     assert len(digests) == 20
 
 

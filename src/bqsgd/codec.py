@@ -10,13 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism import kernels
-from bqsgd.mechanism.bq import Encoding, decode
-from bqsgd.mechanism.slices import for_slices
+from bqsgd.mechanism.encoder import Encoding, add_decoded, decode, for_slices
 from bqsgd.noise import NoiseSource
-from bqsgd.params import Clip, Mechanism, check_clip, check_int, check_positive, parameters_digest
+from bqsgd.params import Codes, Mechanism, Range, check_int, check_positive, check_range, parameters_digest
 from bqsgd.wire import entropy
-from bqsgd.wire.fixed import Codes, FixedWidth, Payload
+from bqsgd.wire.fixed import FixedWidth, Payload
 from bqsgd.wire.frame import Buffer, Coding, Frame, FrameWriter, Header, read_frame
 
 _PIECE = 1 << 16
@@ -27,7 +25,7 @@ def encode_frame(
     values: Any,
     mechanism: Mechanism,
     *,
-    clip: Clip,
+    range: Range,
     rng: NoiseSource,
     client: int,
     round: int,
@@ -37,18 +35,18 @@ def encode_frame(
 ) -> bytearray:
     """Encode a vector and frame its codes; the frame says whether the noise was seeded.
 
-    "fixed" takes log2(code_count) bits a coordinate whatever the values, and writes into the frame itself: extra memory
-    does not grow with the dimension. "entropy" is shorter, but its length tells something about the codes.
+    "fixed" takes log2(code_count) bits per coordinate whatever the values, and writes into the frame itself: extra
+    memory does not grow with the dimension. "entropy" is shorter, but its length tells something about the codes.
 
     Raises:
-        NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.bq.encode`.
+        NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.encoder.encode`.
     """
     if coding not in ("fixed", "entropy"):
         raise InvalidParameter(f'coding must be "fixed" or "entropy", got {coding!r}')
-    encoding = Encoding(values, mechanism, clip=clip, rng=rng, clamp=clamp)
+    encoding = Encoding(values, mechanism, range=range, rng=rng, clamp=clamp)
     about: dict[str, Any] = {
         "mechanism": mechanism,
-        "digest": parameters_digest(mechanism, clip=clip, dimension=encoding.dimension),
+        "digest": parameters_digest(mechanism, range=range, dimension=encoding.dimension),
         "client": client,
         "round": round,
         "dimension": encoding.dimension,
@@ -97,7 +95,7 @@ def _codes(frame: Frame) -> Codes:
 def decode_frame(
     frame: Buffer,
     *,
-    clip: Clip,
+    range: Range,
     dimension: int | None = None,
     mechanism: Mechanism | None = None,
     client: int | None = None,
@@ -108,8 +106,8 @@ def decode_frame(
     Raises:
         FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
     """
-    checked = read_frame(frame, dimension=dimension, mechanism=mechanism, clip=clip, client=client, round=round)
-    return decode(_codes(checked), checked.header.mechanism, clip=clip)
+    checked = read_frame(frame, dimension=dimension, mechanism=mechanism, range=range, client=client, round=round)
+    return decode(_codes(checked), checked.header.mechanism, range=range)
 
 
 class Accumulator:
@@ -131,7 +129,7 @@ class Accumulator:
         self,
         frame: Buffer,
         *,
-        clip: Clip,
+        range: Range,
         weight: float = 1.0,
         mechanism: Mechanism | None = None,
         client: int | None = None,
@@ -143,15 +141,11 @@ class Accumulator:
             FrameError: the frame was refused and nothing was added.
             InvalidParameter: weight is not positive and finite.
         """
-        weight, clip = check_positive("weight", weight), check_clip(clip, self.total.size)
+        weight, range = check_positive("weight", weight), check_range(range, self.total.size)
         checked = read_frame(
-            frame, dimension=self.total.size, mechanism=mechanism, clip=clip, client=client, round=round
+            frame, dimension=self.total.size, mechanism=mechanism, range=range, client=client, round=round
         )
-        codes, used = _codes(checked), checked.header.mechanism
-        if isinstance(clip, float):
-            kernels.accumulate_scalar(codes, weight * clip / used.levels * used.step, used.centre, self.total)
-        else:
-            kernels.accumulate_vector(codes, clip, weight / used.levels * used.step, used.centre, self.total)
+        add_decoded(self.total, _codes(checked), checked.header.mechanism, range=range, weight=weight)
         self.weight += weight
         self.frames += 1
         self.seeded |= checked.header.seeded

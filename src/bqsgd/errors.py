@@ -14,7 +14,7 @@ class NonFiniteInput(BqsgdError, ValueError):
 
 
 class OutOfRange(BqsgdError, ValueError):
-    """A value lies beyond the clip range and the caller did not ask for the clamp."""
+    """A value lies beyond the encoder's range and the caller did not ask for the clamp."""
 
 
 class FrameError(BqsgdError, ValueError):

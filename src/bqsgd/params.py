@@ -17,8 +17,10 @@ MAX_TRIALS = 1 << 20
 MAX_LEVELS = 1 << 20
 DIGEST_BYTES = 16
 
-Clip = float | npt.NDArray[np.float64]
-"""One range C for every coordinate, or one C_j a coordinate (1-D, positive, finite)."""
+Range = float | npt.NDArray[np.float64]
+"""The encoder's range: one C for every coordinate, or one C_j per coordinate (1-D, positive, finite)."""
+Codes = npt.NDArray[np.unsignedinteger]
+"""Codes of one vector, in the dtype of `code_dtype`."""
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
@@ -137,29 +139,31 @@ def code_dtype(code_count: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint8 if code_count <= 1 << 8 else np.uint16 if code_count <= 1 << 16 else np.uint32)
 
 
-def check_clip(clip: Clip, dimension: int | None = None) -> Clip:
-    """Return `clip` as a positive finite float or a 1-D float64 array (of length `dimension` if given)."""
-    if not isinstance(clip, np.ndarray):
-        return check_positive("clip", clip)
-    vector = np.ascontiguousarray(clip, dtype=np.float64)
+def check_range(range: Range, dimension: int | None = None) -> Range:
+    """Return `range` as a positive finite float or a 1-D float64 array (of length `dimension` if given)."""
+    if not isinstance(range, np.ndarray):
+        return check_positive("range", range)
+    vector = np.ascontiguousarray(range, dtype=np.float64)
     if vector.ndim != 1 or (dimension is not None and vector.size != dimension):
-        raise InvalidParameter(f"a clip vector must be 1-D with one entry a coordinate ({dimension}), got {clip.shape}")
+        raise InvalidParameter(
+            f"a vector of ranges must be 1-D with one entry per coordinate ({dimension}), got {range.shape}"
+        )
     if vector.size and not (vector.min() > 0 and vector.max() < np.inf):  # NaN fails both; no array is allocated
-        raise InvalidParameter("every entry of a clip vector must be positive and finite")
+        raise InvalidParameter("every entry of a vector of ranges must be positive and finite")
     return vector
 
 
-def parameters_digest(mechanism: Mechanism, *, clip: Clip, dimension: int) -> bytes:
-    """First 16 bytes of SHA-256 over (levels, trials, dimension, clip, coarsening), little-endian; see docs/wire.md."""
-    clip = check_clip(clip, dimension)
+def parameters_digest(mechanism: Mechanism, *, range: Range, dimension: int) -> bytes:
+    """First 16 bytes of SHA-256 over (levels, trials, dimension, range, coarsening), little-endian: docs/wire.md."""
+    range = check_range(range, dimension)
     state = hashlib.sha256(b"bqsgd.parameters.v1")
     check_int("dimension", dimension, 1, 2**63 - 1)
     state.update(struct.pack("<IIQ", mechanism.levels, mechanism.trials, dimension))
-    if isinstance(clip, float):
-        state.update(b"\x00" + struct.pack("<d", clip))
+    if isinstance(range, float):
+        state.update(b"\x00" + struct.pack("<d", range))
     else:
         state.update(b"\x01")
-        state.update(clip.astype("<f8", copy=False).data)
+        state.update(range.astype("<f8", copy=False).data)
     if mechanism.coarsening is not None:
         state.update(struct.pack("<II", mechanism.coarsening.points, mechanism.coarsening.width))
     return state.digest()[:DIGEST_BYTES]

@@ -16,7 +16,7 @@ import pytest
 from bqsgd.audit import Inputs, audit, canary_inputs, worst_case_inputs
 from bqsgd.audit.scores import Encode, code_law, loss_table, scores, uniforms
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism import bq
+from bqsgd.mechanism.encoder import encode as encode_values
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
@@ -62,7 +62,7 @@ def realised_batch(gradients: Values) -> Values:
 
 def encoder(mechanism: Mechanism) -> Encode:
     def encode(values: Values, *, rng: NoiseSource) -> npt.NDArray[np.unsignedinteger]:
-        return bq.encode(values, mechanism, clip=1.0, rng=rng)
+        return encode_values(values, mechanism, range=1.0, rng=rng)
 
     return encode
 
@@ -252,7 +252,7 @@ def test_a_client_that_coarsens_before_the_noise_is_caught() -> None:
     release = coarse_release()
 
     def too_little(values: Values, *, rng: NoiseSource) -> npt.NDArray[np.unsignedinteger]:
-        codes = bq.encode(values, Mechanism(levels=2, trials=3), clip=1.0, rng=rng, clamp=True)
+        codes = encode_values(values, Mechanism(levels=2, trials=3), range=1.0, rng=rng, clamp=True)
         assert codes.max() < release.mechanism.code_count
         return codes
 

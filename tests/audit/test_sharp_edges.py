@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bqsgd.errors import BqsgdError, BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, OutOfRange
-from bqsgd.mechanism import bq
+from bqsgd.mechanism import encoder
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.privacy.accountant import Accountant
@@ -161,7 +161,7 @@ def training_loss(folder: Path) -> None:
 
 
 def _encode(value: float) -> None:
-    bq.encode(np.array([value]), RELEASE.mechanism, clip=1.0, rng=privacy_rng())
+    encoder.encode(np.array([value]), RELEASE.mechanism, range=1.0, rng=privacy_rng())
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {

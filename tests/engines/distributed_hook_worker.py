@@ -51,7 +51,7 @@ def gradient(ddp, own):
 
 def compresses(rank, size):
     """Fine levels and no noise: the plain mean gradient up to one step of the grid; one warning in three steps."""
-    state = BQHookState(Mechanism(levels=1 << 15, trials=0), clip=1.0, rng=seeded_rng(seed=1))
+    state = BQHookState(Mechanism(levels=1 << 15, trials=0), range=1.0, rng=seeded_rng(seed=1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ddp = wrapped(network(), state)
@@ -73,7 +73,7 @@ def is_private(rank, size, folder):
         private = PrivateSteps(
             model=model, loss=LOSS, clip=clip, batch_size=32, dataset_size=640, ledger=ledger, run="hook"
         )
-        state = BQHookState(NOISY, clip=0.01, rng=privacy_rng(), private=private)
+        state = BQHookState(NOISY, range=0.01, rng=privacy_rng(), private=private)
         ddp = wrapped(model, state)
         try:
             gradient(ddp, batch(rank))
@@ -110,7 +110,7 @@ def same_everywhere(rank, size):
     private = PrivateSteps(
         model=model, loss=LOSS, clip=Clamp(0.1), batch_size=32, dataset_size=640, ledger=None, run="seeded"
     )
-    state = BQHookState(NOISY, clip=0.1, rng=seeded_rng(seed=rank), private=private)
+    state = BQHookState(NOISY, range=0.1, rng=seeded_rng(seed=rank), private=private)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, bq_hook)
     mean = {r: clipped_gradients(model, LOSS, batch(r), clip=Clamp(0.1), batch_size=32).mean for r in range(size)}
@@ -121,18 +121,20 @@ def same_everywhere(rank, size):
     matches = False
     for order in orders:
         frames = [
-            encode_frame(mean[r].numpy()[order], NOISY, clip=0.1, rng=seeded_rng(seed=r), client=r, round=0, clamp=True)
+            encode_frame(
+                mean[r].numpy()[order], NOISY, range=0.1, rng=seeded_rng(seed=r), client=r, round=0, clamp=True
+            )
             for r in range(size)
         ]
         expected = np.empty(6)
-        expected[order] = np.mean([decode_frame(frame, clip=0.1) for frame in frames], axis=0)
+        expected[order] = np.mean([decode_frame(frame, range=0.1) for frame in frames], axis=0)
         matches |= bool(np.allclose(found, expected, atol=1e-7))
     return {"gradient": found.tobytes().hex(), "matches": matches}
 
 
 def foreign(rank):
     """A rank with another clip is found out on every rank."""
-    ddp = wrapped(network(), BQHookState(NOISY, clip=1.0 + rank, rng=seeded_rng(seed=1)))
+    ddp = wrapped(network(), BQHookState(NOISY, range=1.0 + rank, rng=seeded_rng(seed=1)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -84,7 +84,7 @@ class Mischief:
         if what == "foreign":
             mechanism, rng = Mechanism(levels=20, trials=200), seeded_rng(seed=0)
             frame = encode_frame(
-                np.zeros(DIMENSION, np.float32), mechanism, clip=0.5, rng=rng, client=self.client + 40, round=round
+                np.zeros(DIMENSION, np.float32), mechanism, range=0.5, rng=rng, client=self.client + 40, round=round
             )
         if what == "flood":
             import torch.distributed as dist

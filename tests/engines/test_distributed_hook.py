@@ -55,11 +55,11 @@ def test_every_rank_has_the_mean_of_the_same_frames(found):
     assert found[0]["same"]["matches"]
 
 
-def test_a_rank_with_another_clip_is_refused_everywhere(found):
+def test_a_rank_with_another_range_is_refused_everywhere(found):
     wanted = re.compile(
         r"Got the following error when running the callback: WrongParameters: "
         r"expected parameters digest ([0-9a-f]{32}) "
-        r"\(levels, trials, dimension, clip\), got ([0-9a-f]{32}) from a frame with levels=20, trials=200"
+        r"\(levels, trials, dimension, range\), got ([0-9a-f]{32}) from a frame with levels=20, trials=200"
     )
     digests = []
     for rank in found:
@@ -73,11 +73,11 @@ def test_a_rank_with_another_clip_is_refused_everywhere(found):
 
 
 def test_arguments_are_checked():
-    state = BQHookState(Mechanism(levels=2, trials=4), clip=1.0, rng=seeded_rng(seed=0))
+    state = BQHookState(Mechanism(levels=2, trials=4), range=1.0, rng=seeded_rng(seed=0))
     with pytest.raises(InvalidParameter, match="supply needs"):
         state.supply((torch.zeros(1, 2), torch.zeros(1)))
     with pytest.raises(InvalidParameter, match="clip"):
-        BQHookState(Mechanism(levels=2, trials=4), clip=0.0, rng=seeded_rng(seed=0))
+        BQHookState(Mechanism(levels=2, trials=4), range=0.0, rng=seeded_rng(seed=0))
 
     class Doubles:
         def buffer(self):

@@ -166,7 +166,7 @@ def foreign(reply, client, round):
     """A well-formed frame under another client's name."""
     mechanism, dimension = Mechanism(levels=17, trials=220), read_frame(data_of(reply, kind=FRAME)).header.dimension
     rng, values = seeded_rng(seed=1), np.zeros(dimension)
-    return parcel(encode_frame(values, mechanism, clip=0.03125, rng=rng, client=client, round=round), kind=FRAME)
+    return parcel(encode_frame(values, mechanism, range=0.03125, rng=rng, client=client, round=round), kind=FRAME)
 
 
 def test_faults_are_named_and_cost_only_their_own_round(federation, tmp_path, caplog):

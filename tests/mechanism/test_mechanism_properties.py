@@ -5,21 +5,21 @@ import pytest
 from scipy import stats
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.bq import decode, encode
+from bqsgd.mechanism.encoder import decode, encode
 from bqsgd.mechanism.properties import noise_density, noise_mean, noise_variance, worst_case_variance
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 
 SMALL = [(1, 0), (1, 1), (1, 2), (2, 3), (3, 7), (2, 64)]
-CLIP = 1.5
+RANGE = 1.5
 
 
 def moments_at(x: float, s: int, m: int, q: float) -> tuple[float, float]:
     """Exact mean and variance of the error of one input, over every rounding and every binomial outcome."""
-    steps = x * s / CLIP
+    steps = x * s / RANGE
     low, up = np.floor(steps), steps - np.floor(steps)
     outcomes = [
-        (CLIP / s * (low + carry + k - m * q) - x, p * law)
+        (RANGE / s * (low + carry + k - m * q) - x, p * law)
         for carry, p in ((0, 1 - up), (1, up))
         for k, law in enumerate(stats.binom(m, q).pmf(np.arange(m + 1)))
     ]
@@ -31,50 +31,50 @@ def moments_at(x: float, s: int, m: int, q: float) -> tuple[float, float]:
 @pytest.mark.parametrize("q", [0.5, 0.2])
 def test_mean_and_both_variances_by_enumeration(s: int, m: int, q: float) -> None:
     mechanism = Mechanism(levels=s, trials=m)
-    grid = (np.arange(-200 * s, 200 * s) + 0.5) / (200 * s) * CLIP  # midpoints: uniform over every step
+    grid = (np.arange(-200 * s, 200 * s) + 0.5) / (200 * s) * RANGE  # midpoints: uniform over every step
     means, variances = np.array([moments_at(x, s, m, q) for x in grid]).T
     assert np.abs(means).max() < 1e-12
     assert noise_mean() == 0
-    assert variances.mean() == pytest.approx(CLIP**2 * noise_variance(mechanism, q=q), rel=1e-5, abs=1e-5)
-    at_half = moments_at(0.5 * CLIP / s, s, m, q)[1]
-    assert at_half == pytest.approx(CLIP**2 * worst_case_variance(mechanism, q=q))
-    assert variances.max() <= CLIP**2 * worst_case_variance(mechanism, q=q) * (1 + 1e-12)
+    assert variances.mean() == pytest.approx(RANGE**2 * noise_variance(mechanism, q=q), rel=1e-5, abs=1e-5)
+    at_half = moments_at(0.5 * RANGE / s, s, m, q)[1]
+    assert at_half == pytest.approx(RANGE**2 * worst_case_variance(mechanism, q=q))
+    assert variances.max() <= RANGE**2 * worst_case_variance(mechanism, q=q) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(("s", "m"), SMALL)
 @pytest.mark.parametrize("q", [0.5, 0.2, 0.9])
 def test_the_density_is_the_binomial_spread_to_triangles(s: int, m: int, q: float) -> None:
     mechanism = Mechanism(levels=s, trials=m)
-    r = np.linspace(-(m + 2) * CLIP / s, (m + 2) * CLIP / s, 4001)
+    r = np.linspace(-(m + 2) * RANGE / s, (m + 2) * RANGE / s, 4001)
     k = np.arange(m + 1)
-    triangles = np.maximum(0, 1 - np.abs(r[:, None] * s / CLIP + m * q - k))
-    expected = (triangles * stats.binom(m, q).pmf(k)).sum(axis=1) * s / CLIP
-    np.testing.assert_allclose(noise_density(r, mechanism, clip=CLIP, q=q), expected, atol=1e-12)
+    triangles = np.maximum(0, 1 - np.abs(r[:, None] * s / RANGE + m * q - k))
+    expected = (triangles * stats.binom(m, q).pmf(k)).sum(axis=1) * s / RANGE
+    np.testing.assert_allclose(noise_density(r, mechanism, range=RANGE, q=q), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(("s", "m"), SMALL)
 @pytest.mark.parametrize("q", [0.5, 0.2])
 def test_the_density_has_the_stated_moments(s: int, m: int, q: float) -> None:
     # On each piece the density is linear, so Simpson's rule is exact for moments up to the second.
-    mechanism, step = Mechanism(levels=s, trials=m), CLIP / s
+    mechanism, step = Mechanism(levels=s, trials=m), RANGE / s
     left = (np.arange(-1, m + 1) - m * q) * step
     inner = 1e-9 * step  # the ends belong to two pieces; stay inside one
     points = np.stack([left + inner, left + step / 2, left + step - inner])
-    weights = step / 6 * np.array([1, 4, 1])[:, None] * noise_density(points, mechanism, clip=CLIP, q=q)
+    weights = step / 6 * np.array([1, 4, 1])[:, None] * noise_density(points, mechanism, range=RANGE, q=q)
     assert weights.sum() == pytest.approx(1, abs=1e-7)
     assert (weights * points).sum() == pytest.approx(0, abs=1e-6)
-    assert (weights * points**2).sum() == pytest.approx(CLIP**2 * noise_variance(mechanism, q=q), rel=1e-6)
+    assert (weights * points**2).sum() == pytest.approx(RANGE**2 * noise_variance(mechanism, q=q), rel=1e-6)
 
 
 def test_samples_follow_the_density() -> None:
     # Chi-square over 40 bins at p > 1e-9: false-alarm rate 1e-9, and the seed is fixed.
     mechanism, n = Mechanism(levels=2, trials=7), 10**6
-    x = np.random.default_rng(1).uniform(-CLIP, CLIP, n)
-    error = decode(encode(x, mechanism, clip=CLIP, rng=seeded_rng(seed=2)), mechanism, clip=CLIP) - x
+    x = np.random.default_rng(1).uniform(-RANGE, RANGE, n)
+    error = decode(encode(x, mechanism, range=RANGE, rng=seeded_rng(seed=2)), mechanism, range=RANGE) - x
     edges = np.linspace(-3.5, 3.5, 41)
     fine = np.linspace(-3.5, 3.5, 40 * 250 + 1)
     middles = (fine[1:] + fine[:-1]) / 2
-    mass = (noise_density(middles, mechanism, clip=CLIP) * np.diff(fine)).reshape(40, 250).sum(axis=1)
+    mass = (noise_density(middles, mechanism, range=RANGE) * np.diff(fine)).reshape(40, 250).sum(axis=1)
     observed = np.histogram(error, edges)[0]
     expected = np.append(mass, 1 - mass.sum()) * n
     observed = np.append(observed, n - observed.sum())
@@ -82,7 +82,7 @@ def test_samples_follow_the_density() -> None:
     keep[-1] = False
     merged = (np.append(observed[keep], observed[~keep].sum()), np.append(expected[keep], expected[~keep].sum()))
     assert stats.chisquare(*merged).pvalue > 1e-9
-    assert error.var() == pytest.approx(CLIP**2 * noise_variance(mechanism), rel=6 * np.sqrt(2 / n))
+    assert error.var() == pytest.approx(RANGE**2 * noise_variance(mechanism), rel=6 * np.sqrt(2 / n))
 
 
 @pytest.mark.parametrize("q", [0.0, 1.0, -0.1, float("nan")])
@@ -92,9 +92,9 @@ def test_q_outside_the_open_unit_interval_is_refused(q: float) -> None:
         with pytest.raises(InvalidParameter, match="q must be"):
             function(mechanism, q=q)
     with pytest.raises(InvalidParameter, match="q must be"):
-        noise_density(0.0, mechanism, clip=1.0, q=q)
+        noise_density(0.0, mechanism, range=1.0, q=q)
 
 
 def test_the_density_of_nan_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="finite"):
-        noise_density(np.nan, Mechanism(levels=1, trials=2), clip=1.0)
+        noise_density(np.nan, Mechanism(levels=1, trials=2), range=1.0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bqsgd.errors import InvalidParameter, OutOfRange
-from bqsgd.mechanism.quantise import dequantise, levels_of_bits, quantise
+from bqsgd.mechanism.encoder import dequantise, levels_of_bits, quantise
 from bqsgd.noise import privacy_rng, seeded_rng
 
 
@@ -17,31 +17,31 @@ def test_the_b_bit_form() -> None:
 
 def test_quantiser_points_are_kept_and_signed() -> None:
     values = np.array([-2.0, -1.5, -0.5, 0.0, 0.5, 2.0])
-    integers = quantise(values, 4, clip=2.0, rng=privacy_rng())
+    integers = quantise(values, 4, range=2.0, rng=privacy_rng())
     assert integers.tolist() == [-4, -3, -1, 0, 1, 4]
-    assert dequantise(integers, 4, clip=2.0).tolist() == values.tolist()
+    assert dequantise(integers, 4, range=2.0).tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_values_between_points_go_to_either_neighbour_without_bias(sign: int) -> None:
     # sigma(mean) = sqrt(p (1 - p) / n): with |z| < 6 a false alarm has probability 2e-9 (and the seed is fixed).
     n, p = 10**6, 0.3
-    integers = quantise(np.full(n, sign * 2.3), 10, clip=10.0, rng=seeded_rng(seed=11))
+    integers = quantise(np.full(n, sign * 2.3), 10, range=10.0, rng=seeded_rng(seed=11))
     assert sorted(set(integers.tolist())) == sorted({sign * 2, sign * 3})
     assert abs(np.abs(integers).mean() - 2.3) < 6 * np.sqrt(p * (1 - p) / n)
 
 
-def test_the_error_is_below_one_step_and_per_coordinate_clips_are_used() -> None:
-    values, clip = np.linspace(-1, 1, 1000), np.linspace(1, 3, 1000)
+def test_the_error_is_below_one_step_and_per_coordinate_ranges_are_used() -> None:
+    values, limit = np.linspace(-1, 1, 1000), np.linspace(1, 3, 1000)
     levels = levels_of_bits(8)
-    back = dequantise(quantise(values, levels, clip=clip, rng=privacy_rng()), levels, clip=clip)
-    assert np.all(np.abs(back - values) <= clip / levels)
+    back = dequantise(quantise(values, levels, range=limit, rng=privacy_rng()), levels, range=limit)
+    assert np.all(np.abs(back - values) <= limit / levels)
     assert not np.array_equal(back, values)
 
 
 def test_values_beyond_the_range_are_refused() -> None:
     with pytest.raises(OutOfRange):
-        quantise(np.array([1.1]), 4, clip=1.0, rng=privacy_rng())
-    assert quantise(np.array([1.1]), 4, clip=1.0, rng=privacy_rng(), clamp=True).tolist() == [4]
+        quantise(np.array([1.1]), 4, range=1.0, rng=privacy_rng())
+    assert quantise(np.array([1.1]), 4, range=1.0, rng=privacy_rng(), clamp=True).tolist() == [4]
     with pytest.raises(InvalidParameter, match="codes"):
-        dequantise(np.array([5]), 4, clip=1.0)
+        dequantise(np.array([5]), 4, range=1.0)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bqsgd.mechanism.bq import encode
-from bqsgd.mechanism.kernels import round_scalar, round_vector
+from bqsgd.mechanism._kernels import round_scalar, round_vector
+from bqsgd.mechanism.encoder import encode
 from bqsgd.noise import ROUND_BITS, ROUNDING_SLACK_STEPS, binomial_pmf, seeded_rng
 from bqsgd.params import MAX_LEVELS, Mechanism
 
@@ -43,7 +43,7 @@ def code_law(mechanism: Mechanism, steps: float) -> np.ndarray:
 @pytest.mark.parametrize("steps", [1.0, 0.3])
 def test_codes_follow_their_exact_law(trials: int, steps: float) -> None:
     mechanism = Mechanism(levels=1, trials=trials)
-    codes = encode(np.full(SAMPLES, steps - 1), mechanism, clip=1.0, rng=seeded_rng(seed=trials))
+    codes = encode(np.full(SAMPLES, steps - 1), mechanism, range=1.0, rng=seeded_rng(seed=trials))
     observed = np.bincount(codes, minlength=mechanism.code_count)
     assert chi_square(observed, code_law(mechanism, steps) * SAMPLES) > FALSE_ALARM
 
@@ -51,7 +51,7 @@ def test_codes_follow_their_exact_law(trials: int, steps: float) -> None:
 @pytest.mark.parametrize("trials", [0, 7, 251])
 def test_neighbouring_coordinates_are_independent(trials: int) -> None:
     mechanism = Mechanism(levels=1, trials=trials)
-    codes = encode(np.full(SAMPLES, 0.25), mechanism, clip=1.0, rng=seeded_rng(seed=4)).astype(np.float64)
+    codes = encode(np.full(SAMPLES, 0.25), mechanism, range=1.0, rng=seeded_rng(seed=4)).astype(np.float64)
     centred = (codes - codes.mean()) / codes.std()
     for lag in (1, 2, 16384):
         assert abs(np.mean(centred[lag:] * centred[:-lag])) < 6.1 / np.sqrt(SAMPLES)
@@ -61,21 +61,21 @@ def test_neighbouring_coordinates_are_independent(trials: int) -> None:
 def test_the_mean_code_is_unbiased(levels: int, trials: int) -> None:
     mechanism = Mechanism(levels=levels, trials=trials)
     for x in (-0.999, -0.3, 0.0, 0.77):
-        codes = encode(np.full(SAMPLES, x), mechanism, clip=1.0, rng=seeded_rng(seed=6))
+        codes = encode(np.full(SAMPLES, x), mechanism, range=1.0, rng=seeded_rng(seed=6))
         error = codes.mean() - (levels * (1 + x) + trials / 2)
         assert abs(error) < 6.1 * np.sqrt((trials + 1) / 4 / SAMPLES)
 
 
-def probability_up(x: float, clip: float, levels: int, vector: bool) -> Fraction:
+def probability_up(x: float, limit: float, levels: int, vector: bool) -> Fraction:
     """The exact mean of the rounded value in steps above -C, read off the kernel by bisection over its 2^24 draws."""
     values, out = np.array([x]), np.empty(1, np.uint32)
 
     def rounded(draw: int) -> int:
         words = np.array([draw], np.uint64)
         if vector:
-            round_vector(values, np.array([clip]), float(levels), 1.0, 0.0, words, out)
+            round_vector(values, np.array([limit]), float(levels), 1.0, 0.0, words, out)
         else:
-            round_scalar(values, clip, float(levels), 1.0, 0.0, words, out)
+            round_scalar(values, limit, float(levels), 1.0, 0.0, words, out)
         return int(out[0])
 
     low = rounded((1 << ROUND_BITS) - 1)
@@ -92,11 +92,11 @@ def probability_up(x: float, clip: float, levels: int, vector: bool) -> Fraction
 @given(st.integers(1, MAX_LEVELS), st.floats(1e-20, 1e20), st.floats(-1, 1), st.floats(-1, 1), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_rounding_to_the_grid_moves_two_inputs_apart_by_less_than_the_slack(
-    levels: int, clip: float, first: float, second: float, vector: bool
+    levels: int, limit: float, first: float, second: float, vector: bool
 ) -> None:
-    inputs = [x * clip for x in (first, second)]
-    exact = [levels * (1 + Fraction(x) / Fraction(clip)) for x in inputs]
-    encoded = [probability_up(x, clip, levels, vector) for x in inputs]
+    inputs = [x * limit for x in (first, second)]
+    exact = [levels * (1 + Fraction(x) / Fraction(limit)) for x in inputs]
+    encoded = [probability_up(x, limit, levels, vector) for x in inputs]
     assert abs(encoded[0] - encoded[1]) <= abs(exact[0] - exact[1]) + Fraction(ROUNDING_SLACK_STEPS)
     for mean, truth in zip(encoded, exact, strict=True):
         assert abs(mean - truth) <= Fraction(ROUNDING_SLACK_STEPS) / 2

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bqsgd.mechanism.bq import encode
-from bqsgd.mechanism.ties import resolve_ties
+from bqsgd.mechanism._kernels import resolve_ties
+from bqsgd.mechanism.encoder import encode
 from bqsgd.noise import NOISE_BITS, ROUND_BITS, NoiseSource, alias_table
 from bqsgd.params import Mechanism
 
@@ -57,7 +57,7 @@ def test_the_refinement_word_decides_a_tie_exactly_at_its_threshold(trials: int)
                 continue
             # Coordinate 3 ties: the second word of block 1. Three blocks hold the five words, then one a coordinate.
             script = {1: (0, tied_word(trials, index)), 3 + 3: (refinement, 0)}
-            codes = encode(np.zeros(d), mechanism, clip=1.0, rng=ScriptedSource(script))
+            codes = encode(np.zeros(d), mechanism, range=1.0, rng=ScriptedSource(script))
             assert int(codes[3]) == 3 + table.first + entry
 
 
@@ -68,7 +68,7 @@ def test_neighbours_of_a_tie_need_no_refinement() -> None:
     words = tied_word(251, index)
     mechanism = Mechanism(levels=3, trials=251)
     below, above = (
-        encode(np.zeros(1), mechanism, clip=1.0, rng=ScriptedSource({0: (word, 0)}))[0]
+        encode(np.zeros(1), mechanism, range=1.0, rng=ScriptedSource({0: (word, 0)}))[0]
         for word in (words - one, words + one)
     )
     assert int(below) == 3 + table.first + index

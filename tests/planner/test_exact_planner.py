@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bqsgd.errors import Infeasible
-from bqsgd.mechanism.coarse_error import noise_to_signal
+from bqsgd.mechanism.coarsening import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.planner.exact import least_error_mechanism, plan_exact

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.mechanism.coarse_error import noise_to_signal, saturation_bias, worst_squared_error
+from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
 from bqsgd.params import Mechanism
 from bqsgd.planner.few_bits import coarsened
 

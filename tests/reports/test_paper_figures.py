@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.bq import encode
+from bqsgd.mechanism.encoder import encode
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.reports.baseline_figure import draw_baselines, place_of
@@ -21,7 +21,7 @@ def test_the_drawn_law_is_that_of_the_encoder(panel) -> None:
     samples = 40_000
     for value in panel.values:
         points, law = outcome_law(value, panel.mechanism)
-        codes = encode(np.full(samples, value), panel.mechanism, clip=1.0, rng=seeded_rng(seed=5))
+        codes = encode(np.full(samples, value), panel.mechanism, range=1.0, rng=seeded_rng(seed=5))
         found = np.bincount(codes, minlength=panel.mechanism.code_count) / samples
         np.testing.assert_allclose(points, (np.arange(len(law)) - 10) / 10, atol=1e-12)
         assert law.sum() == pytest.approx(1)

@@ -34,7 +34,7 @@ def oracle_mean(client, rows, bound, batch_size):
 def test_the_frame_carries_the_clipped_mean_of_the_drawn_batch(settings, make_client, sampling):
     config = settings(sampling=sampling, levels=100_000)
     client = make_client(config)
-    values = decode_frame(client.update(MODEL, 2), clip=0.5, dimension=6, client=0, round=2)
+    values = decode_frame(client.update(MODEL, 2), range=0.5, dimension=6, client=0, round=2)
     from bqsgd.training.batches import draw_batch
 
     rng = client.sources.at(Purpose.BATCH, 2)
@@ -46,7 +46,7 @@ def test_the_frame_carries_the_clipped_mean_of_the_drawn_batch(settings, make_cl
 
 def test_a_batch_beyond_the_public_size_is_clamped_to_the_range(settings, make_client):
     config = settings(sampling="full", batch_size=1, levels=100_000, clip_bound=0.2)
-    values = decode_frame(make_client(config).update(MODEL, 0), clip=0.2)
+    values = decode_frame(make_client(config).update(MODEL, 0), range=0.2)
     assert np.abs(values).max() == pytest.approx(0.2)
 
 
@@ -146,7 +146,7 @@ def test_several_local_steps_are_clipped_whole_and_hide_the_client(settings, mak
     assert (release.unit, release.sensitivity.relation) == (Unit.CLIENT, Relation.REPLACE)
     assert release.sensitivity.l2 == pytest.approx(2.0)
     assert release.sampling.scheme is Scheme.FULL
-    values = decode_frame(client.update(MODEL, 0), clip=0.1)
+    values = decode_frame(client.update(MODEL, 0), range=0.1)
     oracle = torch.nn.Linear(2, 2)
     oracle.load_state_dict({"weight": torch.tensor(MODEL[:4]).view(2, 2), "bias": torch.tensor(MODEL[4:])})
     optimiser = torch.optim.SGD(oracle.parameters(), lr=0.5)

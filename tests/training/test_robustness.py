@@ -23,10 +23,10 @@ class WithOneLiar:
 
     def exchange(self, message, *, round):
         frames = [client.answer(message) for client in self.clients]
-        honest = sum(decode_frame(frame, clip=0.5) for frame in frames)
+        honest = sum(decode_frame(frame, range=0.5) for frame in frames)
         # As if all the binomial noise had come out at 0 or m: no check of a frame can exclude it.
         codes = np.where(honest > 0, 0, MECHANISM.code_count - 1).astype(np.uint8)
-        digest = parameters_digest(MECHANISM, clip=0.5, dimension=len(codes))
+        digest = parameters_digest(MECHANISM, range=0.5, dimension=len(codes))
         writer = FrameWriter(
             mechanism=MECHANISM, digest=digest, client=4, round=round, dimension=len(codes), seeded=True
         )

@@ -5,7 +5,7 @@ import pytest
 
 from bqsgd.codec import decode_frame, encode_frame
 from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.mechanism.bq import decode, encode
+from bqsgd.mechanism.encoder import decode, encode
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.training import aggregation
@@ -17,10 +17,10 @@ MODEL = np.zeros(6, np.float32)
 MECHANISM = Mechanism(levels=100, trials=50)
 
 
-def frame_of(client=0, round_=0, *, values=None, mechanism=MECHANISM, clip=0.5, dimension=6):
+def frame_of(client=0, round_=0, *, values=None, mechanism=MECHANISM, range=0.5, dimension=6):
     given = np.full(dimension, 0.04 * (client + 1), np.float32) if values is None else np.asarray(values, np.float32)
     rng = seeded_rng(seed=client + 100 * round_)
-    return encode_frame(given, mechanism, clip=clip, rng=rng, client=client, round=round_)
+    return encode_frame(given, mechanism, range=range, rng=rng, client=client, round=round_)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_weighted_mean_step(make_server):
     assert read_broadcast(server.open_round(), dimension=6).round == 0
     assert [server.receive(frame).status for frame in frames] == ["ok"] * 3
     outcome = server.close_round()
-    expected = aggregation.weighted_mean([decode_frame(f, clip=0.5) for f in frames], weights=[1, 2, 5])
+    expected = aggregation.weighted_mean([decode_frame(f, range=0.5) for f in frames], weights=[1, 2, 5])
     np.testing.assert_allclose(server.model, -expected, rtol=1e-6)
     assert outcome.stepped
     assert outcome.seeded
@@ -56,7 +56,7 @@ def test_robust_rules_see_each_update(make_server, rule):
     for frame in reversed(frames):
         server.receive(frame)
     server.close_round()
-    updates = [decode_frame(frame, clip=0.5) for frame in frames]
+    updates = [decode_frame(frame, range=0.5) for frame in frames]
     np.testing.assert_allclose(
         server.model, -aggregation.aggregate(rule, updates, weights=None, byzantine=0), rtol=1e-6
     )
@@ -73,7 +73,7 @@ def test_bad_frames_are_reported_skipped_and_change_nothing(make_server, rule):
         "foreign": frame_of(9, 1),
         "second frame": frame_of(0, 1, values=np.zeros(6)),
         "WrongDimension": frame_of(1, 1, dimension=7),
-        "WrongParameters": frame_of(1, 1, clip=0.4),
+        "WrongParameters": frame_of(1, 1, range=0.4),
         "not the mechanism": frame_of(1, 1, mechanism=Mechanism(levels=50, trials=50)),
         "passes the": frame_of(1, 1, mechanism=Mechanism(levels=1, trials=5000)),
         "ChecksumMismatch": damaged,
@@ -107,8 +107,8 @@ def test_coarse_frames_are_taken_and_their_noise_is_known(make_server):
     used = coarse(10, 189, 16, 45)
     receipts = [server.receive(frame_of(client, mechanism=used)) for client in range(2)]
     assert [(r.status, r.levels, r.trials, r.points, r.width) for r in receipts] == [("ok", 10, 189, 16, 45)] * 2
-    codes = encode(np.zeros(200_000), used, clip=0.5, rng=seeded_rng(seed=1))
-    measured = decode(codes, used, clip=0.5).var() / 2  # of the mean of two; 2 % is over 6 standard errors
+    codes = encode(np.zeros(200_000), used, range=0.5, rng=seeded_rng(seed=1))
+    measured = decode(codes, used, range=0.5).var() / 2  # of the mean of two; 2 % is over 6 standard errors
     assert server._noise_variance(server._current()) == pytest.approx(measured, rel=0.02)
     server.close_round()
 
@@ -174,7 +174,7 @@ def test_the_mean_of_those_who_came_is_weighted_among_them(make_server):
     for frame in frames:
         server.receive(frame)
     server.close_round()
-    expected = aggregation.weighted_mean([decode_frame(f, clip=0.5) for f in frames], weights=[2, 5])
+    expected = aggregation.weighted_mean([decode_frame(f, range=0.5) for f in frames], weights=[2, 5])
     np.testing.assert_allclose(server.model, -expected, rtol=1e-6)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import wire_reference
-from wire_frames import CLIP, codes_of, decode_codes, frame_of, reseal
+from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal
 
 from bqsgd.errors import FrameError, InvalidParameter
 from bqsgd.params import Coarsening, Mechanism, parameters_digest
@@ -29,9 +29,11 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_frames.json").read_text())
 def test_golden_frames(golden: dict[str, Any]) -> None:
     codes, coding, data = golden["codes"], Coding[golden["coding"].upper()], bytes.fromhex(golden["frame"])
     mechanism = Mechanism(levels=golden["levels"], trials=golden["trials"])
-    assert decode_codes(data, dimension=len(codes), clip=CLIP, mechanism=mechanism, client=7, round=3).tolist() == codes
+    assert (
+        decode_codes(data, dimension=len(codes), range=RANGE, mechanism=mechanism, client=7, round=3).tolist() == codes
+    )
     found = wire_reference.decode(data)
-    assert found["digest"] == parameters_digest(mechanism, clip=CLIP, dimension=len(codes)).hex()
+    assert found["digest"] == parameters_digest(mechanism, range=RANGE, dimension=len(codes)).hex()
     assert (found["levels"], found["trials"]) == (mechanism.levels, mechanism.trials)
     assert (found["client"], found["round"], found["seeded"], found["codes"]) == (7, 3, True, codes)
     array = np.array(codes, dtype=np.min_scalar_type(mechanism.code_count - 1))
@@ -48,9 +50,9 @@ def test_coarse_frames_take_their_bits_and_are_read_by_the_plain_decoder(bits: i
     data = frame_of(codes, mechanism, coding)
     found = wire_reference.decode(data)
     assert (found["coarsening"], found["codes"]) == ((2**bits, 60), codes.tolist())
-    assert found["digest"] == parameters_digest(mechanism, clip=CLIP, dimension=2000).hex()
+    assert found["digest"] == parameters_digest(mechanism, range=RANGE, dimension=2000).hex()
     assert read_frame(data).header.mechanism == mechanism
-    assert decode_codes(data, mechanism=mechanism, clip=CLIP).tolist() == codes.tolist()
+    assert decode_codes(data, mechanism=mechanism, range=RANGE).tolist() == codes.tolist()
     assert len(data) == 80 + 2000 * bits // 8 if coding is Coding.FIXED else len(data) < 80 + 2000 * bits // 8
     with pytest.raises(errors.WrongParameters):
         read_frame(data, mechanism=mechanism.fine)
@@ -60,7 +62,7 @@ def test_header_fields_are_read_back() -> None:
     head = read_frame(FRAME).header
     assert (head.coding, head.seeded, head.client, head.round) == (Coding.FIXED, True, 7, 3)
     assert (head.mechanism, head.dimension, head.payload_bytes) == (MECHANISM, 50, 50)
-    assert head.digest == parameters_digest(MECHANISM, clip=CLIP, dimension=50)
+    assert head.digest == parameters_digest(MECHANISM, range=RANGE, dimension=50)
     assert not read_frame(frame_of(CODES, MECHANISM, Coding.FIXED, seeded=False)).header.seeded
     assert HEADER_BYTES == 80
 
@@ -126,9 +128,9 @@ def test_each_fault_has_its_error(frame: bytes, error: type[FrameError], message
             errors.WrongParameters,
             "levels=1, trials=251.*levels=2, trials=251",
         ),
-        ({"clip": 0.25}, errors.WrongParameters, "expected parameters digest"),
-        ({"clip": np.full(50, 0.5)}, errors.WrongParameters, "expected parameters digest"),
-        ({"clip": np.full(49, 0.5)}, errors.WrongDimension, r"shape \(49,\)"),
+        ({"range": 0.25}, errors.WrongParameters, "expected parameters digest"),
+        ({"range": np.full(50, 0.5)}, errors.WrongParameters, "expected parameters digest"),
+        ({"range": np.full(49, 0.5)}, errors.WrongDimension, r"shape \(49,\)"),
         ({"digest": bytes(16)}, errors.WrongParameters, "expected parameters digest 0000"),
         ({"client": 8}, errors.WrongOrigin, "client 8, got one of client 7"),
         ({"round": 2}, errors.WrongOrigin, "round 2, got one of round 3"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_frames import CLIP, codes_of, decode_codes, frame_of, reseal, zstd_payload
+from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal, zstd_payload
 
 from bqsgd.errors import FrameError
 from bqsgd.params import Coarsening, Mechanism
@@ -116,14 +116,14 @@ def outcome(frame: bytes, **expected: object) -> str:
 def test_mutants_are_decoded_or_refused() -> None:
     frames, rng = corpus(), random.Random(20240607)
     for frame in frames:  # compiles every kernel before memory is looked at
-        assert outcome(frame, clip=CLIP) == "valid"
+        assert outcome(frame, range=RANGE) == "valid"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seen: collections.Counter[str] = collections.Counter()
     for _ in range(MUTANTS):
         frame, other = rng.choice(frames), rng.choice(frames)
         expected: dict[str, object] = {}
         if rng.random() < 0.3:
-            expected = {"dimension": struct.unpack_from("<Q", frame, 40)[0], "clip": CLIP, "client": 7}
+            expected = {"dimension": struct.unpack_from("<Q", frame, 40)[0], "range": RANGE, "client": 7}
         seen[outcome(mutate(frame, other, rng), **expected)] += 1
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     print(f"{seen.total():,} mutants, {grown:.0f} MiB more: {dict(seen.most_common())}")

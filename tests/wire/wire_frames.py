@@ -11,7 +11,7 @@ from bqsgd.wire.fixed import Codes, FixedWidth
 from bqsgd.wire.frame import Coding, FrameWriter, read_frame
 from bqsgd.wire.header import CHECKED_HEADER_BYTES, checksum
 
-CLIP = 0.5
+RANGE = 0.5
 
 
 def codes_of(mechanism: Mechanism, dimension: int, rng: np.random.Generator, spread: float = 0.2) -> Codes:
@@ -34,7 +34,7 @@ def frame_of(
         "coding": coding,
         "seeded": seeded,
     }
-    digest = parameters_digest(mechanism, clip=CLIP, dimension=codes.size)
+    digest = parameters_digest(mechanism, range=RANGE, dimension=codes.size)
     if coding is Coding.FIXED and payload is None:
         writer = FrameWriter(digest=digest, **about)
         FixedWidth(mechanism.code_count).pack(codes, writer.payload)

@@ -12,7 +12,7 @@ from bqsgd.audit.bound import CurveCheck, LowerBound, check_curve, epsilon_lower
 from bqsgd.audit.inputs import Inputs, worst_case_inputs
 from bqsgd.audit.scores import Encode, scores
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism import bq
+from bqsgd.mechanism import encoder
 from bqsgd.noise import NoiseSource
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant
@@ -103,7 +103,7 @@ def audit(
         raise InvalidParameter(f"inputs have {pair.without.size} coordinates, the release has {release.dimension}")
 
     def real(values: npt.NDArray[np.float64], *, rng: NoiseSource) -> npt.NDArray[np.unsignedinteger]:
-        return bq.encode(values, release.mechanism, clip=1.0, rng=rng, clamp=True)
+        return encoder.encode(values, release.mechanism, range=1.0, rng=rng, clamp=True)
 
     accountant = Accountant().compose(release, rounds)
     claimed = accountant.guarantee(delta=delta)

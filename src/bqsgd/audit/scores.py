@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.audit.inputs import Inputs
-from bqsgd.mechanism.coarse_error import position_law
+from bqsgd.mechanism.coarsening import position_law
 from bqsgd.noise import NoiseSource
 from bqsgd.params import Mechanism
 

@@ -34,7 +34,7 @@ def _coarse_fields(mechanism: Mechanism) -> dict[str, Any]:
     """What few bits are, and what they cost in error."""
     if mechanism.coarsening is None:
         return {}
-    from bqsgd.mechanism.coarse_error import noise_to_signal, saturation_bias, worst_squared_error
+    from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
 
     return {
         "points": mechanism.coarsening.points,

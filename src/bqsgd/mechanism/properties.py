@@ -1,6 +1,6 @@
-"""The law of the error r = decoded value - value: Proposition 1, and its like for coarsened codes.
+"""The law of the error r = decoded value - value: Proposition 1, and its counterpart for coarsened codes.
 
-Key: m trials, q success probability, s levels, C clip, P_k = Pr[Bin(m, q) = k]. The density and V average over inputs
+Key: m trials, q success probability, s levels, C range, P_k = Pr[Bin(m, q) = k]. The density and V average over inputs
 uniform over a quantiser step (coarsened: over [-C, C], since there the error depends on where the input lies);
 `worst_case_variance` holds for every input. None of them is a privacy statement.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.coarse_error import mean_squared_error, worst_squared_error
+from bqsgd.mechanism.coarsening import mean_squared_error, worst_squared_error
 from bqsgd.params import Mechanism, check_positive
 
 
@@ -24,7 +24,7 @@ def _check_q(q: float) -> float:
 
 
 def noise_density(
-    error: npt.ArrayLike, mechanism: Mechanism, *, clip: float, q: float = 0.5
+    error: npt.ArrayLike, mechanism: Mechanism, *, range: float, q: float = 0.5
 ) -> npt.NDArray[np.float64]:
     """The density f_r of Proposition 1 at `error`, 0 outside [-(1 + mq) C/s, (1 + m - mq) C/s].
 
@@ -34,10 +34,10 @@ def noise_density(
     law, which depends on the input: they are refused.
     """
     if mechanism.coarsening is not None:
-        raise InvalidParameter("Proposition 1 is the law before coarsening; give mechanism.fine, or see coarse_error")
+        raise InvalidParameter("Proposition 1 is the law before coarsening; give mechanism.fine, or see coarsening")
     from scipy import stats  # here: a client's process never needs it, and it is slow to import
 
-    per_step = mechanism.levels / check_positive("clip", clip)
+    per_step = mechanism.levels / check_positive("range", range)
     trials, q = mechanism.trials, _check_q(q)
     r = np.asarray(error, dtype=np.float64)
     if not np.isfinite(r).all():
@@ -57,7 +57,7 @@ def noise_mean() -> float:
 def noise_variance(mechanism: Mechanism, *, q: float = 0.5) -> float:
     """V(m, q, s) = m q (1 - q) / s^2 + 1 / (6 s^2), so that E||r||^2 = d C^2 V under the uniform prior.
 
-    Coarsened: the mean squared error, bias included, for inputs uniform over [-C, C] (`coarse_error`).
+    Coarsened: the mean squared error, bias included, for inputs uniform over [-C, C] (`coarsening`).
 
     >>> noise_variance(Mechanism(levels=1, trials=4))  # 4/4 + 1/6
     1.1666666666666667
@@ -72,7 +72,7 @@ def noise_variance(mechanism: Mechanism, *, q: float = 0.5) -> float:
 def worst_case_variance(mechanism: Mechanism, *, q: float = 0.5) -> float:
     """m q (1 - q) / s^2 + 1 / (4 s^2), in units of C^2: reached where x lies halfway between two quantiser points.
 
-    Coarsened: the largest mean squared error, bias included, over all inputs in [-C, C] (`coarse_error`).
+    Coarsened: the largest mean squared error, bias included, over all inputs in [-C, C] (`coarsening`).
 
     >>> worst_case_variance(Mechanism(levels=1, trials=4))
     1.25

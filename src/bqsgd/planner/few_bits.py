@@ -7,7 +7,7 @@ the coarsening is chosen for the error alone.
 
 from __future__ import annotations
 
-from bqsgd.mechanism.coarse_error import noise_to_signal
+from bqsgd.mechanism.coarsening import noise_to_signal
 from bqsgd.params import Coarsening, Mechanism
 
 LEAST_FINE_BITS = 8

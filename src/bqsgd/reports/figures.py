@@ -192,7 +192,7 @@ def noise_chart(mechanism: Mechanism) -> Chart:
             Series(label="binomial part (steps)", points=steps, colour=3, fill=True),
             Series(
                 label="BQ",
-                points=list(zip(grid.tolist(), noise_density(grid, mechanism, clip=1.0).tolist(), strict=True)),
+                points=list(zip(grid.tolist(), noise_density(grid, mechanism, range=1.0).tolist(), strict=True)),
                 colour=0,
             ),
             Series(

@@ -99,7 +99,7 @@ def draw_figure_2(path: Path, mechanism: Mechanism = FIGURE_2) -> dict[str, Any]
     s, m = mechanism.levels, mechanism.trials
     deviation = float(np.sqrt(noise_variance(mechanism)))
     error = np.linspace(-4 * deviation, 4 * deviation, 801)
-    bq = noise_density(error, mechanism, clip=1.0)
+    bq = noise_density(error, mechanism, range=1.0)
     gaussian = np.exp(-0.5 * (error / deviation) ** 2) / (deviation * np.sqrt(2 * np.pi))
     noise = binomial_pmf(m)
     atoms, law = (np.arange(len(noise.pmf)) + noise.first - m / 2) / s, noise.pmf

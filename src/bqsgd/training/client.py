@@ -133,7 +133,7 @@ class Client:
             frame = encode_frame(
                 values,
                 release.mechanism,
-                clip=self.situation.range,
+                range=self.situation.range,
                 rng=self.sources.at(Purpose.NOISE, round),
                 client=self.client,
                 round=round,

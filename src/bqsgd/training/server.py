@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bqsgd.codec import Accumulator, decode_frame
 from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
-from bqsgd.mechanism.coarse_error import variance_at_zero
+from bqsgd.mechanism.coarsening import variance_at_zero
 from bqsgd.params import Mechanism, check_positive
 from bqsgd.planner.few_bits import largest_reach
 from bqsgd.planner.plan import MAX_BITS
@@ -128,8 +128,8 @@ class Server:
         return receipt
 
     def _take_in(self, current: OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
-        clip = self.config.encoder_range
-        header = read_frame(frame, dimension=self.model.size, clip=clip, client=sender).header
+        encoder_range = self.config.encoder_range
+        header = read_frame(frame, dimension=self.model.size, range=encoder_range, client=sender).header
         if header.client not in self.weights:
             raise FrameError(f"client {header.client} is foreign to this run")
         if header.round != self.round:
@@ -146,9 +146,10 @@ class Server:
         if limit is not None and came - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
         if current.sum is not None:
-            current.sum.add(frame, clip=clip, weight=self.weights[header.client])
+            current.sum.add(frame, range=encoder_range, weight=self.weights[header.client])
         else:
-            decode_frame(frame, clip=clip, dimension=self.model.size)  # refuse it now, not when the round closes
+            # Refuse it now, not when the round closes.
+            decode_frame(frame, range=encoder_range, dimension=self.model.size)
             current.frames[header.client] = bytes(frame)
         return header
 
@@ -197,8 +198,8 @@ class Server:
             gradient = current.sum.mean()
         else:
             order = sorted(current.frames)
-            clip = self.config.encoder_range
-            updates = np.stack([decode_frame(current.frames[client], clip=clip) for client in order])
+            encoder_range = self.config.encoder_range
+            updates = np.stack([decode_frame(current.frames[client], range=encoder_range) for client in order])
             gradient = aggregate(self.config.aggregation, updates, weights=None, byzantine=self.config.byzantine)
         rate = self.config.learning_rate * schedule(self.config.schedule, round=self.round, rounds=self.config.rounds)
         state, step = self.optimiser.update(

@@ -34,7 +34,7 @@ class WrongDimension(FrameError):
 
 
 class WrongParameters(FrameError):
-    """The frame was made with another mechanism or clip than the reader expects."""
+    """The frame was made with another mechanism or range than the reader expects."""
 
 
 class WrongOrigin(FrameError):

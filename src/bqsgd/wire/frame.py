@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import DIGEST_BYTES, Clip, Mechanism, check_int, parameters_digest
+from bqsgd.params import DIGEST_BYTES, Mechanism, Range, check_int, parameters_digest
 from bqsgd.wire import errors
 from bqsgd.wire.fixed import Payload, layout
 from bqsgd.wire.header import (
@@ -47,7 +47,7 @@ class FrameWriter:
 
     Args:
         mechanism: the levels and trials of the codes.
-        digest: `parameters_digest` of mechanism, clip and dimension.
+        digest: `parameters_digest` of mechanism, range and dimension.
         client, round: who sends it and when, from 0 to 2^64 - 1.
         dimension: number of codes, at least 1.
         coding: how the payload is written.
@@ -109,16 +109,16 @@ def read_frame(
     dimension: int | None = None,
     max_dimension: int | None = None,
     mechanism: Mechanism | None = None,
-    clip: Clip | None = None,
+    range: Range | None = None,
     digest: bytes | None = None,
     client: int | None = None,
     round: int | None = None,
 ) -> Frame:
     """Check a frame against its own header and against what the caller expects; the payload is not yet decoded.
 
-    A server states at least `dimension` and either `clip` (with the levels and trials of the header, or of `mechanism`)
-    or `digest`, the `parameters_digest` it has computed once. Without `dimension`, an entropy-coded frame may hold
-    `max_dimension` codes (2^24 if not stated).
+    A server states at least `dimension` and either `range` (with the header's levels and trials, or those of
+    `mechanism`) or `digest`, the `parameters_digest` it has computed once. Without `dimension`, an entropy-coded frame
+    may hold `max_dimension` codes (2^24 if not stated).
 
     Raises:
         FrameError: one subclass a reason (`bqsgd.wire.errors`); nothing of the claimed size has been allocated.
@@ -134,10 +134,10 @@ def read_frame(
     if mechanism is not None and header.mechanism != mechanism:
         raise errors.WrongParameters(f"expected {mechanism}, the frame says {header.mechanism}")
     check_payload_length(header)
-    if clip is not None:
-        if isinstance(clip, np.ndarray) and clip.shape != (header.dimension,):
-            raise errors.WrongDimension(f"the clip has shape {clip.shape}, the frame {header.dimension} coordinates")
-        _expect_digest(parameters_digest(header.mechanism, clip=clip, dimension=header.dimension), header)
+    if range is not None:
+        if isinstance(range, np.ndarray) and range.shape != (header.dimension,):
+            raise errors.WrongDimension(f"the range has shape {range.shape}, the frame {header.dimension} coordinates")
+        _expect_digest(parameters_digest(header.mechanism, range=range, dimension=header.dimension), header)
     if digest is not None:
         _expect_digest(digest, header)
     if client is not None and header.client != client:
@@ -150,6 +150,7 @@ def read_frame(
 def _expect_digest(expected: bytes, header: Header) -> None:
     if header.digest != expected:
         raise errors.WrongParameters(
-            f"expected parameters digest {expected.hex()} (levels, trials, dimension, clip), got {header.digest.hex()} "
-            f"from a frame with levels={header.mechanism.levels}, trials={header.mechanism.trials}"
+            f"expected parameters digest {expected.hex()} (levels, trials, dimension, range), "
+            f"got {header.digest.hex()} from a frame with levels={header.mechanism.levels}, "
+            f"trials={header.mechanism.trials}"
         )

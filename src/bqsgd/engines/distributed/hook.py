@@ -1,6 +1,6 @@
 """A DDP communication hook: gradients travel between ranks as frames instead of float32.
 
-    state = BQHookState(mechanism, clip=0.01, rng=privacy_rng())
+    state = BQHookState(mechanism, range=0.01, rng=privacy_rng())
     ddp_model.register_comm_hook(state, bq_hook)
 
 That much *compresses and guarantees nothing*: DDP's gradient is a mean over samples that were not clipped one by one,
@@ -9,7 +9,7 @@ gradients instead, counts every step in the rank's ledger before its first byte 
 
     private = PrivateSteps(model=model, loss=loss, clip=Dual(norm=0.5, bound=0.1), batch_size=64, dataset_size=9000,
                            ledger=Ledger.open(...), run="mine")
-    state = BQHookState(mechanism, clip=0.03, rng=privacy_rng(), private=private)
+    state = BQHookState(mechanism, range=0.03, rng=privacy_rng(), private=private)
     ddp_model.register_comm_hook(state, bq_hook)
     for inputs, targets in poisson_batches:
         state.supply((inputs, targets))                # per-sample gradients, clipped, spent in the ledger
@@ -17,7 +17,7 @@ gradients instead, counts every step in the rank's ledger before its first byte 
         optimiser.step(); optimiser.zero_grad()
     print(private.guarantee(delta=1e-5))
 
-All ranks must use the same mechanism and clip. A frame that is damaged or foreign ends the step with an error: DDP
+All ranks must use the same mechanism and range. A frame that is damaged or foreign ends the step with an error: DDP
 knows no round without one of its ranks.
 """
 
@@ -53,7 +53,7 @@ class BQHookState:
 
     Args:
         mechanism: levels and trials; trials = 0 quantises without noise.
-        clip: range of the encoder. A gradient coordinate beyond it is clamped.
+        range: of the encoder. A gradient coordinate beyond it is clamped.
         rng: where the noise comes from.
         process_group: that of the DDP model; the default group when None.
         private: the per-sample path; without it no guarantee is made, and a warning says so once.
@@ -63,12 +63,12 @@ class BQHookState:
         self,
         mechanism: Mechanism,
         *,
-        clip: float,
+        range: float,
         rng: NoiseSource,
         process_group: dist.ProcessGroup | None = None,
         private: PrivateSteps | None = None,
     ) -> None:
-        self.mechanism, self.clip, self.rng = mechanism, check_positive("clip", clip), rng
+        self.mechanism, self.range, self.rng = mechanism, check_positive("range", range), rng
         self.process_group, self.private = process_group, private
         self.step, self.warned = 0, False
 
@@ -80,7 +80,7 @@ class BQHookState:
         """
         if self.private is None:
             raise InvalidParameter("supply needs BQHookState(private=PrivateSteps(...))")
-        self.private.supply(batch, mechanism=self.mechanism, range=self.clip, step=self.step, seeded=self.rng.seeded)
+        self.private.supply(batch, mechanism=self.mechanism, range=self.range, step=self.step, seeded=self.rng.seeded)
 
 
 def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -91,7 +91,7 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
     Raises:
         InvalidParameter: `state.private` is given and `supply` was not called before this backward.
         NonFiniteInput: the gradient holds NaN or infinity.
-        RuntimeError: from the backward, when a rank's frame is damaged or made with another mechanism or clip. It is
+        RuntimeError: from the backward, when a rank's frame is damaged or made with another mechanism or range. It is
             torch's, and its first line names the FrameError that its callback met.
     """
     buffer = bucket.buffer()
@@ -114,7 +114,7 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     frame = encode_frame(
-        values, state.mechanism, clip=state.clip, rng=state.rng, client=rank, round=round, coding="fixed", clamp=True
+        values, state.mechanism, range=state.range, rng=state.rng, client=rank, round=round, coding="fixed", clamp=True
     )
     own = torch.frombuffer(frame, dtype=torch.uint8).to(buffer.device)
     frames = [torch.empty_like(own) for _ in range(size)]  # fixed width: every rank's frame has the same length
@@ -126,7 +126,7 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
         total = Accumulator(values.size)
         for sender, received in enumerate(frames):
             content: np.ndarray = received.cpu().numpy()
-            total.add(content, clip=state.clip, mechanism=state.mechanism, client=sender, round=round)
+            total.add(content, range=state.range, mechanism=state.mechanism, client=sender, round=round)
         return buffer.copy_(torch.from_numpy(total.mean().astype(np.float32)))
 
     return cast(torch.futures.Future[Tensor], work.get_future().then(mean))

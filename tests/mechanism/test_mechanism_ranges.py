@@ -1,4 +1,4 @@
-"""The two clips of an array: both end within the range, exactly, and refuse what is not finite."""
+"""The two ways into the range: both end within the range, exactly, and refuse what is not finite."""
 
 import numpy as np
 import pytest
@@ -7,44 +7,44 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput
-from bqsgd.mechanism.clip import clamp, scale
+from bqsgd.mechanism.ranges import clamp, scale
 
 vectors = st.one_of(
     hnp.arrays(np.float64, st.integers(1, 20), elements=st.floats(-1e100, 1e100)),
     hnp.arrays(np.float32, st.integers(1, 20), elements=st.floats(-(2.0**99), 2.0**99, width=32)),
 )
-clips = st.floats(1e-6, 1e6)
+limits = st.floats(1e-6, 1e6)
 
 
-@given(vectors, clips, st.booleans())
+@given(vectors, limits, st.booleans())
 @settings(max_examples=300)
-def test_both_end_within_the_range_and_keep_dtype_and_sign(values: np.ndarray, clip: float, vector: bool) -> None:
-    bound = clip * np.linspace(1, 2, values.size) if vector else clip
+def test_both_end_within_the_range_and_keep_dtype_and_sign(values: np.ndarray, limit: float, vector: bool) -> None:
+    bound = limit * np.linspace(1, 2, values.size) if vector else limit
     for result in (scale(values, bound), clamp(values, bound)):
         assert result.dtype == values.dtype
         assert np.all(np.abs(result.astype(np.float64)) <= bound)
         assert np.all(result * np.sign(values) >= 0)
 
 
-@given(vectors, clips)
-def test_what_is_within_the_range_is_left_alone(values: np.ndarray, clip: float) -> None:
-    small = (values / (np.abs(values).max() + 1) * clip / 2).astype(values.dtype)
-    assert np.array_equal(scale(small, clip), small)
-    assert np.array_equal(clamp(small, clip), small)
+@given(vectors, limits)
+def test_what_is_within_the_range_is_left_alone(values: np.ndarray, limit: float) -> None:
+    small = (values / (np.abs(values).max() + 1) * limit / 2).astype(values.dtype)
+    assert np.array_equal(scale(small, limit), small)
+    assert np.array_equal(clamp(small, limit), small)
 
 
-@given(vectors, clips)
-def test_clamp_is_the_projection(values: np.ndarray, clip: float) -> None:
+@given(vectors, limits)
+def test_clamp_is_the_projection(values: np.ndarray, limit: float) -> None:
     wide = values.astype(np.float64)
-    np.testing.assert_allclose(clamp(values, clip), np.clip(wide, -clip, clip), rtol=2e-7)
+    np.testing.assert_allclose(clamp(values, limit), np.clip(wide, -limit, limit), rtol=2e-7)
 
 
-@given(vectors, clips)
-def test_scale_keeps_the_direction_and_reaches_the_range(values: np.ndarray, clip: float) -> None:
+@given(vectors, limits)
+def test_scale_keeps_the_direction_and_reaches_the_range(values: np.ndarray, limit: float) -> None:
     largest = np.abs(values.astype(np.float64)).max()
-    expected = values.astype(np.float64) / max(1.0, largest / clip)
+    expected = values.astype(np.float64) / max(1.0, largest / limit)
     tolerance = 1e-12 if values.dtype == np.float64 else 3e-7
-    np.testing.assert_allclose(scale(values, clip), expected, rtol=tolerance, atol=1e-40)
+    np.testing.assert_allclose(scale(values, limit), expected, rtol=tolerance, atol=1e-40)
 
 
 def test_scale_and_clamp_by_hand() -> None:
@@ -63,12 +63,12 @@ def test_nan_and_infinity_are_refused(function, bad: float) -> None:  # type: ig
 
 
 @pytest.mark.parametrize("function", [scale, clamp])
-@pytest.mark.parametrize("clip", [0.0, -1.0, np.inf, np.nan, np.ones(3), np.array([1.0, -1.0]), "1", True])
-def test_a_clip_that_is_no_range_is_refused(function, clip: object) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InvalidParameter, match="clip"):
-        function(np.array([0.0, 1.0]), clip)
+@pytest.mark.parametrize("limit", [0.0, -1.0, np.inf, np.nan, np.ones(3), np.array([1.0, -1.0]), "1", True])
+def test_a_value_that_is_no_range_is_refused(function, limit: object) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InvalidParameter, match="range"):
+        function(np.array([0.0, 1.0]), limit)
 
 
-def test_a_clip_too_small_for_the_values_is_refused_rather_than_giving_zeros() -> None:
+def test_a_range_too_small_for_the_values_is_refused_rather_than_giving_zeros() -> None:
     with pytest.raises(InvalidParameter, match="overflows"):
         scale(np.array([1e200]), 1e-200)

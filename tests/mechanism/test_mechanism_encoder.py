@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput, OutOfRange
-from bqsgd.mechanism.bq import CHUNK, Encoding, decode, encode
-from bqsgd.mechanism.clip import clamp
+from bqsgd.mechanism.encoder import CHUNK, Encoding, decode, encode
+from bqsgd.mechanism.ranges import clamp
 from bqsgd.noise import NOISE_BITS, REFINE_BITS, ROUND_BITS, alias_table, privacy_rng, seeded_rng
 from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism, code_dtype
 
@@ -19,7 +19,7 @@ PAPER = [(1, 251), (2, 251), (5, 245), (8, 4079), (26, 4043), (52, 16279)]
 EDGES = [(1, 0), (1, 1), (MAX_LEVELS, 0), (MAX_LEVELS, MAX_TRIALS), (3, 64)]
 
 
-def slow_codes(values, mechanism, clip, seed):  # type: ignore[no-untyped-def]
+def slow_codes(values, mechanism, limit, seed):  # type: ignore[no-untyped-def]
     """The encoder once more, one coordinate at a time, in Python's integers."""
     d, s, table = len(values), mechanism.levels, alias_table(mechanism.trials)
     source = seeded_rng(seed=seed)
@@ -28,12 +28,12 @@ def slow_codes(values, mechanism, clip, seed):  # type: ignore[no-untyped-def]
     source.fill(refinements, block=(d + 1) // 2)
     rest_bits = NOISE_BITS - table.index_bits
     for value, c, word, refinement in zip(
-        values, np.broadcast_to(clip, d), words.tolist(), refinements[::2].tolist(), strict=True
+        values, np.broadcast_to(limit, d), words.tolist(), refinements[::2].tolist(), strict=True
     ):
         x = min(max(float(value), -c), c)
         per_unit = s * 2.0**24 / c
         # One C: values times a common factor. One C_j each: division first. Both stay within the stated slack.
-        scaled = x * per_unit if np.ndim(clip) == 0 else x / c * (s * 2.0**24)
+        scaled = x * per_unit if np.ndim(limit) == 0 else x / c * (s * 2.0**24)
         whole, fraction = divmod(int(scaled + (s * 2.0**24 + 0.5)), 1 << ROUND_BITS)
         draw, noise = word % (1 << ROUND_BITS), word >> ROUND_BITS
         index, rest = noise >> rest_bits, noise % (1 << rest_bits)
@@ -49,20 +49,20 @@ def test_codes_equal_the_slow_model(levels: int, trials: int, dtype: type, per_c
     mechanism, d = Mechanism(levels=levels, trials=trials), 1501
     draws = np.random.default_rng(levels + trials)
     values = draws.normal(0, 0.001, d).astype(dtype)
-    clip = draws.uniform(0.0005, 0.003, d) if per_coordinate else 0.0015
-    codes = encode(values, mechanism, clip=clip, rng=seeded_rng(seed=5), clamp=True)
+    limit = draws.uniform(0.0005, 0.003, d) if per_coordinate else 0.0015
+    codes = encode(values, mechanism, range=limit, rng=seeded_rng(seed=5), clamp=True)
     assert codes.dtype == code_dtype(mechanism.code_count)
-    assert codes.tolist() == list(slow_codes(values, mechanism, clip, 5))
+    assert codes.tolist() == list(slow_codes(values, mechanism, limit, 5))
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
 def test_codes_depend_neither_on_threads_nor_on_slices(d: int) -> None:
     mechanism = Mechanism(levels=2, trials=251)
     values = np.random.default_rng(d).uniform(-1, 1, d)
-    alone = encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=1))
+    alone = encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1))
     for threads in (2, 3, 7):
-        assert np.array_equal(alone, encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=1), threads=threads))
-    encoding = Encoding(values, mechanism, clip=1.0, rng=seeded_rng(seed=1))
+        assert np.array_equal(alone, encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1), threads=threads))
+    encoding = Encoding(values, mechanism, range=1.0, rng=seeded_rng(seed=1))
     pieces = np.zeros(d, alone.dtype)
     cuts = sorted({0, min(2, d), d // 2 // 2 * 2, d})
     for start, stop in reversed(list(itertools.pairwise(cuts))):
@@ -72,18 +72,18 @@ def test_codes_depend_neither_on_threads_nor_on_slices(d: int) -> None:
 
 def test_a_source_gives_every_call_fresh_noise() -> None:
     mechanism, values, rng = Mechanism(levels=1, trials=1003), np.zeros(1001), seeded_rng(seed=1)
-    first, second = (encode(values, mechanism, clip=1.0, rng=rng) for _ in range(2))
+    first, second = (encode(values, mechanism, range=1.0, rng=rng) for _ in range(2))
     assert np.mean(first == second) < 0.1  # two draws of Bin(1003, 1/2) agree with probability 0.018
-    private = encode(values, mechanism, clip=1.0, rng=privacy_rng())
+    private = encode(values, mechanism, range=1.0, rng=privacy_rng())
     assert np.mean(first == private) < 0.1
 
 
 def test_a_tensor_is_read_in_place_and_gives_the_same_codes() -> None:
     mechanism = Mechanism(levels=2, trials=251)
     tensor = torch.linspace(-1, 1, 10_001)
-    expected = encode(tensor.numpy(), mechanism, clip=1.0, rng=seeded_rng(seed=1))
+    expected = encode(tensor.numpy(), mechanism, range=1.0, rng=seeded_rng(seed=1))
     for variant in (tensor, tensor.clone().requires_grad_(), torch.nn.Parameter(tensor)):
-        encoding = Encoding(variant, mechanism, clip=1.0, rng=seeded_rng(seed=1))
+        encoding = Encoding(variant, mechanism, range=1.0, rng=seeded_rng(seed=1))
         assert encoding.values.ctypes.data == variant.data_ptr()
         assert np.array_equal(encoding.codes(), expected)
 
@@ -92,18 +92,18 @@ def test_read_only_input_and_given_output_are_used_as_they_are() -> None:
     mechanism, values = Mechanism(levels=2, trials=251), np.linspace(-1, 1, 999)
     values.flags.writeable = False
     out = np.zeros(999, np.uint8)
-    assert encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=1), out=out) is out
-    assert np.array_equal(out, encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=1)))
+    assert encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1), out=out) is out
+    assert np.array_equal(out, encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1)))
     assert out.any()
 
 
 def test_extra_memory_does_not_grow_with_the_dimension() -> None:
     mechanism, extra = Mechanism(levels=52, trials=16279), []
     for d in (10**5, 4 * 10**6):
-        values, out, clip = np.zeros(d, np.float32), np.empty(d, np.uint16), np.ones(d)
-        encode(values[:10], mechanism, clip=clip[:10], rng=privacy_rng())
+        values, out, limit = np.zeros(d, np.float32), np.empty(d, np.uint16), np.ones(d)
+        encode(values[:10], mechanism, range=limit[:10], rng=privacy_rng())
         tracemalloc.start()
-        encode(values, mechanism, clip=clip, rng=privacy_rng(), out=out)
+        encode(values, mechanism, range=limit, rng=privacy_rng(), out=out)
         extra.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert max(extra) < 1 << 20
@@ -111,10 +111,10 @@ def test_extra_memory_does_not_grow_with_the_dimension() -> None:
 
 @given(st.integers(1, MAX_LEVELS), st.floats(1e-30, 1e30), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_the_ends_of_the_range_are_exact(levels: int, clip: float, vector: bool) -> None:
+def test_the_ends_of_the_range_are_exact(levels: int, limit: float, vector: bool) -> None:
     mechanism = Mechanism(levels=levels, trials=0)
-    ends = np.array([-clip, 0.0, clip])
-    codes = encode(ends, mechanism, clip=np.full(3, clip) if vector else clip, rng=privacy_rng())
+    ends = np.array([-limit, 0.0, limit])
+    codes = encode(ends, mechanism, range=np.full(3, limit) if vector else limit, rng=privacy_rng())
     assert codes.tolist() == [0, levels, 2 * levels]
 
 
@@ -122,7 +122,7 @@ def test_the_ends_of_the_range_are_exact(levels: int, clip: float, vector: bool)
 @settings(max_examples=200, deadline=None)
 def test_codes_stay_within_the_noise_around_the_value(levels: int, trials: int, values: list[float]) -> None:
     mechanism, x = Mechanism(levels=levels, trials=trials), np.array(values)
-    codes = encode(x, mechanism, clip=1.0, rng=privacy_rng()).astype(np.int64)
+    codes = encode(x, mechanism, range=1.0, rng=privacy_rng()).astype(np.int64)
     slack = 2.0**-24
     assert np.all(codes >= np.floor(levels * (x + 1) - slack))
     assert np.all(codes <= np.ceil(levels * (x + 1) + slack) + trials)
@@ -131,19 +131,19 @@ def test_codes_stay_within_the_noise_around_the_value(levels: int, trials: int, 
 
 def test_clamping_at_encode_is_clamping_before() -> None:
     mechanism, values = Mechanism(levels=5, trials=245), np.linspace(-3, 3, 5001).astype(np.float32)
-    clips = np.linspace(0.01, 2, 5001)
-    for clip in (0.1, clips):
-        at_once = encode(values, mechanism, clip=clip, rng=seeded_rng(seed=1), clamp=True)
-        before = encode(clamp(values, clip), mechanism, clip=clip, rng=seeded_rng(seed=1))
+    limits = np.linspace(0.01, 2, 5001)
+    for limit in (0.1, limits):
+        at_once = encode(values, mechanism, range=limit, rng=seeded_rng(seed=1), clamp=True)
+        before = encode(clamp(values, limit), mechanism, range=limit, rng=seeded_rng(seed=1))
         # The float32 just below C may round to C on the 2^-24 grid or next to it: one rounding draw in 2^23 differs.
         assert np.array_equal(at_once, before)
 
 
-def test_a_float32_clamped_at_the_nearest_float32_of_the_clip_is_in_range() -> None:
+def test_a_float32_clamped_at_the_nearest_float32_of_the_range_is_in_range() -> None:
     assert float(np.float32(0.1)) > 0.1
     ends = np.array([-0.1, 0.1], dtype=np.float32)
-    for clip in (0.1, np.full(2, 0.1)):
-        assert encode(ends, Mechanism(levels=3, trials=0), clip=clip, rng=privacy_rng()).tolist() == [0, 6]
+    for limit in (0.1, np.full(2, 0.1)):
+        assert encode(ends, Mechanism(levels=3, trials=0), range=limit, rng=privacy_rng()).tolist() == [0, 6]
 
 
 @pytest.mark.parametrize("at", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 4])
@@ -153,21 +153,21 @@ def test_a_float32_clamped_at_the_nearest_float32_of_the_clip_is_in_range() -> N
 def test_nan_and_infinity_are_refused_even_with_the_clamp(at: int, bad: float, clamped: bool, dtype: type) -> None:
     values = np.zeros(2 * CHUNK + 5, dtype)
     values[at] = bad
-    for clip in (1.0, np.ones(values.size)):
+    for limit in (1.0, np.ones(values.size)):
         with pytest.raises(NonFiniteInput, match=rf"values\[{at}\] is"):
-            encode(values, Mechanism(levels=2, trials=251), clip=clip, rng=privacy_rng(), clamp=clamped, threads=2)
+            encode(values, Mechanism(levels=2, trials=251), range=limit, rng=privacy_rng(), clamp=clamped, threads=2)
 
 
 @pytest.mark.parametrize("at", [0, CHUNK, CHUNK + 4])
 @pytest.mark.parametrize("beyond", [1.0000001, -1.0000001, 1e300, -1e300])
-def test_values_beyond_the_clip_are_refused_unless_clamped(at: int, beyond: float) -> None:
+def test_values_beyond_the_range_are_refused_unless_clamped(at: int, beyond: float) -> None:
     values = np.zeros(CHUNK + 5)
     values[at] = beyond
     mechanism = Mechanism(levels=2, trials=0)
-    for clip in (1.0, np.ones(values.size)):
+    for limit in (1.0, np.ones(values.size)):
         with pytest.raises(OutOfRange, match=rf"values\[{at}\].*clamp=True"):
-            encode(values, mechanism, clip=clip, rng=privacy_rng())
-        codes = encode(values, mechanism, clip=clip, rng=privacy_rng(), clamp=True)
+            encode(values, mechanism, range=limit, rng=privacy_rng())
+        codes = encode(values, mechanism, range=limit, rng=privacy_rng(), clamp=True)
         assert codes[at] == (4 if beyond > 0 else 0)
 
 
@@ -175,13 +175,13 @@ def test_a_refused_vector_leaves_no_code_without_noise_behind() -> None:
     values, out = np.full(1000, 0.5), np.full(1000, 77, np.uint8)
     values[999] = np.nan
     with pytest.raises(NonFiniteInput):
-        encode(values, Mechanism(levels=2, trials=251), clip=1.0, rng=privacy_rng(), out=out)
+        encode(values, Mechanism(levels=2, trials=251), range=1.0, rng=privacy_rng(), out=out)
     assert not out.any()
 
 
-def test_only_the_coordinate_beyond_its_own_clip_is_named() -> None:
-    with pytest.raises(OutOfRange, match=r"values\[1\] is 0\.5, beyond the clip 0\.25"):
-        encode(np.array([0.5, 0.5]), Mechanism(levels=2, trials=2), clip=np.array([1.0, 0.25]), rng=privacy_rng())
+def test_only_the_coordinate_beyond_its_own_range_is_named() -> None:
+    with pytest.raises(OutOfRange, match=r"values\[1\] is 0\.5, beyond the range 0\.25"):
+        encode(np.array([0.5, 0.5]), Mechanism(levels=2, trials=2), range=np.array([1.0, 0.25]), rng=privacy_rng())
 
 
 @pytest.mark.parametrize(
@@ -203,26 +203,25 @@ def test_only_the_coordinate_beyond_its_own_clip_is_named() -> None:
 )
 def test_what_cannot_be_read_in_place_is_refused(values: object, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=reason):
-        encode(values, Mechanism(levels=2, trials=251), clip=1.0, rng=privacy_rng())
+        encode(values, Mechanism(levels=2, trials=251), range=1.0, rng=privacy_rng())
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"clip": 0.0}, "clip"),
-        ({"clip": float("nan")}, "clip"),
-        ({"clip": -1.0}, "clip"),
-        ({"clip": 1e-300}, "2\\^-900"),
-        ({"clip": 1e300}, "2\\^900"),
-        ({"clip": np.ones(4)}, "one entry a coordinate"),
-        ({"clip": np.array([1.0, 1.0, 0.0, 1.0, 1.0])}, "positive"),
-        ({"clip": np.array([1.0, np.nan, 1.0, 1.0, 1.0])}, "positive"),
-        ({"clip": 1.0, "threads": 0}, "threads"),
-        ({"clip": 1.0, "q": 0.3}, "Remark 1"),
-        ({"clip": 1.0, "out": np.zeros(4, np.uint8)}, "out"),
-        ({"clip": 1.0, "out": np.zeros(5, np.uint16)}, "out"),
-        ({"clip": 1.0, "out": np.zeros(10, np.uint8)[::2]}, "contiguous"),
-        ({"clip": 1.0, "out": np.frombuffer(bytes(5), np.uint8)}, "writeable"),
+        ({"range": 0.0}, "range"),
+        ({"range": float("nan")}, "range"),
+        ({"range": -1.0}, "range"),
+        ({"range": 1e-300}, "2\\^-900"),
+        ({"range": 1e300}, "2\\^900"),
+        ({"range": np.ones(4)}, "one entry per coordinate"),
+        ({"range": np.array([1.0, 1.0, 0.0, 1.0, 1.0])}, "positive"),
+        ({"range": np.array([1.0, np.nan, 1.0, 1.0, 1.0])}, "positive"),
+        ({"range": 1.0, "threads": 0}, "threads"),
+        ({"range": 1.0, "out": np.zeros(4, np.uint8)}, "out"),
+        ({"range": 1.0, "out": np.zeros(5, np.uint16)}, "out"),
+        ({"range": 1.0, "out": np.zeros(10, np.uint8)[::2]}, "contiguous"),
+        ({"range": 1.0, "out": np.frombuffer(bytes(5), np.uint8)}, "writeable"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict, reason: str) -> None:
@@ -232,14 +231,14 @@ def test_bad_arguments_are_refused(options: dict, reason: str) -> None:
 
 def test_noise_must_be_asked_for_by_name() -> None:
     with pytest.raises(TypeError, match="rng"):
-        encode(np.zeros(5), Mechanism(levels=2, trials=251), clip=1.0)  # type: ignore[call-arg]
+        encode(np.zeros(5), Mechanism(levels=2, trials=251), range=1.0)  # type: ignore[call-arg]
 
 
 def test_decode_by_hand() -> None:
     mechanism = Mechanism(levels=2, trials=5)  # centre 4.5, step C/2
     codes = np.array([0, 4, 5, 9], np.uint8)
-    assert decode(codes, mechanism, clip=1.0).tolist() == [-2.25, -0.25, 0.25, 2.25]
-    assert decode(codes, mechanism, clip=np.array([1.0, 2.0, 4.0, 2.0])).tolist() == [-2.25, -0.5, 1.0, 4.5]
+    assert decode(codes, mechanism, range=1.0).tolist() == [-2.25, -0.25, 0.25, 2.25]
+    assert decode(codes, mechanism, range=np.array([1.0, 2.0, 4.0, 2.0])).tolist() == [-2.25, -0.5, 1.0, 4.5]
 
 
 @given(st.integers(1, 50), st.integers(0, 300), st.integers(1, 9))
@@ -248,9 +247,9 @@ def test_decoding_a_sum_is_summing_the_decoded(levels: int, trials: int, count: 
     mechanism = Mechanism(levels=levels, trials=trials)
     draws = np.random.default_rng(trials)
     codes = draws.integers(0, mechanism.code_count, (count, 17)).astype(code_dtype(mechanism.code_count))
-    for clip in (0.37, draws.uniform(0.1, 2, 17)):
-        separate = sum(decode(row, mechanism, clip=clip) for row in codes)
-        together = decode(codes.sum(axis=0, dtype=np.int64), mechanism, clip=clip, count=count)
+    for limit in (0.37, draws.uniform(0.1, 2, 17)):
+        separate = sum(decode(row, mechanism, range=limit) for row in codes)
+        together = decode(codes.sum(axis=0, dtype=np.int64), mechanism, range=limit, count=count)
         np.testing.assert_allclose(together, separate, rtol=1e-12, atol=1e-10)
 
 
@@ -259,4 +258,4 @@ def test_decoding_a_sum_is_summing_the_decoded(levels: int, trials: int, count: 
 )
 def test_decode_refuses_what_is_no_code(codes: np.ndarray) -> None:
     with pytest.raises(InvalidParameter, match="codes must be"):
-        decode(codes, Mechanism(levels=2, trials=251), clip=1.0)
+        decode(codes, Mechanism(levels=2, trials=251), range=1.0)

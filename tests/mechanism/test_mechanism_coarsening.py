@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.mechanism import coarse_error, properties
-from bqsgd.mechanism.bq import Encoding, decode, encode
-from bqsgd.mechanism.coarsen import rounding_table
+from bqsgd.mechanism import coarsening, properties
+from bqsgd.mechanism.coarsening import rounding_table
+from bqsgd.mechanism.encoder import Encoding, decode, encode
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Coarsening, Mechanism
 
@@ -54,10 +54,10 @@ def test_law_bias_and_errors_by_enumeration(parameters: tuple[int, int, int, int
     value = [step * (k - Fraction(parameters[2] - 1, 2)) for k in range(parameters[2])]
     laws = {r: law_by_hand(*parameters, r) for r in range(-s, s + 1)}
     for r, law in laws.items():
-        assert coarse_error.position_law(mechanism, r) == pytest.approx([float(p) for p in law], abs=1e-9)
+        assert coarsening.position_law(mechanism, r) == pytest.approx([float(p) for p in law], abs=1e-9)
         bias = sum(p * v for p, v in zip(law, value, strict=True)) - r
-        assert coarse_error.saturation_bias(mechanism, r) == pytest.approx(float(bias) / s, abs=1e-8)
-        assert abs(bias) / s <= coarse_error.saturation_bias(mechanism) + 1e-8
+        assert coarsening.saturation_bias(mechanism, r) == pytest.approx(float(bias) / s, abs=1e-8)
+        assert abs(bias) / s <= coarsening.saturation_bias(mechanism) + 1e-8
 
     def squared_error(x: Fraction) -> float:
         low = min(x.numerator // x.denominator, s - 1)
@@ -73,17 +73,17 @@ def test_law_bias_and_errors_by_enumeration(parameters: tuple[int, int, int, int
     simpson = (grid[0] + grid[-1] + 4 * sum(grid[1::2]) + 2 * sum(grid[2:-1:2])) / (3 * (len(grid) - 1))
     assert properties.noise_variance(mechanism) == pytest.approx(simpson, rel=1e-6)  # quadratic between positions
     at_zero = sum(p * v**2 for p, v in zip(laws[0], value, strict=True))
-    assert coarse_error.variance_at_zero(mechanism) == pytest.approx(float(at_zero), abs=1e-7)
+    assert coarsening.variance_at_zero(mechanism) == pytest.approx(float(at_zero), abs=1e-7)
 
 
 @pytest.mark.parametrize(("levels", "trials"), [(1, 4), (10, 189), (3, 64)])
 def test_without_coarsening_the_figures_are_those_of_proposition_1(levels: int, trials: int) -> None:
     mechanism = Mechanism(levels=levels, trials=trials)
-    assert coarse_error.mean_squared_error(mechanism) == pytest.approx(properties.noise_variance(mechanism))
-    assert coarse_error.worst_squared_error(mechanism) == pytest.approx(properties.worst_case_variance(mechanism))
-    assert coarse_error.noise_to_signal(mechanism) == pytest.approx(properties.worst_case_variance(mechanism))
-    assert coarse_error.saturation_bias(mechanism) == pytest.approx(0, abs=1e-12)
-    assert coarse_error.variance_at_zero(mechanism) == trials / 4
+    assert coarsening.mean_squared_error(mechanism) == pytest.approx(properties.noise_variance(mechanism))
+    assert coarsening.worst_squared_error(mechanism) == pytest.approx(properties.worst_case_variance(mechanism))
+    assert coarsening.noise_to_signal(mechanism) == pytest.approx(properties.worst_case_variance(mechanism))
+    assert coarsening.saturation_bias(mechanism) == pytest.approx(0, abs=1e-12)
+    assert coarsening.variance_at_zero(mechanism) == trials / 4
 
 
 @pytest.mark.parametrize("parameters", MECHANISMS)
@@ -91,25 +91,25 @@ def test_without_coarsening_the_figures_are_those_of_proposition_1(levels: int, 
 def test_samples_follow_the_law_and_the_bias(parameters: tuple[int, int, int, int], position: int | str) -> None:
     mechanism = coarse(*parameters)
     r = mechanism.levels if position == "last" else int(position)
-    codes = encode(np.full(SAMPLES, r / mechanism.levels), mechanism, clip=1.0, rng=seeded_rng(seed=r + 100))
-    expected = coarse_error.position_law(mechanism, r) * SAMPLES
+    codes = encode(np.full(SAMPLES, r / mechanism.levels), mechanism, range=1.0, rng=seeded_rng(seed=r + 100))
+    expected = coarsening.position_law(mechanism, r) * SAMPLES
     seen, often = np.bincount(codes, minlength=mechanism.code_count), expected >= 20
     cells = [np.append(c[often], c[~often].sum()) for c in (seen, expected)]
     cells = [c if cells[1][-1] >= 1 else c[:-1] for c in cells]
     assert stats.chisquare(cells[0], cells[1] * cells[0].sum() / cells[1].sum()).pvalue > 1e-9
-    values = decode(codes, mechanism, clip=1.0)
+    values = decode(codes, mechanism, range=1.0)
     tolerance = 6.1 * values.std() / np.sqrt(SAMPLES)
     measured = values.mean() - r / mechanism.levels
-    assert measured == pytest.approx(coarse_error.saturation_bias(mechanism, r), abs=tolerance)
-    assert abs(measured) <= coarse_error.saturation_bias(mechanism) + tolerance
+    assert measured == pytest.approx(coarsening.saturation_bias(mechanism, r), abs=tolerance)
+    assert abs(measured) <= coarsening.saturation_bias(mechanism) + tolerance
 
 
 def test_a_window_over_all_codes_leaves_every_input_unbiased() -> None:
     mechanism = coarse(4, 40, 7, 48)
-    assert coarse_error.saturation_bias(mechanism) < 1e-9
+    assert coarsening.saturation_bias(mechanism) < 1e-9
     values = np.linspace(-1, 1, 9)
-    codes = encode(np.repeat(values, SAMPLES // 9), mechanism, clip=1.0, rng=seeded_rng(seed=8))
-    found = decode(codes, mechanism, clip=1.0).reshape(9, -1)
+    codes = encode(np.repeat(values, SAMPLES // 9), mechanism, range=1.0, rng=seeded_rng(seed=8))
+    found = decode(codes, mechanism, range=1.0).reshape(9, -1)
     assert np.all(np.abs(found.mean(axis=1) - values) < 6.1 * found.std(axis=1) / np.sqrt(SAMPLES // 9))
 
 
@@ -117,10 +117,10 @@ def test_a_window_over_all_codes_leaves_every_input_unbiased() -> None:
 @pytest.mark.parametrize("d", [1, 2, 7, 16_385, 50_003])
 def test_codes_depend_neither_on_threads_nor_on_slices(parameters: tuple[int, int, int, int], d: int) -> None:
     mechanism, values = coarse(*parameters), np.random.default_rng(d).uniform(-1, 1, d)
-    codes = encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=5))
+    codes = encode(values, mechanism, range=1.0, rng=seeded_rng(seed=5))
     assert codes.dtype == np.uint8
-    assert np.array_equal(codes, encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=5), threads=3))
-    encoding, pieces = Encoding(values, mechanism, clip=1.0, rng=seeded_rng(seed=5)), np.zeros_like(codes)
+    assert np.array_equal(codes, encode(values, mechanism, range=1.0, rng=seeded_rng(seed=5), threads=3))
+    encoding, pieces = Encoding(values, mechanism, range=1.0, rng=seeded_rng(seed=5)), np.zeros_like(codes)
     starts = [0, *range(2, d, 4998)]  # even, but not on a whole block of draws
     for start, stop in reversed(list(zip(starts, [*starts[1:], d], strict=True))):
         encoding.write(start, stop, pieces[start:stop])
@@ -129,8 +129,8 @@ def test_codes_depend_neither_on_threads_nor_on_slices(parameters: tuple[int, in
 
 def test_the_rounding_is_that_of_the_fine_codes_of_the_same_noise() -> None:
     mechanism, values = coarse(10, 189, 16, 45), np.random.default_rng(1).uniform(-1, 1, 9999)
-    fine = encode(values, mechanism.fine, clip=1.0, rng=seeded_rng(seed=2))
-    codes = encode(values, mechanism, clip=1.0, rng=seeded_rng(seed=2))
+    fine = encode(values, mechanism.fine, range=1.0, rng=seeded_rng(seed=2))
+    codes = encode(values, mechanism, range=1.0, rng=seeded_rng(seed=2))
     place = rounding_table(mechanism)[fine] / 2**32
     assert np.all((codes == np.floor(place)) | (codes == np.ceil(place)))
 
@@ -138,14 +138,14 @@ def test_the_rounding_is_that_of_the_fine_codes_of_the_same_noise() -> None:
 def test_the_draws_are_fresh_and_independent_of_the_noise() -> None:
     mechanism, rng = coarse(1, 7, 2, 1), seeded_rng(seed=3)
     values = np.zeros(SAMPLES)
-    first, second = (encode(values, mechanism, clip=1.0, rng=rng).astype(float) - 0.5 for _ in range(2))
-    fine = encode(values, mechanism.fine, clip=1.0, rng=seeded_rng(seed=3)).astype(float) - 4.5
+    first, second = (encode(values, mechanism, range=1.0, rng=rng).astype(float) - 0.5 for _ in range(2))
+    fine = encode(values, mechanism.fine, range=1.0, rng=seeded_rng(seed=3)).astype(float) - 4.5
     assert abs(np.mean(first * second)) < 6.1 * 0.25 / np.sqrt(SAMPLES)
     middle = np.abs(fine) < 0.6  # both sides of an odd window's middle: the point is the sign of the noise
     assert np.array_equal(first[middle] > 0, fine[middle] > 0)
     even = coarse(1, 8, 2, 2)
-    noise = encode(values, even.fine, clip=1.0, rng=seeded_rng(seed=3))
-    drawn = encode(values, even, clip=1.0, rng=seeded_rng(seed=3))[noise == 5].astype(float) - 0.5
+    noise = encode(values, even.fine, range=1.0, rng=seeded_rng(seed=3))
+    drawn = encode(values, even, range=1.0, rng=seeded_rng(seed=3))[noise == 5].astype(float) - 0.5
     assert abs(drawn.mean()) < 6.1 * 0.5 / np.sqrt(drawn.size)
     assert abs(np.mean(drawn[1:] * drawn[:-1])) < 6.1 * 0.25 / np.sqrt(drawn.size)
 
@@ -156,7 +156,7 @@ def test_a_refused_vector_leaves_no_code_without_noise_behind(bad: float) -> Non
     values[17_000] = bad
     out = np.full(values.size, 9, dtype=np.uint8)
     with pytest.raises(BqsgdError):
-        encode(values, mechanism, clip=1.0, rng=privacy_rng(), out=out)
+        encode(values, mechanism, range=1.0, rng=privacy_rng(), out=out)
     assert not out[1 << 14 :].any()
     assert np.unique(out[: 1 << 14]).size > 4
 
@@ -165,20 +165,20 @@ def test_a_refused_vector_leaves_no_code_without_noise_behind(bad: float) -> Non
 @given(coarsenings)
 def test_decode_is_linear_around_the_middle_point(parameters: tuple[int, int, int, int]) -> None:
     mechanism = coarse(*parameters)
-    values = decode(np.arange(mechanism.code_count), mechanism, clip=2.0)
+    values = decode(np.arange(mechanism.code_count), mechanism, range=2.0)
     assert values == pytest.approx(-values[::-1])
     assert values[-1] == pytest.approx(2.0 * mechanism.reach)
     assert values[-1] == pytest.approx(parameters[3] / 2 * 2.0 / parameters[0])
-    per_coordinate = decode(np.arange(mechanism.code_count), mechanism, clip=np.full(mechanism.code_count, 2.0))
+    per_coordinate = decode(np.arange(mechanism.code_count), mechanism, range=np.full(mechanism.code_count, 2.0))
     assert values == pytest.approx(per_coordinate)
 
 
 def test_what_does_not_apply_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="before coarsening"):
-        properties.noise_density(0.0, coarse(1, 7, 2, 3), clip=1.0)
+        properties.noise_density(0.0, coarse(1, 7, 2, 3), range=1.0)
     with pytest.raises(InvalidParameter, match="q must be 1/2"):
         properties.noise_variance(coarse(1, 7, 2, 3), q=0.4)
     with pytest.raises(InvalidParameter, match="no coarsening"):
         rounding_table(Mechanism(levels=1, trials=7))
     with pytest.raises(InvalidParameter, match="position"):
-        coarse_error.saturation_bias(coarse(1, 7, 2, 3), 2)
+        coarsening.saturation_bias(coarse(1, 7, 2, 3), 2)

@@ -1,0 +1,246 @@
+"""Binomial quantisation: values in [-C, C] become unsigned integer codes, and codes become unbiased values.
+
+Each coordinate takes one 64-bit keystream word: its low 24 bits decide the stochastic rounding, its high 40 bits pick
+the binomial value. The word of coordinate j has a fixed position in the call's keystream, so the codes depend neither
+on the chunks nor on the number of threads. Where codes are coarsened (`coarsening`), 32 more bits per coordinate
+follow. `quantise` is the rounding alone (plain QSGD): compression without noise, and without privacy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import InvalidParameter, OutOfRange
+from bqsgd.mechanism import _kernels, coarsening
+from bqsgd.mechanism.ranges import Vector, as_vector, check_finite
+from bqsgd.noise import NoiseSource, alias_table
+from bqsgd.params import Codes, Mechanism, Range, check_int, check_range, code_dtype
+
+CHUNK = 1 << 14
+"""Coordinates per kernel call: values, keystream and codes of one chunk stay in the second-level cache."""
+MAX_THREADS = 256
+
+
+@lru_cache(maxsize=64)
+def _packed_table(trials: int) -> npt.NDArray[np.uint64]:
+    table = alias_table(trials)
+    return (table.threshold << np.uint64(_kernels.ALIAS_BITS)) | table.alias.astype(np.uint64)
+
+
+class Encoding:
+    """One vector being encoded: its checked parameters and its own part of the keystream.
+
+    Any slice can be written on its own, by any thread, in any order. Write each slice once and drop the object: the
+    same slice written again after its values changed would use its noise twice.
+    """
+
+    def __init__(
+        self, values: Any, mechanism: Mechanism, *, range: Range, rng: NoiseSource, clamp: bool = False
+    ) -> None:
+        self.values: Vector = as_vector(values)
+        self.mechanism = mechanism
+        self.dimension = self.values.size
+        self.dtype = code_dtype(mechanism.code_count)
+        self.range = check_range(range, self.dimension)
+        if not 2.0**-900 < np.min(self.range) <= np.max(self.range) < 2.0**900:
+            raise InvalidParameter("range must lie between 2^-900 and 2^900, for the steps to be representable")
+        # A float32 that is C rounded up counts as C (the kernel cuts it to C): clamping in float32 is then enough.
+        self._slack = 1.0 + 2.0**-24 if self.values.dtype == np.float32 else 1.0
+        self._least_limit = sys.float_info.max if clamp else 0.0
+        self._rng = rng
+        words = (self.dimension + 1) // 2  # two words per block, then one refinement block per coordinate
+        coarse = coarsening.draw_blocks(self.dimension) if mechanism.coarsening is not None else 0
+        self._first_word = rng.reserve(words + self.dimension + coarse)
+        self._first_refinement = self._first_word + words
+        self._first_draw = self._first_refinement + self.dimension
+
+    def write(self, start: int, stop: int, out: Codes) -> None:
+        """Write the codes of coordinates [start, stop) into `out`; `start` is even.
+
+        Raises:
+            NonFiniteInput, OutOfRange: see `encode`; `out` then holds no code that lacks its noise.
+        """
+        if start % 2 or not 0 <= start <= stop <= self.dimension:
+            raise InvalidParameter(
+                f"a slice must start at an even coordinate within 0 to {self.dimension}, got {start}:{stop}"
+            )
+        table, packed = alias_table(self.mechanism.trials), _packed_table(self.mechanism.trials)
+        index_bits, first = np.uint64(table.index_bits), np.uint64(table.first)
+        levels = float(self.mechanism.levels)
+        keystream = self._rng.keystream(self._first_word + start // 2)
+        scratch = np.empty(min(CHUNK, stop - start), dtype=np.uint64)
+        rounding_to_points = self._rounding_to_points(start)
+        for a in range(start, stop, CHUNK):
+            b = min(a + CHUNK, stop)
+            words, sent = scratch[: b - a], out[a - start : b - start]
+            codes = sent if rounding_to_points is None else rounding_to_points.room(b - a)
+            keystream.fill(words)
+            if isinstance(self.range, float):
+                rounding = _kernels.round_scalar
+                bound: Any = self.range
+            else:
+                rounding, bound = _kernels.round_vector, self.range[a:b]
+            if rounding(self.values[a:b], bound, levels, self._slack, self._least_limit, words, codes):
+                codes[:] = sent[:] = 0  # rounded, but without noise yet: leave none of it behind
+                self._refuse(a, b)
+            if _kernels.add_noise(words, packed, index_bits, first, codes):
+                _kernels.resolve_ties(words, table, codes, refinement=partial(self._refinement, a))
+            if rounding_to_points is not None:
+                rounding_to_points.write(codes, sent)
+
+    def codes(self, *, threads: int = 1, out: Codes | None = None) -> Codes:
+        """All codes, in `out` if given; the values are read once and the noise is used once."""
+        codes = np.empty(self.dimension, dtype=self.dtype) if out is None else out
+        if codes.shape != (self.dimension,) or codes.dtype != self.dtype:
+            raise InvalidParameter(
+                f"out must be {self.dimension} codes of {self.dtype}, got shape {codes.shape} of {codes.dtype}"
+            )
+        if not (codes.flags.c_contiguous and codes.flags.aligned and codes.flags.writeable):
+            raise InvalidParameter("out must be contiguous, aligned and writeable")
+        for_slices(self.dimension, CHUNK, threads, lambda a, b: self.write(a, b, codes[a:b]))
+        return codes
+
+    def _rounding_to_points(self, start: int) -> coarsening.PointRounding | None:
+        if self.mechanism.coarsening is None:
+            return None
+        return coarsening.PointRounding(self.mechanism, self._rng, first_block=self._first_draw, start=start)
+
+    def _refinement(self, start: int, offset: int) -> int:
+        word = np.empty(1, dtype=np.uint64)
+        self._rng.fill(word, block=self._first_refinement + start + offset)
+        return int(word[0])
+
+    def _refuse(self, a: int, b: int) -> None:
+        check_finite(self.values[:b])  # whole prefix, so that the message names the coordinate of the vector
+        bound = np.broadcast_to(self.range, self.dimension)[a:b]
+        j = a + int(np.argmax(np.abs(self.values[a:b].astype(np.float64)) > bound * self._slack))
+        limit = self.range if isinstance(self.range, float) else self.range[j]
+        raise OutOfRange(f"values[{j}] is {self.values[j]}, beyond the range {limit}: clip first, or pass clamp=True")
+
+
+def encode(
+    values: Any,
+    mechanism: Mechanism,
+    *,
+    range: Range,
+    rng: NoiseSource,
+    clamp: bool = False,
+    threads: int = 1,
+    out: Codes | None = None,
+) -> Codes:
+    """Codes s + sigma*rho + o in {0, ..., 2s + m} (paper Eqs. 8 to 12, shifted by s so that they start at 0).
+
+    sigma*rho is x s / C rounded up or down at random without bias, o ~ Bin(m, 1/2); extra memory does not grow with
+    the dimension. With a coarsening each code is then rounded to one of its points, and the index of the point is sent.
+    Codes made with a seeded `rng` carry no privacy claim: keep `rng.seeded` beside them (frames do).
+
+    Args:
+        values: flat contiguous float32 or float64 NumPy array or CPU tensor; read in place.
+        range: C, or one C_j per coordinate.
+        clamp: cut values beyond +-C to +-C instead of refusing them.
+        threads: how many cores to use; the codes do not depend on it.
+        out: array to write the codes into, of the dtype `code_dtype(mechanism.code_count)`.
+
+    Raises:
+        NonFiniteInput: a value is NaN or infinite, clamp or not.
+        OutOfRange: a value lies beyond +-C and `clamp` is not set.
+        InvalidParameter: any other argument that does not fit.
+    """
+    return Encoding(values, mechanism, range=range, rng=rng, clamp=clamp).codes(threads=threads, out=out)
+
+
+def decode(
+    codes: npt.NDArray[np.integer], mechanism: Mechanism, *, range: Range, count: int = 1
+) -> npt.NDArray[np.float64]:
+    """Values (C/s) (code - s - m/2) (paper Eq. 12), or their sum from `count` summed codes.
+
+    Coarse codes stand for (C/s) step (code - centre). Unbiased, except near the window's edges
+    where codes are coarsened (`coarsening.saturation_bias`).
+
+    >>> decode(np.array([4, 5, 6], dtype=np.uint8), Mechanism(levels=2, trials=6), range=1.0).tolist()
+    [-0.5, 0.0, 0.5]
+
+    Raises:
+        InvalidParameter: not a flat integer array, or a code (sum) outside {0, ..., count (code_count - 1)}.
+    """
+    check_int("count", count, 1, 2**31)
+    if codes.ndim != 1 or codes.dtype.kind not in "iu":
+        raise InvalidParameter(f"codes must be 1-D integers, got {codes.ndim}-D of {codes.dtype}")
+    range = check_range(range, codes.size)
+    if codes.size and not (codes.min() >= 0 and codes.max() <= count * (mechanism.code_count - 1)):
+        raise InvalidParameter(f"codes must be from 0 to {count * (mechanism.code_count - 1)}")
+    values, centre = np.empty(codes.size), count * mechanism.centre
+    if isinstance(range, float):
+        _kernels.decode_scalar(codes, range / mechanism.levels * mechanism.step, centre, values)
+    else:
+        _kernels.decode_vector(codes, range, 1 / mechanism.levels * mechanism.step, centre, values)
+    return values
+
+
+def add_decoded(
+    total: npt.NDArray[np.float64], codes: Codes, mechanism: Mechanism, *, range: Range, weight: float
+) -> None:
+    """Add weight times the decoded values to `total`, in place and without an array of them.
+
+    The codes were checked by whoever read them (`codec`), and are as many as `total` has coordinates.
+    """
+    range = check_range(range, total.size)
+    if isinstance(range, float):
+        _kernels.accumulate_scalar(codes, weight * range / mechanism.levels * mechanism.step, mechanism.centre, total)
+    else:
+        _kernels.accumulate_vector(codes, range, weight / mechanism.levels * mechanism.step, mechanism.centre, total)
+
+
+def for_slices(dimension: int, step: int, threads: int, work: Callable[[int, int], None]) -> None:
+    """Call work(start, stop) so that [0, dimension) is covered once: one slice per thread, cut at multiples of `step`.
+
+    The first error, in the order of the slices, is raised after all slices have ended.
+    """
+    check_int("threads", threads, 1, MAX_THREADS)
+    share = -(-dimension // (threads * step)) * step
+    starts = range(0, dimension, share)
+    if len(starts) == 1:
+        work(0, dimension)
+        return
+    with ThreadPoolExecutor(max_workers=len(starts)) as pool:
+        pending = [pool.submit(work, start, min(start + share, dimension)) for start in starts]
+    for slice_done in pending:
+        slice_done.result()
+
+
+def levels_of_bits(bits: int) -> int:
+    """Levels of the b-bit form, s = 2^(b-1) - 1: one bit of sign, b - 1 of magnitude.
+
+    >>> levels_of_bits(8)
+    127
+    """
+    return (1 << (check_int("bits", bits, 2, 21) - 1)) - 1
+
+
+def quantise(
+    values: Any, levels: int, *, range: Range, rng: NoiseSource, clamp: bool = False, threads: int = 1
+) -> npt.NDArray[np.int32]:
+    """The signed integers sigma*rho in {-s, ..., s} of paper Eqs. 8 and 9: x s / C, rounded at random without bias.
+
+    This is the BQ encoder with no trials, minus its shift by s; see `encode` for arguments and errors.
+    """
+    codes = encode(values, Mechanism(levels=levels, trials=0), range=range, rng=rng, clamp=clamp, threads=threads)
+    signed = codes.astype(np.int32)
+    signed -= levels
+    return signed
+
+
+def dequantise(integers: npt.NDArray[np.integer], levels: int, *, range: Range) -> npt.NDArray[np.float64]:
+    """The quantised values (C/s) sigma*rho of paper Eq. 10.
+
+    >>> dequantise(np.array([-4, 0, 1]), 4, range=2.0).tolist()
+    [-2.0, 0.0, 0.5]
+    """
+    return decode(integers + levels, Mechanism(levels=levels, trials=0), range=range)
