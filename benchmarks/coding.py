@@ -23,8 +23,8 @@ import zstandard
 
 from bqsgd.params import Mechanism
 from bqsgd.wire import entropy
+from bqsgd.wire.entropy import best_binning, histogram, write_counts
 from bqsgd.wire.fixed import Codes, FixedWidth
-from bqsgd.wire.histogram import best_split, histogram, write_counts
 
 CASES = [(1, 251), (2, 251), (52, 16279), (8, 4079), (4, 60), (1024, 1 << 20), (127, 0), (7, 0), (1, 0)]
 DIMENSIONS = [61_706, 2_000_000]
@@ -113,7 +113,7 @@ def measure(mechanism: Mechanism, dimension: int, rng: np.random.Generator) -> d
             assert np.array_equal(found, codes), name
             best[name] = [min(best[name][0], middle - start), min(best[name][1], stop - middle)]
             size[name] = len(data)
-    table = write_counts(best_split(histogram(codes, mechanism.code_count), entropy.MAX_BINS).counts)
+    table = write_counts(best_binning(histogram(codes, mechanism.code_count), entropy.MAX_BINS).counts)
     mode = entropy.Mode(entropy.encode(codes, mechanism)[0]).name.lower()
     return {
         "levels": mechanism.levels,

@@ -25,9 +25,9 @@ import numpy as np
 from bqsgd.codec import encode_frame
 from bqsgd.noise import privacy_rng
 from bqsgd.params import Mechanism
-from bqsgd.training.broadcast import read_broadcast
 from bqsgd.training.config import Config
 from bqsgd.training.server import Server
+from bqsgd.wire.model_message import read_model
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 CLIENTS = {60_000: (4, 16, 64), 4_000_000: (4, 16), 60_000_000: (4,)}
@@ -65,7 +65,7 @@ def one_round(dimension: int, clients: int, values: np.ndarray) -> dict[str, flo
         model=np.zeros(dimension, np.float32), weights=dict.fromkeys(range(clients), 1.0), config=settings(clients)
     )
     write, message = timed(server.open_round)
-    read, _ = timed(lambda: read_broadcast(message, dimension=dimension))
+    read, _ = timed(lambda: read_model(message, dimension=dimension))
     encode = receive = float("inf")
     received = 0.0
     frame = bytearray()

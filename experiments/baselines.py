@@ -19,10 +19,10 @@ from bqsgd.engines.session import Session
 from bqsgd.persample import L2, BatchMean, clipped_gradients
 from bqsgd.release import Scheme
 from bqsgd.training.batches import draw_batch
-from bqsgd.training.broadcast import read_broadcast, write_broadcast
 from bqsgd.training.optimisers import schedule
 from bqsgd.training.seeds import Purpose, derive
 from bqsgd.training.vector import load_vector
+from bqsgd.wire.model_message import read_model, write_model
 
 NO_CLIP = BatchMean(1e6)
 
@@ -84,9 +84,9 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
                     seed = derive(int(config.seed or 0), Purpose.NOISE, client=client.client, round=round)
                     noise = np.random.default_rng(seed).standard_normal(mean.size, dtype=np.float32)
                     mean = mean + np.float32(deviation) * noise
-                message = write_broadcast(mean, round=round)
+                message = write_model(mean, round=round)
                 sent, frames = sent + len(message), frames + 1
-                total += read_broadcast(message, dimension=mean.size).model / len(session.engine.clients)
+                total += read_model(message, dimension=mean.size).model / len(session.engine.clients)
             rate = config.learning_rate * schedule(config.schedule, round=round, rounds=config.rounds)
             state, step = optimiser.update(state, total, learning_rate=rate)
             model = (model - step).astype(np.float32)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bqsgd import errors
 from bqsgd.codec import Accumulator, decode_frame, encode_frame
 from bqsgd.errors import FrameError, InvalidParameter, NonFiniteInput, OutOfRange
 from bqsgd.mechanism.encoder import decode, encode
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Coarsening, Mechanism, parameters_digest
-from bqsgd.wire import errors
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
 
@@ -221,3 +221,22 @@ def test_fixed_width_frames_need_no_memory_beside_themselves(levels: int, trials
     extra = tracemalloc.get_traced_memory()[1] - len(frame)
     tracemalloc.stop()
     assert extra < 1 << 20
+
+
+def test_a_checked_frame_is_taken_as_it_is_and_still_has_to_be_the_expected_one() -> None:
+    mechanism, d = Mechanism(levels=2, trials=251), 1000
+    for coding in ("fixed", "entropy"):
+        frame = encode_frame(vector(d), mechanism, range=1.0, rng=privacy_rng(), client=4, round=5, coding=coding)
+        expected = decode_frame(frame, range=1.0)
+        checked = read_frame(frame, dimension=d)
+        frame[HEADER_BYTES - 1] ^= 1  # the stored checksum, which nobody reads a second time
+        server = Accumulator(d)
+        assert server.add(checked, range=1.0, client=4, round=5) == checked.header
+        assert np.array_equal(server.total, expected)
+        assert np.array_equal(decode_frame(checked, range=1.0, mechanism=mechanism, dimension=d), expected)
+        for stated in ({"range": 0.5}, {"range": 1.0, "client": 3}, {"range": 1.0, "round": 4}):
+            with pytest.raises(errors.FrameError):
+                server.add(checked, **stated)
+        assert server.frames == 1
+        with pytest.raises(errors.ChecksumMismatch):
+            server.add(frame, range=1.0)

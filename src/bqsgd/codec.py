@@ -80,6 +80,10 @@ def _write_fixed(encoding: Encoding, payload: Payload, threads: int) -> None:
     for_slices(encoding.dimension, piece, threads, work)
 
 
+def _checked(frame: Buffer | Frame, **expected: Any) -> Frame:
+    return frame.expect(**expected) if isinstance(frame, Frame) else read_frame(frame, **expected)
+
+
 def _codes(frame: Frame) -> Codes:
     """All codes of a checked frame, each below the code count, as a read-only array."""
     header = frame.header
@@ -93,7 +97,7 @@ def _codes(frame: Frame) -> Codes:
 
 
 def decode_frame(
-    frame: Buffer,
+    frame: Buffer | Frame,
     *,
     range: Range,
     dimension: int | None = None,
@@ -103,10 +107,12 @@ def decode_frame(
 ) -> npt.NDArray[np.float64]:
     """The values (paper Eq. 12) that a frame carries, after checking it against everything stated here.
 
+    A `Frame` (from `read_frame`) has passed that part of the check already, and it is not repeated.
+
     Raises:
         FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
     """
-    checked = read_frame(frame, dimension=dimension, mechanism=mechanism, range=range, client=client, round=round)
+    checked = _checked(frame, dimension=dimension, mechanism=mechanism, range=range, client=client, round=round)
     return decode(_codes(checked), checked.header.mechanism, range=range)
 
 
@@ -127,7 +133,7 @@ class Accumulator:
 
     def add(
         self,
-        frame: Buffer,
+        frame: Buffer | Frame,
         *,
         range: Range,
         weight: float = 1.0,
@@ -135,14 +141,14 @@ class Accumulator:
         client: int | None = None,
         round: int | None = None,
     ) -> Header:
-        """Check a frame and add weight times its decoded values; returns its header.
+        """Check a frame as `decode_frame` does and add weight times its decoded values; returns its header.
 
         Raises:
             FrameError: the frame was refused and nothing was added.
             InvalidParameter: weight is not positive and finite.
         """
         weight, range = check_positive("weight", weight), check_range(range, self.total.size)
-        checked = read_frame(
+        checked = _checked(
             frame, dimension=self.total.size, mechanism=mechanism, range=range, client=client, round=round
         )
         add_decoded(self.total, _codes(checked), checked.header.mechanism, range=range, weight=weight)

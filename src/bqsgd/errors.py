@@ -18,7 +18,55 @@ class OutOfRange(BqsgdError, ValueError):
 
 
 class FrameError(BqsgdError, ValueError):
-    """A frame was refused; subclasses in `bqsgd.wire` name the reason."""
+    """A frame was refused; each subclass names one reason."""
+
+
+class TruncatedFrame(FrameError):
+    """The buffer ends before the header, or before the payload length the header states."""
+
+
+class OversizedFrame(FrameError):
+    """The buffer continues after the payload the header states."""
+
+
+class BadMagic(FrameError):
+    """The buffer does not start with the four bytes of a bqsgd frame."""
+
+
+class UnsupportedVersion(FrameError):
+    """The frame has a version this reader does not know."""
+
+
+class ChecksumMismatch(FrameError):
+    """Header or payload changed in transit."""
+
+
+class BadHeader(FrameError):
+    """A header field holds a value that no writer of this version gives it."""
+
+
+class WrongDimension(FrameError):
+    """The frame holds a different number of coordinates from what the reader expects or allows."""
+
+
+class WrongParameters(FrameError):
+    """The frame was made with a mechanism or range other than the reader expects."""
+
+
+class WrongOrigin(FrameError):
+    """The frame comes from a client or round other than the reader expects."""
+
+
+class CodeOutOfRange(FrameError):
+    """A code lies outside {0, ..., 2 levels + trials}."""
+
+
+class BadPayload(FrameError):
+    """The payload is not what the stated coding writes for the stated dimension."""
+
+
+class ModelMessageError(FrameError):
+    """A model message was refused; nothing was computed from it."""
 
 
 class AccountingError(BqsgdError, ArithmeticError):

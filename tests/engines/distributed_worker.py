@@ -23,8 +23,8 @@ from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
 from bqsgd.engines.session import Session, Task
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
-from bqsgd.training.broadcast import read_broadcast
 from bqsgd.training.config import Config
+from bqsgd.wire.model_message import read_model
 
 DIMENSION = 6
 LATE_SECONDS = 8.0
@@ -72,7 +72,7 @@ class Mischief:
         self.notes = folder / f"sent-{client.client}.jsonl"
 
     def __call__(self, message):
-        round = read_broadcast(message, dimension=DIMENSION).round
+        round = read_model(message, dimension=DIMENSION).round
         what = self.plan.get(str(round))
         frame = self.real(message)  # counted in the ledger from here on
         if what == "kill":

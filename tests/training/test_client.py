@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from bqsgd.codec import decode_frame
-from bqsgd.errors import InvalidParameter, LedgerError
+from bqsgd.errors import InvalidParameter, LedgerError, ModelMessageError
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Relation, Scheme, Unit
-from bqsgd.training.broadcast import BroadcastError, write_broadcast
 from bqsgd.training.client import Declined
 from bqsgd.training.config import BudgetChange
 from bqsgd.training.local import clip_update
 from bqsgd.training.seeds import Purpose
 from bqsgd.wire.frame import read_frame
+from bqsgd.wire.model_message import write_model
 
 MODEL = np.array([0.1, -0.2, 0.3, 0.0, 0.0, 0.0], np.float32)
 
@@ -130,12 +130,12 @@ def test_damaged_messages_cost_nothing(settings, make_client, tmp_path):
     config = settings(trials=2000, levels=20, epsilon=50.0, seed=None)
     with Ledger.open(tmp_path / "a", client=0, budget_epsilon=50.0, budget_delta=1e-5) as ledger:
         client = make_client(config, ledger=ledger)
-        message = bytearray(write_broadcast(MODEL, round=0))
+        message = bytearray(write_model(MODEL, round=0))
         message[-1] ^= 1
-        with pytest.raises(BroadcastError):
+        with pytest.raises(ModelMessageError):
             client.answer(message)
         assert ledger.spent_rounds == 0
-        assert read_frame(client.answer(write_broadcast(MODEL, round=3))).header.round == 3
+        assert read_frame(client.answer(write_model(MODEL, round=3))).header.round == 3
 
 
 def test_several_local_steps_are_clipped_whole_and_hide_the_client(settings, make_client):

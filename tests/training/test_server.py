@@ -9,9 +9,10 @@ from bqsgd.mechanism.encoder import decode, encode
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.training import aggregation
-from bqsgd.training.broadcast import read_broadcast
 from bqsgd.training.checkpoint import CheckpointError
 from bqsgd.training.server import Server
+from bqsgd.wire.frame import checksum
+from bqsgd.wire.model_message import read_model
 
 MODEL = np.zeros(6, np.float32)
 MECHANISM = Mechanism(levels=100, trials=50)
@@ -36,7 +37,7 @@ def make_server(settings):
 def test_weighted_mean_step(make_server):
     server = make_server()
     frames = [frame_of(client) for client in range(3)]
-    assert read_broadcast(server.open_round(), dimension=6).round == 0
+    assert read_model(server.open_round(), dimension=6).round == 0
     assert [server.receive(frame).status for frame in frames] == ["ok"] * 3
     outcome = server.close_round()
     expected = aggregation.weighted_mean([decode_frame(f, range=0.5) for f in frames], weights=[1, 2, 5])
@@ -60,6 +61,30 @@ def test_robust_rules_see_each_update(make_server, rule):
     np.testing.assert_allclose(
         server.model, -aggregation.aggregate(rule, updates, weights=None, byzantine=0), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("rule", ["mean", "krum"])
+def test_a_frame_is_checksummed_once_and_its_buffer_is_free_afterwards(make_server, monkeypatch, rule):
+    """The engine may reuse a buffer as soon as `receive` returns."""
+    server, other, sums = make_server(aggregation=rule), make_server(aggregation=rule), []
+
+    def counted(view):
+        sums.append(len(view))
+        return checksum(view)
+
+    frames = [frame_of(client) for client in range(3)]
+    other.open_round()
+    for frame in frames:
+        other.receive(frame)
+    other.close_round()
+    server.open_round()
+    monkeypatch.setattr("bqsgd.wire.frame.checksum", counted)
+    for frame in frames:
+        assert server.receive(frame).status == "ok"
+        frame[:] = bytes(len(frame))
+    assert server.close_round().stepped
+    assert len(sums) == 3
+    np.testing.assert_array_equal(server.model, other.model)
 
 
 @pytest.mark.parametrize("rule", ["mean", "median"])

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_frames import codes_of, zstd_payload
 
-from bqsgd.errors import InvalidParameter
+from bqsgd.errors import BadPayload, CodeOutOfRange, InvalidParameter
 from bqsgd.params import Mechanism
 from bqsgd.wire import entropy
-from bqsgd.wire.entropy import CHUNK_CODES, PREFIX, Mode
-from bqsgd.wire.errors import BadPayload, CodeOutOfRange
+from bqsgd.wire.entropy import CHUNK_CODES, PREFIX, Mode, read_counts, write_counts
 from bqsgd.wire.fixed import Codes, FixedWidth
-from bqsgd.wire.histogram import read_counts, write_counts
 
 LENET = 61_706
 TYPICAL = [(1, 251), (2, 251), (52, 16279), (8, 4079), (4, 60), (1024, 2**20), (127, 0), (7, 0), (1, 0)]

@@ -10,8 +10,7 @@ import wire_reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.wire.errors import BadPayload, CodeOutOfRange
+from bqsgd.errors import BadPayload, CodeOutOfRange, InvalidParameter
 from bqsgd.wire.fixed import LONG_WORDS, MAX_CODE_COUNT, WORD_BITS, FixedWidth, layout
 
 CODE_COUNTS = [

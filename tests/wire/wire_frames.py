@@ -8,8 +8,7 @@ import zstandard
 from bqsgd.params import Mechanism, parameters_digest
 from bqsgd.wire import entropy
 from bqsgd.wire.fixed import Codes, FixedWidth
-from bqsgd.wire.frame import Coding, FrameWriter, read_frame
-from bqsgd.wire.header import CHECKED_HEADER_BYTES, checksum
+from bqsgd.wire.frame import CHECKED_HEADER_BYTES, Coding, FrameWriter, checksum, read_frame
 
 RANGE = 0.5
 

@@ -25,13 +25,13 @@ from bqsgd.planner.plan import Budget
 from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Unit
 from bqsgd.training.batches import draw_batch
-from bqsgd.training.broadcast import read_broadcast
 from bqsgd.training.config import SAMPLINGS, Config
 from bqsgd.training.local import local_update
 from bqsgd.training.plans import Situation, release_in
 from bqsgd.training.seeds import Purpose, Sources
 from bqsgd.training.spending import Spending
 from bqsgd.training.vector import dimension_of, load_vector
+from bqsgd.wire.model_message import read_model
 
 PrivateLog = Callable[[dict[str, Any]], None]
 """Receives figures computed from private data, outside the guarantee; they must stay on the client."""
@@ -102,9 +102,9 @@ class Client:
         self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
 
     def answer(self, message: bytes | bytearray | memoryview) -> bytearray | Declined:
-        """Read the server's message and answer it; a damaged one raises BroadcastError and costs nothing."""
+        """Read the server's message and answer it; a damaged one raises ModelMessageError and costs nothing."""
         started = time.perf_counter()
-        received = read_broadcast(message, dimension=self.situation.dimension)
+        received = read_model(message, dimension=self.situation.dimension)
         elapsed = time.perf_counter() - started
         answer = self.update(received.model, received.round)
         self.seconds["frame"] = elapsed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bqsgd.codec import Accumulator
-from bqsgd.wire.frame import Buffer, Header
+from bqsgd.wire.frame import Frame, Header
 
 OK, DECLINED, REFUSED, MISSING = "ok", "declined", "refused", "missing"
 
@@ -48,7 +48,7 @@ class OpenRound:
     opened: float
     bytes_down: int
     sum: Accumulator | None
-    frames: dict[int, Buffer] = field(default_factory=dict)
+    frames: dict[int, Frame] = field(default_factory=dict)
     headers: dict[int, Header] = field(default_factory=dict)
     receipts: dict[int, Receipt] = field(default_factory=dict)
     refused: list[Receipt] = field(default_factory=list)

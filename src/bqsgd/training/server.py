@@ -21,12 +21,12 @@ from bqsgd.params import Mechanism, check_positive
 from bqsgd.planner.few_bits import largest_reach
 from bqsgd.planner.plan import MAX_BITS
 from bqsgd.training.aggregation import aggregate, smallest_quorum
-from bqsgd.training.broadcast import write_broadcast
 from bqsgd.training.checkpoint import Arrays, CheckpointError, take
 from bqsgd.training.config import Config
 from bqsgd.training.optimisers import State, average, schedule
 from bqsgd.training.receipts import DECLINED, MISSING, OK, REFUSED, OpenRound, Outcome, Receipt, explained
-from bqsgd.wire.frame import Buffer, Header, read_frame
+from bqsgd.wire.frame import Buffer, Frame, Header, read_frame
+from bqsgd.wire.model_message import write_model
 
 
 class Server:
@@ -89,7 +89,7 @@ class Server:
             raise InvalidParameter(f"round {self.round} is open already; close it first")
         if self.round >= self.config.rounds:
             raise InvalidParameter(f"all {self.config.rounds} rounds are done")
-        message = write_broadcast(self.model, round=self.round)
+        message = write_model(self.model, round=self.round)
         streaming = self.config.aggregation == "mean"
         self._open = OpenRound(
             opened=self._clock(),
@@ -129,7 +129,8 @@ class Server:
 
     def _take_in(self, current: OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
         encoder_range = self.config.encoder_range
-        header = read_frame(frame, dimension=self.model.size, range=encoder_range, client=sender).header
+        checked = read_frame(frame, dimension=self.model.size, range=encoder_range, client=sender)
+        header = checked.header
         if header.client not in self.weights:
             raise FrameError(f"client {header.client} is foreign to this run")
         if header.round != self.round:
@@ -146,11 +147,11 @@ class Server:
         if limit is not None and came - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
         if current.sum is not None:
-            current.sum.add(frame, range=encoder_range, weight=self.weights[header.client])
+            current.sum.add(checked, range=encoder_range, weight=self.weights[header.client])
         else:
-            # Refuse it now, not when the round closes.
-            decode_frame(frame, range=encoder_range, dimension=self.model.size)
-            current.frames[header.client] = bytes(frame)
+            decode_frame(checked, range=encoder_range)  # refuse it now, not when the round closes
+            # A copy of the payload: the engine may reuse its buffer before the round closes.
+            current.frames[header.client] = Frame(header=header, payload=checked.payload.copy())
         return header
 
     def decline(self, client: int, reason: str) -> Receipt:

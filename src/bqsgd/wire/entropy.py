@@ -1,9 +1,9 @@
 """Entropy coding: close to the entropy of the codes, and never over fixed width by more than 16 bytes.
 
 A code is split into a bin (its high bits) and `low_bits` raw bits. Noise makes the histogram smooth, so a coarse bin
-loses next to nothing and its table stays small; the encoder takes the split that gives the fewest bytes. The bins go
-through zstandard where that comes within 1.5 % of the entropy (it is faster), else through constriction's ANS coder
-with the histogram of the bins in the payload; where neither gains, the fixed-width payload is stored.
+loses next to nothing and its table stays small; the encoder takes the binning that gives the fewest bytes. The bins go
+through zstandard where that comes within 1.5 % of the entropy (it is faster), otherwise through constriction's ANS
+coder with the histogram of the bins in the payload; where neither gains, the fixed-width payload is stored.
 
 All of it is computed from the noised codes alone (post-processing): it costs no privacy. The length does depend on the
 codes, so a mode that must hide them from the server (secure aggregation) needs fixed width. Layout in docs/wire.md.
@@ -21,12 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.params import Mechanism, code_dtype
-from bqsgd.wire import bits
-from bqsgd.wire.errors import BadPayload, CodeOutOfRange
-from bqsgd.wire.fixed import Codes, FixedWidth, Payload
-from bqsgd.wire.histogram import Split, best_split, histogram, read_counts, write_counts
+from bqsgd.errors import BadPayload, CodeOutOfRange, InvalidParameter
+from bqsgd.params import Codes, Mechanism, code_dtype
+from bqsgd.wire import _bits
+from bqsgd.wire.fixed import FixedWidth, Payload
 
 PREFIX = struct.Struct("<BBHIII")
 MAX_BINS = 1 << 16
@@ -35,7 +33,8 @@ ZSTD_LEVEL = 1
 ZSTD_EXCESS = 1.015
 """zstandard is taken when its payload is at most this many times the entropy of the codes."""
 CHUNK_CODES = 1 << 18
-"""Codes handled at a time (a multiple of 8, so that low bits start on a byte)."""
+"""Codes handled at a time (a multiple of 8, so that low bits start on a byte boundary)."""
+Counts = npt.NDArray[np.int64]
 
 
 class Mode(IntEnum):
@@ -55,6 +54,97 @@ class _Prefix:
     table_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Binning:
+    """Bins of 2^low_bits codes: counts[i] codes lie in bin first + i; entropy_bytes is that of the codes themselves."""
+
+    low_bits: int
+    first: int
+    counts: Counts
+    entropy_bytes: float
+
+
+def histogram(codes: Codes, code_count: int) -> Counts:
+    """counts[c] = how often code c occurs, for c below code_count."""
+    counts = np.zeros(code_count, np.int64)
+    top = _bits.count(_bits.readonly(codes), counts)
+    if top >= code_count:
+        raise CodeOutOfRange(f"codes must be below {code_count}, got {top}")
+    return counts
+
+
+def _entropy_bits(counts: Counts) -> float:
+    """d log2 d - sum n log2 n: the bits of d = sum n symbols under their own histogram."""
+    seen = counts[counts > 0].astype(np.float64)
+    total = seen.sum()
+    return float(total * np.log2(total) - (seen * np.log2(seen)).sum())
+
+
+def best_binning(counts: Counts, max_bins: int) -> Binning:
+    """The binning that gives the fewest bits: table of counts, entropy of the bins, raw low bits."""
+    entropy_bytes = _entropy_bits(counts) / 8
+    dimension = int(counts.sum())
+    best, best_bits, offset = None, float("inf"), 0
+    for low_bits in range(int(counts.size - 1).bit_length() + 1):
+        used = np.flatnonzero(counts)
+        first, last = int(used[0]), int(used[-1])
+        window = counts[first : last + 1]
+        if window.size <= max_bins:
+            cost = 8 * _table_bytes(window) + _entropy_bits(window) + dimension * low_bits
+            if cost < best_bits:
+                best = Binning(
+                    low_bits=low_bits, first=offset + first, counts=window.copy(), entropy_bytes=entropy_bytes
+                )
+                best_bits = cost
+            if window.size == 1:
+                break
+        # The next bins are pairs of these, and a pair starts at an even bin.
+        start = first - (offset + first) % 2
+        padded = np.concatenate([np.zeros(max(0, -start), np.int64), counts[max(0, start) : last + 1]])
+        counts = np.append(padded, np.zeros(padded.size % 2, np.int64)).reshape(-1, 2).sum(axis=1)
+        offset = (offset + start) // 2
+    assert best is not None  # the last binning has a single bin
+    return best
+
+
+def _table_bytes(counts: Counts) -> int:
+    return counts.size + sum(int((counts >= 1 << shift).sum()) for shift in range(7, 63, 7))
+
+
+def write_counts(counts: Counts) -> bytes:
+    """Each count as a varint: seven bits per byte, low bits first, the top bit set on all bytes but the last."""
+    table = bytearray()
+    for count in counts.tolist():
+        while count > 127:
+            table.append((count & 127) | 128)
+            count >>= 7
+        table.append(count)
+    return bytes(table)
+
+
+def read_counts(table: Payload, bins: int, dimension: int) -> Counts:
+    """The counts of a hostile table: exactly `bins` shortest varints, the outer ones not zero, `dimension` in all."""
+    if not bins <= table.size <= 9 * bins:
+        raise BadPayload(f"a table of {bins} counts has {bins} to {9 * bins} bytes, got {table.size}")
+    counts, total = np.zeros(bins, np.int64), 0
+    at, value, shift = 0, 0, 0
+    for byte in table.tolist():
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte & 128 and shift < 63:
+            continue
+        if at == bins or byte & 128 or (byte == 0 and shift > 7):
+            raise BadPayload(f"the table must be {bins} varints of the shortest form, at most 9 bytes each")
+        counts[at] = value
+        total += value
+        at, value, shift = at + 1, 0, 0
+    if at != bins or shift or total != dimension or counts[0] == 0 or counts[-1] == 0:
+        raise BadPayload(
+            f"the table must be {bins} counts of {dimension} codes in all, the outer ones not zero; got {total}"
+        )
+    return counts
+
+
 def encode(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
     """The entropy-coded payload of a vector of at least one code, of the dtype of `FixedWidth`.
 
@@ -66,47 +156,47 @@ def encode(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
         raise InvalidParameter(f"codes must be 1-D of {fixed.dtype}, at least one, got {codes.shape} of {codes.dtype}")
     limit = fixed.payload_bytes(codes.size)
     counts = histogram(np.ascontiguousarray(codes), mechanism.code_count)
-    split = best_split(counts, MAX_BINS)
-    if split.entropy_bytes < limit:
-        low = _low_bits(codes, split)
-        if split.counts.size <= ZSTD_BINS:
-            body = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(_bins(codes, split, np.uint8).data)
-            if PREFIX.size + len(low) + len(body) <= min(limit, ZSTD_EXCESS * split.entropy_bytes):
-                return PREFIX.pack(Mode.ZSTD, split.low_bits, 0, split.first, split.counts.size, 0) + low + body
-        table, body = write_counts(split.counts), _ans_encode(codes, split)
+    binning = best_binning(counts, MAX_BINS)
+    if binning.entropy_bytes < limit:
+        low = _low_bits(codes, binning)
+        if binning.counts.size <= ZSTD_BINS:
+            body = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(_bins(codes, binning, np.uint8).data)
+            if PREFIX.size + len(low) + len(body) <= min(limit, ZSTD_EXCESS * binning.entropy_bytes):
+                return PREFIX.pack(Mode.ZSTD, binning.low_bits, 0, binning.first, binning.counts.size, 0) + low + body
+        table, body = write_counts(binning.counts), _ans_encode(codes, binning)
         if PREFIX.size + len(table) + len(low) + len(body) <= limit:
-            prefix = PREFIX.pack(Mode.ANS, split.low_bits, 0, split.first, split.counts.size, len(table))
+            prefix = PREFIX.pack(Mode.ANS, binning.low_bits, 0, binning.first, binning.counts.size, len(table))
             return prefix + table + low + body
     payload = bytearray(PREFIX.size + limit)
     fixed.pack(codes, np.frombuffer(payload, np.uint8, offset=PREFIX.size))
     return payload
 
 
-def _bins(codes: Codes, split: Split, dtype: type[np.uint8] | type[np.int32]) -> npt.NDArray[np.integer]:
-    return ((codes >> split.low_bits) - codes.dtype.type(split.first)).astype(dtype)
+def _bins(codes: Codes, binning: Binning, dtype: type[np.uint8] | type[np.int32]) -> npt.NDArray[np.integer]:
+    return ((codes >> binning.low_bits) - codes.dtype.type(binning.first)).astype(dtype)
 
 
-def _low_bits(codes: Codes, split: Split) -> bytes:
-    low = np.empty((codes.size * split.low_bits + 7) // 8, np.uint8)
-    mask = codes.dtype.type((1 << split.low_bits) - 1)
-    for start in range(0, codes.size if split.low_bits else 0, CHUNK_CODES):
+def _low_bits(codes: Codes, binning: Binning) -> bytes:
+    low = np.empty((codes.size * binning.low_bits + 7) // 8, np.uint8)
+    mask = codes.dtype.type((1 << binning.low_bits) - 1)
+    for start in range(0, codes.size if binning.low_bits else 0, CHUNK_CODES):
         piece = codes[start : start + CHUNK_CODES] & mask
-        at = start * split.low_bits // 8
-        bits.pack_plain(piece, low[at : at + (piece.size * split.low_bits + 7) // 8], split.low_bits)
+        at = start * binning.low_bits // 8
+        _bits.pack_plain(piece, low[at : at + (piece.size * binning.low_bits + 7) // 8], binning.low_bits)
     return low.tobytes()
 
 
-def _ans_encode(codes: Codes, split: Split) -> bytes:
-    if split.counts.size == 1:
+def _ans_encode(codes: Codes, binning: Binning) -> bytes:
+    if binning.counts.size == 1:
         return b""
-    coder, model = constriction.stream.stack.AnsCoder(), _model(split.counts)
+    coder, model = constriction.stream.stack.AnsCoder(), _model(binning.counts)
     # A stack: what is encoded last is decoded first, so the chunks go in from the end.
     for start in reversed(range(0, codes.size, CHUNK_CODES)):
-        coder.encode_reverse(_bins(codes[start : start + CHUNK_CODES], split, np.int32), model)
+        coder.encode_reverse(_bins(codes[start : start + CHUNK_CODES], binning, np.int32), model)
     return bytes(coder.get_compressed().astype("<u4").tobytes())
 
 
-def _model(counts: npt.NDArray[np.int64]) -> constriction.stream.model.Categorical:
+def _model(counts: Counts) -> constriction.stream.model.Categorical:
     return constriction.stream.model.Categorical(counts.astype(np.float64), perfect=False)
 
 
@@ -135,9 +225,9 @@ def decode(payload: Payload, mechanism: Mechanism, dimension: int) -> Codes:
 
 
 def iterate(payload: Payload, mechanism: Mechanism, dimension: int) -> Iterator[Codes]:
-    """Yield the codes in order, a piece at a time; a fault at the end is raised after the last piece.
+    """Yield the codes in order, piece by piece; a fault at the end is raised after the last piece.
 
-    Whoever uses the pieces as they come must be ready to take them back.
+    A caller that uses the pieces as they come must be able to undo it.
     """
     code_count = mechanism.code_count
     prefix = _read_prefix(payload, code_count)
@@ -159,11 +249,11 @@ def iterate(payload: Payload, mechanism: Mechanism, dimension: int) -> Iterator[
         raw = np.empty(piece.size if prefix.low_bits else 0, np.uint32)
         if prefix.low_bits:
             begin, end = at * prefix.low_bits // 8, ((at + piece.size) * prefix.low_bits + 7) // 8
-            _, spare = bits.unpack_plain(bits.readonly(low[begin:end]), raw, prefix.low_bits)
+            _, spare = _bits.unpack_plain(_bits.readonly(low[begin:end]), raw, prefix.low_bits)
             if spare:
                 raise BadPayload("the bits after the last low part must be zero, found a one")
         codes = np.empty(piece.size, code_dtype(code_count))
-        top = bits.join(bits.readonly(piece), raw, prefix.first, prefix.low_bits, codes)
+        top = _bits.join(_bits.readonly(piece), raw, prefix.first, prefix.low_bits, codes)
         if top >= code_count:
             raise CodeOutOfRange(f"codes must be below {code_count}, found {top}")
         at += piece.size
@@ -192,7 +282,7 @@ def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
     return _Prefix(mode=Mode(mode), low_bits=low_bits, first=first, bins=bins, table_bytes=table_bytes)
 
 
-def _ans_pieces(stream: Payload, dimension: int, counts: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.integer]]:
+def _ans_pieces(stream: Payload, dimension: int, counts: Counts) -> Iterator[npt.NDArray[np.integer]]:
     if stream.size % 4 or (counts.size == 1 and stream.size):
         raise BadPayload(f"the ANS words must be whole (none for one bin), got {stream.size} bytes")
     if counts.size == 1:
@@ -209,7 +299,7 @@ def _ans_pieces(stream: Payload, dimension: int, counts: npt.NDArray[np.int64]) 
         seen += np.bincount(piece, minlength=counts.size)
         yield piece
     if not coder.is_empty():
-        raise BadPayload("the ANS stream must end with the last code, it goes on")
+        raise BadPayload("the ANS stream must end with the last code, it continues")
     if not np.array_equal(seen, counts):
         raise BadPayload("the ANS stream does not hold the codes its own table counts")
 
@@ -223,7 +313,7 @@ def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDA
     except zstandard.ZstdError as error:
         raise BadPayload(f"the zstandard frame is damaged: {error}") from error
     found = np.frombuffer(data, np.uint8)
-    if found.size != dimension or bits.largest(found) >= bins:
+    if found.size != dimension or _bits.largest(found) >= bins:
         raise BadPayload(f"the zstandard frame must hold {dimension} bins below {bins}, it does not")
     for start in range(0, dimension, CHUNK_CODES):
         yield found[start : start + CHUNK_CODES]

@@ -1,9 +1,9 @@
-"""Fixed-width coding: log2(code_count) bits a coordinate, a length that does not depend on the codes.
+"""Fixed-width coding: log2(code_count) bits per coordinate, a length that does not depend on the codes.
 
 Where ceil(log2 K) is at most 0.9 % above log2 K, codes are bit-packed at that width (8, 16: the codes themselves).
 Otherwise a code is split into hi * 2^k + lo, and n digits hi of base H = ceil(K / 2^k) share one w-bit word. The layout
-is a function of K alone (see `layout`), so a frame need not carry it. One byte string a code vector: whatever bits a
-payload has left over must be zero.
+is a function of K alone (see `layout`), so a frame need not carry it. Each code vector has exactly one
+byte string: leftover bits of a payload must be zero.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, check_int, code_dtype
-from bqsgd.wire import bits, longword
-from bqsgd.wire.errors import BadPayload, CodeOutOfRange
+from bqsgd.errors import BadPayload, CodeOutOfRange, InvalidParameter
+from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Codes, check_int, code_dtype
+from bqsgd.wire import _bits
 
 MAX_CODE_COUNT = 2 * MAX_LEVELS + MAX_TRIALS + 1
 WORD_BITS = 62
@@ -28,13 +27,12 @@ LONG_WORD_BITS = 124
 LONG_WORDS = frozenset({61, 65, 121, 122, 129, 241, 242, 481})
 """The code counts, of all up to MAX_CODE_COUNT, that no word of WORD_BITS brings within 1 %."""
 
-Codes = npt.NDArray[np.unsignedinteger]
 Payload = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`digits` codes make a group: one word of `word_bits`, then `low_bits` raw bits a code.
+    """`digits` codes make a group: one word of `word_bits`, then `low_bits` raw bits per code.
 
     Plain bit packing has base 1: no word, digits = 1, low_bits = the width.
     """
@@ -58,13 +56,13 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout(code_count: int) -> Layout:
-    """The layout of codes 0 to K - 1: the fewest bits a code, ties to the smaller group, then to more raw bits.
+    """The layout of codes 0 to K - 1: the fewest bits per code, ties to the smaller group, then to more raw bits.
 
     All comparisons are between integers, so that every implementation finds the same layout.
 
     >>> layout(256)
     Layout(low_bits=8, base=1, digits=1, word_bits=0)
-    >>> layout(3)  # 29 ternary digits in 46 bits: 1.586 bits a code, log2(3) = 1.585
+    >>> layout(3)  # 29 ternary digits in 46 bits: 1.586 bits per code, log2(3) = 1.585
     Layout(low_bits=0, base=3, digits=29, word_bits=46)
     """
     check_int("code_count", code_count, 2, MAX_CODE_COUNT)
@@ -107,15 +105,15 @@ class FixedWidth:
         self.direct = self.layout.base == 1 and self.layout.low_bits == 8 * self.dtype.itemsize
         """True where the payload is the little-endian codes themselves: an encoder may write them in place."""
         short = self.layout.word_bits <= WORD_BITS
-        self._table = bits.digit_table(self.layout.base, self.layout.digits if short else 1)
+        self._table = _bits.digit_table(self.layout.base, self.layout.digits if short else 1)
 
     @property
     def bits_per_coordinate(self) -> float:
-        """Bits of payload a coordinate, without the rounding up of the last group."""
+        """Payload bits per coordinate, without the rounding up of the last group."""
         return self.layout.group_bits / self.layout.digits
 
     def payload_bytes(self, dimension: int) -> int:
-        """Bytes of `dimension` codes, exact whatever the dimension."""
+        """Bytes of `dimension` codes, exact for every dimension."""
         return self.layout.payload_bytes(dimension)
 
     def pack(self, codes: Codes, out: Payload) -> None:
@@ -132,12 +130,12 @@ class FixedWidth:
             )
         codes, shape = np.ascontiguousarray(codes), self.layout
         if self.direct:
-            top = bits.largest(codes) if self.code_count < 1 << shape.low_bits else 0
+            top = _bits.largest(codes) if self.code_count < 1 << shape.low_bits else 0
             out[:] = codes.astype(codes.dtype.newbyteorder("<"), copy=False).view(np.uint8)
         elif shape.base == 1:
-            top = bits.pack_plain(codes, out, shape.low_bits)
+            top = _bits.pack_plain(codes, out, shape.low_bits)
         else:
-            pack = bits.pack_mixed if shape.word_bits <= WORD_BITS else longword.pack_long
+            pack = _bits.pack_mixed if shape.word_bits <= WORD_BITS else _bits.pack_long
             top = pack(codes, out, shape.low_bits, shape.base, shape.digits, shape.word_bits)
         if top >= self.code_count:
             raise CodeOutOfRange(f"codes must be below {self.code_count}, got {top}")
@@ -167,18 +165,18 @@ class FixedWidth:
             codes: Codes = piece.view(self.dtype.newbyteorder("<"))
             if sys.byteorder != "little" or not codes.flags.aligned:
                 codes = codes.astype(self.dtype)
-            top = bits.largest(bits.readonly(codes)) if self.code_count < 1 << shape.low_bits else 0
+            top = _bits.largest(_bits.readonly(codes)) if self.code_count < 1 << shape.low_bits else 0
             spare = False
         else:
             codes = np.empty(stop - start, self.dtype)
-            piece = bits.readonly(piece)
+            piece = _bits.readonly(piece)
             radix = (shape.low_bits, shape.base, shape.digits, shape.word_bits)
             if shape.base == 1:
-                top, spare = bits.unpack_plain(piece, codes, shape.low_bits)
+                top, spare = _bits.unpack_plain(piece, codes, shape.low_bits)
             elif shape.word_bits <= WORD_BITS:
-                top, spare = bits.unpack_mixed(piece, codes, *radix, self._table)
+                top, spare = _bits.unpack_mixed(piece, codes, *radix, self._table)
             else:
-                top, spare = longword.unpack_long(piece, codes, *radix)
+                top, spare = _bits.unpack_long(piece, codes, *radix)
         if top >= self.code_count:
             raise CodeOutOfRange(f"codes must be below {self.code_count}, found {top}")
         if spare:

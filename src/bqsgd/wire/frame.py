@@ -7,39 +7,188 @@ expectation of the caller against the header, before anything is allocated.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from bqsgd import errors
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import DIGEST_BYTES, Mechanism, Range, check_int, parameters_digest
-from bqsgd.wire import errors
-from bqsgd.wire.fixed import Payload, layout
-from bqsgd.wire.header import (
-    ENTROPY_SLACK_BYTES,
-    HEADER_BYTES,
-    MAX_DIMENSION,
-    Coding,
-    Header,
-    check_payload_length,
-    read_header,
-    write_header,
+from bqsgd.params import (
+    DIGEST_BYTES,
+    MAX_LEVELS,
+    MAX_TRIALS,
+    Coarsening,
+    Mechanism,
+    Range,
+    check_int,
+    parameters_digest,
 )
+from bqsgd.wire.fixed import Payload, layout
 
-__all__ = ["HEADER_BYTES", "Buffer", "Coding", "Frame", "FrameWriter", "Header", "read_frame"]
-
+MAGIC = b"BQSG"
+VERSION = 1
+_HEADER = struct.Struct("<4sHBB16sQQQIIQIIQ")
+HEADER_BYTES = _HEADER.size
+ENTROPY_SLACK_BYTES = 16
+"""An entropy-coded payload is at most this much longer than the fixed-width payload of the same codes."""
+MAX_DIMENSION = 2**63 - 1
+_CHECKSUM = struct.Struct("<Q")
+CHECKED_HEADER_BYTES = HEADER_BYTES - _CHECKSUM.size
+_SEEDED = 1
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 UNSTATED_MAX_DIMENSION = 1 << 24
-"""Largest entropy-coded frame read when the caller states no dimension: few bytes may stand for many codes."""
+"""Largest entropy-coded frame read when the caller states no dimension: a few bytes may stand for many codes."""
+
+
+class Coding(IntEnum):
+    """How the payload holds the codes."""
+
+    FIXED = 1
+    ENTROPY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a frame says about itself; `seeded` marks noise from a seeded generator (no privacy claim)."""
+
+    coding: Coding
+    seeded: bool
+    digest: bytes
+    client: int
+    round: int
+    dimension: int
+    mechanism: Mechanism
+    payload_bytes: int
+    checksum: int = 0
+
+
+def checksum(frame: memoryview) -> int:
+    """xxh3_64 (seed 0) of the header up to the checksum, then the payload. Guards against accidents, not forgery."""
+    state = xxhash.xxh3_64(frame[:CHECKED_HEADER_BYTES])
+    state.update(frame[HEADER_BYTES:])
+    return state.intdigest()
+
+
+def _write_header(header: Header, frame: bytearray) -> None:
+    """Write the header and then the checksum over a frame whose payload is in place."""
+    parameters = (header.mechanism.levels, header.mechanism.trials, header.payload_bytes)
+    names = (header.digest, header.client, header.round, header.dimension)
+    flags = _SEEDED if header.seeded else 0
+    coarsening = header.mechanism.coarsening
+    coarse = (0, 0) if coarsening is None else (coarsening.points, coarsening.width)
+    _HEADER.pack_into(frame, 0, MAGIC, VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
+    _CHECKSUM.pack_into(frame, CHECKED_HEADER_BYTES, checksum(memoryview(frame)))
+
+
+def _read_header(view: memoryview) -> Header:
+    """Parse and check the header alone, then length and checksum of the whole frame."""
+    if len(view) < HEADER_BYTES:
+        raise errors.TruncatedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(view)}")
+    magic, version, coding, flags, *names, payload_bytes, points, width, stated = _HEADER.unpack_from(view)
+    digest, client, round_, dimension, levels, trials = names
+    if magic != MAGIC:
+        raise errors.BadMagic(f"a frame starts with {MAGIC!r}, got {magic!r}")
+    if version != VERSION:
+        raise errors.UnsupportedVersion(f"this reader knows frame version {VERSION}, got {version}")
+    expected = HEADER_BYTES + payload_bytes
+    if len(view) < expected:
+        raise errors.TruncatedFrame(f"the header announces a frame of {expected} bytes, got {len(view)}")
+    if len(view) > expected:
+        raise errors.OversizedFrame(f"the header announces a frame of {expected} bytes, got {len(view)}")
+    if (found := checksum(view)) != stated:
+        raise errors.ChecksumMismatch(f"the header states checksum {stated:016x}, the bytes give {found:016x}")
+    if coding not in (Coding.FIXED, Coding.ENTROPY):
+        raise errors.BadHeader(f"coding must be 1 (fixed width) or 2 (entropy), got {coding}")
+    if flags & ~_SEEDED:
+        raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
+    if not (1 <= levels <= MAX_LEVELS and trials <= MAX_TRIALS):
+        raise errors.BadHeader(f"levels must be 1 to {MAX_LEVELS}, trials 0 to {MAX_TRIALS}, got {levels}, {trials}")
+    if not 1 <= dimension <= MAX_DIMENSION:
+        raise errors.BadHeader(f"dimension must be 1 to {MAX_DIMENSION}, got {dimension}")
+    return Header(
+        coding=Coding(coding),
+        seeded=bool(flags & _SEEDED),
+        digest=digest,
+        client=client,
+        round=round_,
+        dimension=dimension,
+        mechanism=_mechanism(levels, trials, points, width),
+        payload_bytes=payload_bytes,
+        checksum=stated,
+    )
+
+
+def _mechanism(levels: int, trials: int, points: int, width: int) -> Mechanism:
+    """Points and width are both 0 where the codes are not coarsened (in older frames always)."""
+    try:
+        coarsening = Coarsening(points=points, width=width) if points or width else None
+        return Mechanism(levels=levels, trials=trials, coarsening=coarsening)
+    except InvalidParameter as error:
+        raise errors.BadHeader(f"{error} (levels={levels}, trials={trials})") from error
+
+
+def _check_payload_length(header: Header) -> None:
+    """Refuse a payload length that the coding never gives this many codes, in exact integers."""
+    fixed = layout(header.mechanism.code_count).payload_bytes(header.dimension)
+    if header.coding is Coding.FIXED and header.payload_bytes != fixed:
+        raise errors.BadPayload(
+            f"{header.dimension} codes of {header.mechanism} take {fixed} bytes, got {header.payload_bytes}"
+        )
+    if header.payload_bytes > fixed + ENTROPY_SLACK_BYTES:
+        raise errors.BadPayload(
+            f"entropy coding never takes more than {fixed + ENTROPY_SLACK_BYTES} bytes here, got {header.payload_bytes}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A frame whose header, length and checksum have been checked; `payload` is a read-only view of the buffer."""
+    """A frame whose header, length and checksum have been checked; `payload` is a read-only view of the buffer.
+
+    Made by `read_frame`. Wherever the codec takes a buffer it takes a `Frame` too, and then does not check it again.
+    """
 
     header: Header
     payload: Payload
+
+    def expect(
+        self,
+        *,
+        dimension: int | None = None,
+        max_dimension: int | None = None,
+        mechanism: Mechanism | None = None,
+        range: Range | None = None,
+        digest: bytes | None = None,
+        client: int | None = None,
+        round: int | None = None,
+    ) -> Frame:
+        """This frame, once it agrees with everything stated here; see `read_frame`."""
+        header = self.header
+        if dimension is not None and header.dimension != dimension:
+            raise errors.WrongDimension(f"expected {dimension} coordinates, the frame holds {header.dimension}")
+        if max_dimension is not None and header.dimension > max_dimension:
+            raise errors.WrongDimension(
+                f"at most {max_dimension} coordinates allowed, the frame claims {header.dimension}"
+            )
+        if mechanism is not None and header.mechanism != mechanism:
+            raise errors.WrongParameters(f"expected {mechanism}, the frame says {header.mechanism}")
+        _check_payload_length(header)
+        if range is not None:
+            if isinstance(range, np.ndarray) and range.shape != (header.dimension,):
+                raise errors.WrongDimension(
+                    f"the range has shape {range.shape}, the frame {header.dimension} coordinates"
+                )
+            _expect_digest(parameters_digest(header.mechanism, range=range, dimension=header.dimension), header)
+        if digest is not None:
+            _expect_digest(digest, header)
+        if client is not None and header.client != client:
+            raise errors.WrongOrigin(f"expected a frame of client {client}, got one of client {header.client}")
+        if round is not None and header.round != round:
+            raise errors.WrongOrigin(f"expected a frame of round {round}, got one of round {header.round}")
+        return self
 
 
 class FrameWriter:
@@ -92,7 +241,7 @@ class FrameWriter:
 
     def seal(self) -> bytearray:
         """Write header and checksum; return the frame (the very buffer `payload` views: write no more to it)."""
-        write_header(self.header, self._buffer)
+        _write_header(self.header, self._buffer)
         return self._buffer
 
 
@@ -121,30 +270,22 @@ def read_frame(
     may hold `max_dimension` codes (2^24 if not stated).
 
     Raises:
-        FrameError: one subclass a reason (`bqsgd.wire.errors`); nothing of the claimed size has been allocated.
+        FrameError: one subclass per reason (`bqsgd.errors`); nothing of the claimed size has been allocated.
     """
     view = _bytes_of(buffer)
-    header = read_header(view)
-    if dimension is not None and header.dimension != dimension:
-        raise errors.WrongDimension(f"expected {dimension} coordinates, the frame holds {header.dimension}")
+    header = _read_header(view)
     if dimension is None and max_dimension is None and header.coding is Coding.ENTROPY:
         max_dimension = UNSTATED_MAX_DIMENSION
-    if max_dimension is not None and header.dimension > max_dimension:
-        raise errors.WrongDimension(f"at most {max_dimension} coordinates allowed, the frame claims {header.dimension}")
-    if mechanism is not None and header.mechanism != mechanism:
-        raise errors.WrongParameters(f"expected {mechanism}, the frame says {header.mechanism}")
-    check_payload_length(header)
-    if range is not None:
-        if isinstance(range, np.ndarray) and range.shape != (header.dimension,):
-            raise errors.WrongDimension(f"the range has shape {range.shape}, the frame {header.dimension} coordinates")
-        _expect_digest(parameters_digest(header.mechanism, range=range, dimension=header.dimension), header)
-    if digest is not None:
-        _expect_digest(digest, header)
-    if client is not None and header.client != client:
-        raise errors.WrongOrigin(f"expected a frame of client {client}, got one of client {header.client}")
-    if round is not None and header.round != round:
-        raise errors.WrongOrigin(f"expected a frame of round {round}, got one of round {header.round}")
-    return Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=HEADER_BYTES))
+    frame = Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=HEADER_BYTES))
+    return frame.expect(
+        dimension=dimension,
+        max_dimension=max_dimension,
+        mechanism=mechanism,
+        range=range,
+        digest=digest,
+        client=client,
+        round=round,
+    )
 
 
 def _expect_digest(expected: bytes, header: Header) -> None:

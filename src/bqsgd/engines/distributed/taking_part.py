@@ -19,12 +19,12 @@ from bqsgd.engines.distributed.link import Listener
 from bqsgd.engines.distributed.transport import Channel, Kind, PeerLost
 from bqsgd.engines.stopping import stop_signals
 from bqsgd.engines.task import Pair, PrivateLogs, Task, make_client
-from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.training.broadcast import HEADER_BYTES, BroadcastError
+from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.config import Config
 from bqsgd.training.spending import Spending
 from bqsgd.training.vector import dimension_of
+from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 
 log = logging.getLogger("bqsgd.distributed")
 GRACE_SECONDS = 20.0
@@ -53,7 +53,7 @@ def greeted(
     share = share_of(task, config, group)
     torch.set_num_threads(1)  # sums must not depend on how many cores this machine has
     channel, model = group.channel(SERVER), task.make_model()
-    listener = Listener(channel, most_bytes=max(MOST_BYTES, HEADER_BYTES + 4 * dimension_of(model)))
+    listener = Listener(channel, most_bytes=max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension_of(model)))
     kind, message = _first(listener)
     try:
         run, server_resumes = read_hello(message if kind is Kind.HELLO else memoryview(b""), config)
@@ -124,7 +124,7 @@ def answer_rounds(answering: Answering, spending: Spending, channel: Channel, li
 def _send_answer(answering: Answering, channel: Channel, message: memoryview) -> None:
     try:
         answer = answering(message)
-    except BroadcastError as error:
+    except ModelMessageError as error:
         log.warning("the server's message was refused: %s", error)
         answer = Declined(reason="the model message came damaged")
     if isinstance(answer, Declined):

@@ -1,7 +1,7 @@
 """What travels: the model down and a frame up, each as opaque bytes of a named kind, and a few plain words beside.
 
 Flower's own readers are never asked to interpret either (they refuse a foreign `stype`), and nothing is unpickled: the
-bytes go to `read_broadcast` and `read_frame`, which check them whole before using any of them.
+bytes go to `read_model` and `read_frame`, which check them whole before using any of them.
 """
 
 from __future__ import annotations

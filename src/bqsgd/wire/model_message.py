@@ -13,28 +13,24 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bqsgd.errors import FrameError, InvalidParameter, NonFiniteInput
+from bqsgd.errors import InvalidParameter, ModelMessageError, NonFiniteInput
 from bqsgd.params import check_int
 
 _HEADER = struct.Struct("<4sHHQQQ")
-HEADER_BYTES = _HEADER.size
-_CHECKED_BYTES = HEADER_BYTES - 8
+MODEL_HEADER_BYTES = _HEADER.size
+_CHECKED_BYTES = MODEL_HEADER_BYTES - 8
 _MAGIC, _VERSION, _FLOAT32 = b"BQSM", 1, 1
 
 
-class BroadcastError(FrameError):
-    """A model message was refused; nothing was computed from it."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Broadcast:
+class ModelMessage:
     """The model of one round."""
 
     round: int
     model: npt.NDArray[np.float32]
 
 
-def write_broadcast(model: npt.NDArray[np.float32], *, round: int) -> bytes:
+def write_model(model: npt.NDArray[np.float32], *, round: int) -> bytes:
     """The bytes of the model for `round`."""
     if model.ndim != 1 or model.dtype != np.float32 or model.size == 0:
         raise InvalidParameter(f"the model must be a flat float32 vector, got {model.dtype} {model.shape}")
@@ -45,31 +41,31 @@ def write_broadcast(model: npt.NDArray[np.float32], *, round: int) -> bytes:
     return b"".join((head, struct.pack("<Q", _checksum(head, body)), body))
 
 
-def read_broadcast(message: bytes | bytearray | memoryview, *, dimension: int) -> Broadcast:
+def read_model(message: bytes | bytearray | memoryview, *, dimension: int) -> ModelMessage:
     """Check a model message whole before using any of it; the vector is a copy.
 
     Raises:
-        BroadcastError: wrong magic, version, dtype, dimension, length or checksum, or a value that is not finite.
+        ModelMessageError: wrong magic, version, dtype, dimension, length or checksum, or a value that is not finite.
     """
     view = memoryview(message).cast("B")
-    if len(view) < HEADER_BYTES:
-        raise BroadcastError(f"a model message has at least {HEADER_BYTES} bytes, got {len(view)}")
+    if len(view) < MODEL_HEADER_BYTES:
+        raise ModelMessageError(f"a model message has at least {MODEL_HEADER_BYTES} bytes, got {len(view)}")
     magic, version, dtype, round_, stated, checksum = _HEADER.unpack_from(view)
     if (magic, version, dtype) != (_MAGIC, _VERSION, _FLOAT32):
-        raise BroadcastError(f"not a model message of version {_VERSION} in float32: {magic!r}, {version}, {dtype}")
+        raise ModelMessageError(f"not a model message of version {_VERSION} in float32: {magic!r}, {version}, {dtype}")
     if stated != dimension:
-        raise BroadcastError(f"this client's model has {dimension} coordinates, the message {stated}")
-    if len(view) != HEADER_BYTES + 4 * dimension:
-        raise BroadcastError(f"{dimension} coordinates take {HEADER_BYTES + 4 * dimension} bytes, got {len(view)}")
-    body = view[HEADER_BYTES:]
+        raise ModelMessageError(f"this client's model has {dimension} coordinates, the message {stated}")
+    if len(view) != (expected := MODEL_HEADER_BYTES + 4 * dimension):
+        raise ModelMessageError(f"{dimension} coordinates take {expected} bytes, got {len(view)}")
+    body = view[MODEL_HEADER_BYTES:]
     if _checksum(view[:_CHECKED_BYTES], body) != checksum:
-        raise BroadcastError("the model message was damaged on its way: wrong checksum")
+        raise ModelMessageError("the model message was damaged in transit: wrong checksum")
     if round_ >= 2**63:
-        raise BroadcastError(f"round must be below 2^63, got {round_}")
+        raise ModelMessageError(f"round must be below 2^63, got {round_}")
     model = np.frombuffer(body, dtype="<f4").astype(np.float32)
     if not bool(np.isfinite(model).all()):
-        raise BroadcastError("the model message holds NaN or infinity")
-    return Broadcast(round=round_, model=model)
+        raise ModelMessageError("the model message holds NaN or infinity")
+    return ModelMessage(round=round_, model=model)
 
 
 def _checksum(head: bytes | memoryview, body: bytes | memoryview) -> int:

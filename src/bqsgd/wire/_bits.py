@@ -1,4 +1,8 @@
-"""Kernels of the fixed-width coding: a stream of bits, the first in the lowest bit of the first byte."""
+"""Compiled loops of the codings: a stream of bits, the first in the lowest bit of the first byte.
+
+Words of more than 62 bits are held as limbs of 31 bits (`pack_long`, `unpack_long`): slower, and needed by eight code
+counts only.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 
-Codes = npt.NDArray[np.unsignedinteger]
+from bqsgd.params import Codes
+
 Bytes = npt.NDArray[np.uint8]
 jit = nb.njit(cache=True, nogil=True)
 inline = nb.njit(cache=True, nogil=True, inline="always")
 _U8, _U64 = np.uint8, np.uint64
+_LIMB = _U64((1 << 31) - 1)
 
 
 def readonly(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -117,7 +123,7 @@ def unpack_plain(data: Bytes, codes: Codes, width: int) -> tuple[int, bool]:
 
 @jit
 def read(data: Bytes, bit: int, width: int) -> np.uint64:
-    """Bits [bit, bit + width) as a number, width <= 56: the slow way, for the end of the data."""
+    """Bits [bit, bit + width) as a number, width <= 56: slow, for the end of the data."""
     value, got, at = _U64(0), 0, bit >> 3
     while got < width + (bit & 7):
         value |= _U64(data[_U64(at)]) << _U64(got)
@@ -128,7 +134,7 @@ def read(data: Bytes, bit: int, width: int) -> np.uint64:
 
 @jit
 def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
-    """Write groups of `digits` codes: one word of high digits (the first code lowest), then `low` bits a code."""
+    """Write groups of `digits` codes: one word of high digits (the first code lowest), then `low` bits per code."""
     held, fill, at, top = _U64(0), 0, 0, _U64(0)
     mask, half_bits = _U64((1 << low) - 1), min(word_bits, 31)
     for start in range(0, codes.size, digits):
@@ -235,3 +241,64 @@ def join(bins: npt.NDArray[np.integer], low: npt.NDArray[np.uint32], first: int,
         top = max(top, code)
         codes[i] = kind(code)
     return int(top)
+
+
+@jit
+def pack_long(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
+    """As `pack_mixed`, for words of any length."""
+    held, fill, at, top = _U64(0), 0, 0, _U64(0)
+    mask = _U64((1 << low) - 1)
+    limbs = np.zeros((word_bits + 30) // 31, np.uint64)
+    for start in range(0, codes.size, digits):
+        stop = min(start + digits, codes.size)
+        limbs[:] = _U64(0)
+        for i in range(stop - 1, start - 1, -1):
+            code = _U64(codes[i])
+            top = max(top, code)
+            carry = code >> _U64(low)
+            for j in range(limbs.size):
+                carry += limbs[j] * _U64(base)
+                limbs[j] = carry & _LIMB
+                carry >>= _U64(31)
+        for j in range(limbs.size + stop - start):
+            if j < limbs.size:
+                held |= limbs[j] << _U64(fill)
+                fill += min(31, word_bits - 31 * j)
+            else:
+                held |= (_U64(codes[start + j - limbs.size]) & mask) << _U64(fill)
+                fill += low
+            if fill >= 32:
+                put32(out, at, held)
+                held >>= _U64(32)
+                at += 4
+                fill -= 32
+    flush(out, at, held, fill)
+    return int(top)
+
+
+@jit
+def unpack_long(data: Bytes, codes: Codes, low: int, base: int, digits: int, word_bits: int) -> tuple[int, bool]:
+    """As `unpack_mixed`, for words of any length, by long division."""
+    kind = codes.dtype.type
+    limbs = np.zeros((word_bits + 30) // 31, np.uint64)
+    top, bit = _U64(0), 0
+    for start in range(0, codes.size, digits):
+        count = min(digits, codes.size - start)
+        for j in range(limbs.size):
+            limbs[j] = read(data, bit + 31 * j, min(31, word_bits - 31 * j))
+        bit += word_bits
+        for i in range(count):
+            rest = _U64(0)
+            for j in range(limbs.size - 1, -1, -1):
+                value = (rest << _U64(31)) | limbs[j]
+                limbs[j] = value // _U64(base)
+                rest = value - limbs[j] * _U64(base)
+            code = (rest << _U64(low)) | read(data, bit, low)
+            bit += low
+            top = max(top, code)
+            codes[start + i] = kind(code)
+        if limbs.any():
+            if count == digits:
+                return base << low, False
+            return 0, True
+    return int(top), read(data, bit, data.size * 8 - bit) != 0
