@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from bqsgd.errors import BqsgdError, BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, OutOfRange
+from bqsgd.ledger import Ledger
 from bqsgd.mechanism import encoder
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharp_edges.md"
@@ -87,7 +87,7 @@ def _gradients(*, normalised: bool, reduction: str) -> None:
 
 def no_ledger(folder: Path) -> None:
     pytest.importorskip("torch")
-    from bqsgd.training.spending import Spending
+    from bqsgd.ledger.spending import Spending
 
     Spending(None, run="a", seeded=False).spend(RELEASE, round=0, last_round=3)
 

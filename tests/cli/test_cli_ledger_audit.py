@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bqsgd.ledger import Ledger
 from bqsgd.params import Mechanism
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 
 RELEASE = Release(

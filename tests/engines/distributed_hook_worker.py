@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bqsgd.codec import decode_frame, encode_frame
 from bqsgd.engines.distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, joined
+from bqsgd.ledger import Ledger
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.persample import Clamp, clipped_gradients
-from bqsgd.privacy.ledger import Ledger
 
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")
 NOISY = Mechanism(levels=20, trials=200)

@@ -19,7 +19,7 @@ from bqsgd.engines.distributed import joined
 from bqsgd.engines.distributed.hello import SettingsDiffer, hello_of, read_hello, read_welcome, welcome_of
 from bqsgd.engines.distributed.transport import PeerLost, as_tensor
 from bqsgd.errors import InvalidParameter
-from bqsgd.privacy.ledger import Ledger
+from bqsgd.ledger import Ledger
 from bqsgd.training.checkpoint import load_checkpoint
 from bqsgd.training.config import Config
 

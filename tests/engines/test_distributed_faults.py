@@ -9,7 +9,7 @@ from distributed_worker import recording, task
 from fault_book import counts, not_ok, seen, together, written_down
 
 from bqsgd.engines.session import Session
-from bqsgd.privacy.ledger import Ledger
+from bqsgd.ledger import Ledger
 from bqsgd.training.checkpoint import load_checkpoint
 from bqsgd.training.config import Config
 

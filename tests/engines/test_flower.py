@@ -24,9 +24,9 @@ from bqsgd.engines.flower.serving import serve
 from bqsgd.engines.flower.settings import Service, read_settings
 from bqsgd.engines.session import Session
 from bqsgd.errors import FrameError, InvalidParameter
+from bqsgd.ledger import Ledger
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.training.checkpoint import CheckpointError, load_checkpoint
 from bqsgd.training.config import Config
 from bqsgd.wire.frame import read_frame

@@ -20,8 +20,8 @@ from bqsgd.engines.flower.onemachine import make_federation
 from bqsgd.engines.flower.place import LEDGER_FOLDER_VARIABLE
 from bqsgd.engines.flower.processes import Processes, free_port
 from bqsgd.engines.session import Session
-from bqsgd.privacy.ledger import Ledger
-from bqsgd.privacy.ledger_entries import Kind
+from bqsgd.ledger import Ledger
+from bqsgd.ledger.entries import EntryKind
 from bqsgd.training.checkpoint import load_checkpoint
 from bqsgd.training.config import Config
 
@@ -149,7 +149,7 @@ class Deployment:
         for client, name in enumerate(self.names):
             with Ledger(self.folder / "nodes" / name / f"client-{client:04}.ledger") as ledger:
                 found[client] = sum(entry.rounds for entry in ledger.entries if entry.run == run)
-                assert {entry.kind for entry in ledger.entries} == {Kind.BUDGET, Kind.SPEND}
+                assert {entry.kind for entry in ledger.entries} == {EntryKind.BUDGET, EntryKind.SPEND}
         return found
 
     def sent(self, run, client):

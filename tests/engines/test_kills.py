@@ -11,7 +11,7 @@ import pytest
 from fault_book import counts, not_ok, together
 
 from bqsgd.engines.session import Session, named
-from bqsgd.privacy.ledger import Ledger
+from bqsgd.ledger import Ledger
 from bqsgd.reports.folder import RunWriter, read_rounds
 
 KILLS = 20

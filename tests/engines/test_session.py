@@ -6,8 +6,8 @@ import pytest
 from bqsgd.engines.inprocess import InProcess
 from bqsgd.engines.session import Session, Task
 from bqsgd.errors import InvalidParameter, LedgerError
+from bqsgd.ledger import Ledger
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.reports.records import RoundRecord
 from bqsgd.training.checkpoint import CheckpointError
 from bqsgd.training.rounds import run_round

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bqsgd.cli.app import main
-from bqsgd.privacy.ledger import Ledger
+from bqsgd.ledger import Ledger
 from bqsgd.reports.folder import read_rounds
 from bqsgd.training.checkpoint import load_checkpoint
 

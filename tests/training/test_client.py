@@ -6,9 +6,9 @@ import torch
 
 from bqsgd.codec import decode_frame
 from bqsgd.errors import InvalidParameter, LedgerError, ModelMessageError
+from bqsgd.ledger import Ledger
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Relation, Scheme, Unit
 from bqsgd.training.client import Declined
 from bqsgd.training.config import BudgetChange

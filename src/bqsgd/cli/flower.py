@@ -149,7 +149,7 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
 
 def _ledgers(folder: Path) -> int:
     """Rounds that the clients' own ledgers count, in all."""
-    from bqsgd.privacy.ledger import Ledger
+    from bqsgd.ledger import Ledger
 
     total = 0
     for path in folder.rglob("*.ledger"):

@@ -42,7 +42,7 @@ COLUMNS = [
 @ledger.command()
 def show(path: Where, delta: Delta = None, json: Json = False) -> None:
     """Print the budget, what is spent and what that guarantees."""
-    from bqsgd.privacy.ledger import Ledger
+    from bqsgd.ledger import Ledger
 
     with Ledger(path) as opened:
         guarantee = opened.guarantee(delta=delta)
@@ -64,7 +64,7 @@ def export(
 ) -> None:
     """Write every entry, and in JSON the guarantee, to a file."""
     from bqsgd.errors import InvalidParameter
-    from bqsgd.privacy.ledger import Ledger
+    from bqsgd.ledger import Ledger
 
     if out.suffix not in (".json", ".csv"):
         raise InvalidParameter(f"--out must end in .json or .csv, got {out.name!r}")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bqsgd.errors import LedgerError
+from bqsgd.ledger import Ledger
 from bqsgd.persample.functional import LossFunction
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.training.client import Client, PrivateLog
 from bqsgd.training.config import Config
 from bqsgd.training.rounds import Evaluate, evaluator

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from bqsgd.codec import encode_frame
 from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
+from bqsgd.ledger import Ledger
+from bqsgd.ledger.spending import Spending
 from bqsgd.noise import NoiseSource
 from bqsgd.persample import clipped_gradients
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Unit
 from bqsgd.training.batches import draw_batch
 from bqsgd.training.config import SAMPLINGS, Config
 from bqsgd.training.local import local_update
 from bqsgd.training.plans import Situation, release_in
 from bqsgd.training.seeds import Purpose, Sources
-from bqsgd.training.spending import Spending
 from bqsgd.training.vector import dimension_of, load_vector
 from bqsgd.wire.model_message import read_model
 

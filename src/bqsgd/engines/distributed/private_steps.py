@@ -9,15 +9,15 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.ledger import Ledger
+from bqsgd.ledger.spending import Spending
 from bqsgd.params import Mechanism, check_int
 from bqsgd.persample import clipped_gradients
 from bqsgd.persample.clips import Clip
 from bqsgd.persample.functional import LossFunction
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.plans import Situation
-from bqsgd.training.spending import Spending
 from bqsgd.training.vector import dimension_of, trainable
 
 

@@ -20,9 +20,9 @@ from bqsgd.engines.distributed.transport import Channel, Kind, PeerLost
 from bqsgd.engines.stopping import stop_signals
 from bqsgd.engines.task import Pair, PrivateLogs, Task, make_client
 from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
+from bqsgd.ledger.spending import Spending
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.config import Config
-from bqsgd.training.spending import Spending
 from bqsgd.training.vector import dimension_of
 from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 

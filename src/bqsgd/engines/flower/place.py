@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.ledger import Ledger
 from bqsgd.params import check_int, check_positive
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.training.config import Config
 
 LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"

@@ -1,26 +1,30 @@
 """What a ledger holds: an append-only list of entries, and the state they add up to.
 
 Everything here is pure. The state is never stored: it is folded from the entries each time a ledger is opened, so there
-is no second copy that could disagree with them.
+is no second copy that could disagree with them. Rounds are recorded ahead and ticked off as they are sent: `granted`
+says what is charged, `returning` what a clean end gives back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from bqsgd.errors import InvalidParameter, LedgerError
-from bqsgd.params import check_int, check_positive
+from bqsgd.ledger.budget import PrivacyBudget
+from bqsgd.params import check_int
 from bqsgd.release import Release
 
 MAX_ROUND = 2**53
 MAX_RESERVED_ROUNDS = 1 << 20
+Rounds = Mapping[tuple[str, int], "Grant"]
+"""(run, round) -> its grant."""
 
 
-class Kind(StrEnum):
+class EntryKind(StrEnum):
     """What an entry records."""
 
     BUDGET = "budget"
@@ -29,30 +33,16 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyBudget:
-    """The most a client may spend: epsilon at delta, over the whole life of its ledger."""
-
-    epsilon: float
-    delta: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", check_positive("epsilon", self.epsilon))
-        object.__setattr__(self, "delta", check_positive("delta", self.delta))
-        if self.delta >= 1:
-            raise InvalidParameter(f"delta must be below 1, got {self.delta}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """One line of a ledger.
 
     budget: from here on the budget is `budget`, because of `reason`.
     spend: rounds first_round .. first_round + rounds - 1 of `run` count as released; `again` marks rounds of the run
-    that were counted before and are now counted once more (a new noise draw is a new release).
-    return: these rounds of an earlier spend were certainly not sent and no longer count.
+    that were counted before and are now counted again (a new noise draw is a new release).
+    return: these rounds of an earlier spend were certainly not sent, and no longer count.
     """
 
-    kind: Kind
+    kind: EntryKind
     time: str
     budget: PrivacyBudget | None = None
     reason: str = ""
@@ -64,8 +54,8 @@ class Entry:
     again: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Kind(self.kind))
-        if self.kind is Kind.BUDGET:
+        object.__setattr__(self, "kind", EntryKind(self.kind))
+        if self.kind is EntryKind.BUDGET:
             if self.budget is None:
                 raise InvalidParameter("a budget entry needs a budget")
             return
@@ -84,7 +74,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; only the fields this kind uses."""
-        if self.kind is Kind.BUDGET:
+        if self.kind is EntryKind.BUDGET:
             assert self.budget is not None
             return {"kind": str(self.kind), "time": self.time, "budget": asdict(self.budget), "reason": self.reason}
         assert self.release is not None
@@ -104,7 +94,7 @@ class Entry:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Entry:
+    def from_json(cls, text: str) -> LedgerEntry:
         """Read and check a stored entry; anything unexpected raises LedgerError."""
         try:
             fields = json.loads(text)
@@ -120,7 +110,7 @@ class Entry:
 
 
 @dataclass
-class State:
+class LedgerState:
     """What the entries add up to: the budget in force, how often each release was made, which rounds are taken."""
 
     budget: PrivacyBudget | None = None
@@ -128,13 +118,13 @@ class State:
     seeded_rounds: int = 0
     taken: dict[str, dict[int, tuple[Release, bool]]] = field(default_factory=dict)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         """Fold one entry in; a return of more than was spent raises LedgerError."""
-        if entry.kind is Kind.BUDGET:
+        if entry.kind is EntryKind.BUDGET:
             self.budget = entry.budget
             return
         assert entry.release is not None
-        sign = 1 if entry.kind is Kind.SPEND else -1
+        sign = 1 if entry.kind is EntryKind.SPEND else -1
         total = self.rounds.get(entry.release, 0) + sign * entry.rounds
         self.seeded_rounds += sign * entry.rounds * entry.seeded
         if total < 0 or self.seeded_rounds < 0:
@@ -154,7 +144,76 @@ class State:
         """Messages that count as released."""
         return sum(self.rounds.values())
 
-    def clash(self, *, run: str, first_round: int, rounds: int) -> int | None:
-        """The first of these rounds that is already recorded, or None."""
-        taken: Mapping[int, object] = self.taken.get(run, {})
-        return next((r for r in range(first_round, first_round + rounds) if r in taken), None)
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """Permission to send one round.
+
+    again: the round was recorded before, so this is a further release of it. charged: it counts as spent (every round
+    except a seeded one that will be made from the same noise again).
+    """
+
+    release: Release
+    seeded: bool
+    again: bool
+    charged: bool
+
+
+def granted(
+    state: LedgerState, release: Release, *, run: str, rounds: Iterable[int], seeded: bool, resume: bool
+) -> dict[tuple[str, int], Grant]:
+    """A grant for each of these rounds; a round recorded before is refused unless `resume` is given."""
+    taken = state.taken.get(run, {})
+    grants = {}
+    for number in rounds:
+        before = taken.get(number)
+        if before is not None and not resume:
+            raise LedgerError(
+                f"round {number} of run {run!r} is already recorded. Sending the same frame again needs no call; to "
+                "send newly noised values for it pass resume=True (it is counted again); a new training needs a new run"
+            )
+        same_bytes = seeded and before == (release, True)
+        grants[run, number] = Grant(release=release, seeded=seeded, again=before is not None, charged=not same_bytes)
+    return grants
+
+
+def spending(grants: Rounds, *, time: str) -> list[LedgerEntry]:
+    """The entries that charge these grants."""
+    return _entries(EntryKind.SPEND, grants, time=time)
+
+
+def returning(unsent: Rounds, *, time: str) -> list[LedgerEntry]:
+    """The entries that give back what was charged and not sent."""
+    return _entries(EntryKind.RETURN, unsent, time=time)
+
+
+def _entries(kind: EntryKind, grants: Rounds, *, time: str) -> list[LedgerEntry]:
+    groups: dict[tuple[str, Grant], list[int]] = {}
+    for (run, number), grant in grants.items():
+        if grant.charged:
+            groups.setdefault((run, grant), []).append(number)
+    return [
+        LedgerEntry(
+            kind=kind,
+            time=time,
+            release=grant.release,
+            run=run,
+            first_round=first,
+            rounds=count,
+            seeded=grant.seeded,
+            again=grant.again,
+        )
+        for (run, grant), numbers in groups.items()
+        for first, count in _stretches(sorted(numbers))
+    ]
+
+
+def _stretches(rounds: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending rounds as (first, count) stretches."""
+    found: list[tuple[int, int]] = []
+    for number in rounds:
+        if found and number == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((number, 1))
+    return found

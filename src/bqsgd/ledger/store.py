@@ -21,7 +21,7 @@ from pathlib import Path
 from bqsgd.errors import LedgerError
 
 APPLICATION_ID = 0x62715347
-FORMAT = 1
+LEDGER_FORMAT = 1
 BUSY_SECONDS = 60.0
 _SCHEMA = (
     "CREATE TABLE entries (number INTEGER PRIMARY KEY, body TEXT NOT NULL, chain BLOB NOT NULL)",
@@ -31,7 +31,7 @@ _SCHEMA = (
 
 
 def _origin(client: int) -> bytes:
-    return hashlib.sha256(f"bqsgd.ledger.v{FORMAT} client {client}".encode()).digest()
+    return hashlib.sha256(f"bqsgd.ledger.v{LEDGER_FORMAT} client {client}".encode()).digest()
 
 
 def _link(previous: bytes, body: str) -> bytes:
@@ -72,7 +72,7 @@ def create(path: Path, *, client: int, first_body: str) -> None:
     try:
         with _explained(path), contextlib.closing(_connect(draft, mode="rwc")) as connection:
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.execute(f"PRAGMA user_version = {LEDGER_FORMAT}")
             connection.execute("BEGIN IMMEDIATE")
             for statement in _SCHEMA:
                 connection.execute(statement)
@@ -146,9 +146,9 @@ class Store:
         found = (query("PRAGMA application_id").fetchone()[0], query("PRAGMA user_version").fetchone()[0])
         if found[0] != APPLICATION_ID:
             raise LedgerError(f"{self.path} is an SQLite file but not a bqsgd ledger; give the ledger's own path")
-        if found[1] != FORMAT:
+        if found[1] != LEDGER_FORMAT:
             raise LedgerError(
-                f"{self.path} has ledger format {found[1]}, this version reads {FORMAT}; use a matching bqsgd"
+                f"{self.path} has ledger format {found[1]}, this version reads {LEDGER_FORMAT}; use a matching bqsgd"
             )
         if {row[0] for row in query("SELECT sql FROM sqlite_master")} != set(_SCHEMA):
             raise LedgerError(

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from bqsgd.errors import BudgetExhausted
+from bqsgd.ledger import Ledger
 from bqsgd.params import Mechanism
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.ledger import Ledger
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 
 RELEASE = Release(

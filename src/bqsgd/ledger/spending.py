@@ -1,4 +1,4 @@
-"""A client's side of its ledger: rounds reserved a block ahead, and what the messages so far add up to."""
+"""A client's side of its ledger: rounds reserved in blocks ahead, and what the messages so far add up to."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections import Counter
 from functools import lru_cache
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter
+from bqsgd.ledger.entries import LedgerState
+from bqsgd.ledger.ledger import Ledger
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.privacy.ledger import Ledger
-from bqsgd.privacy.ledger_entries import State
 from bqsgd.release import Release
 
 
 class Spending:
     """Records every round in the ledger before its message leaves, reserving `ahead` rounds in one durable write.
 
-    A crash leaves the reserved rounds counted though they were not sent: over, never under. Without a ledger nothing
-    is durable, which is allowed for seeded noise and for messages without noise only: neither has a privacy claim.
+    A crash leaves the reserved rounds counted though they were not sent: an over-count, never an
+    under-count. Without a ledger nothing is durable, which is allowed only for seeded noise and for messages without
+    noise: neither has a privacy claim.
     """
 
     def __init__(self, ledger: Ledger | None, *, run: str, seeded: bool, ahead: int = 1, resume: bool = False) -> None:
@@ -29,7 +30,7 @@ class Spending:
         """How often each release counts as made, rounds of earlier processes included, unsent reservations not."""
         self._recorded: dict[int, tuple[Release, bool]] = {}
         if ledger is not None:
-            state = State()
+            state = LedgerState()
             for entry in ledger.entries:
                 state.add(entry)
             self.sent.update(state.rounds)

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd.ledger import Ledger
+from bqsgd.ledger.budget import Headroom, PrivacyBudget
+from bqsgd.ledger.entries import EntryKind, LedgerEntry, LedgerState
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.headroom import Headroom
-from bqsgd.privacy.ledger import Ledger
-from bqsgd.privacy.ledger_entries import Entry, Kind, PrivacyBudget, State
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 
 RELEASE = Release(
@@ -60,7 +60,7 @@ def test_coarse_releases_cost_what_fine_ones_do_and_old_entries_still_load(path:
         assert guarantee.epsilon == exact((RELEASE, 2))
         entry = next(e for e in ledger.entries if e.release == RELEASE)
     assert "coarsening" not in entry.to_json()
-    assert Entry.from_json(entry.to_json()) == entry
+    assert LedgerEntry.from_json(entry.to_json()) == entry
     with open_ledger(path) as ledger:
         assert [e.release for e in ledger.entries if e.release] == [coarse, RELEASE]
 
@@ -188,7 +188,7 @@ def test_the_budget_changes_only_by_an_explicit_recorded_call(path: Path) -> Non
     with pytest.raises(LedgerError, match="change_budget"):
         open_ledger(path)
     with open_ledger(path, epsilon=0.8) as ledger:
-        assert [entry.reason for entry in ledger.entries if entry.kind is Kind.BUDGET] == [
+        assert [entry.reason for entry in ledger.entries if entry.kind is EntryKind.BUDGET] == [
             "ledger made",
             "board decision 7",
         ]
@@ -394,10 +394,10 @@ def test_headroom_of_an_unlimited_budget_ends() -> None:
     )
 )
 def test_entries_survive_their_stored_form_and_add_up(spends: list[tuple[int, int, bool, bool]]) -> None:
-    state = State()
+    state = LedgerState()
     for first, count, seeded, again in spends:
-        entry = Entry(
-            kind=Kind.SPEND,
+        entry = LedgerEntry(
+            kind=EntryKind.SPEND,
             time="t",
             release=RELEASE,
             run="r",
@@ -406,10 +406,12 @@ def test_entries_survive_their_stored_form_and_add_up(spends: list[tuple[int, in
             seeded=seeded,
             again=again,
         )
-        assert Entry.from_json(entry.to_json()) == entry
+        assert LedgerEntry.from_json(entry.to_json()) == entry
         state.add(entry)
     assert state.total_rounds == sum(count for _, count, _, _ in spends)
     assert state.seeded_rounds == sum(count for _, count, seeded, _ in spends if seeded)
-    too_much = Entry(kind=Kind.RETURN, time="t", release=RELEASE, run="r", first_round=0, rounds=state.total_rounds + 1)
+    too_much = LedgerEntry(
+        kind=EntryKind.RETURN, time="t", release=RELEASE, run="r", first_round=0, rounds=state.total_rounds + 1
+    )
     with pytest.raises(LedgerError, match="more rounds than it spent"):
         state.add(too_much)

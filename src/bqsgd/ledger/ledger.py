@@ -7,8 +7,8 @@
             send(...)
 
 `reserve` makes one durable entry for many rounds, and `spend` inside a reservation of the same process only ticks a
-round off in memory. A crash therefore leaves every reserved round counted, sent or not: over, never under. A clean
-`close` gives back what was certainly not sent.
+round off in memory. A crash therefore leaves every reserved round counted, sent or not: an over-count, never an
+under-count. A clean `close` gives back what was certainly not sent.
 
 Sending twice. What is private is the frame, not the round number:
 - Sending the *same bytes* again reveals nothing new. It needs no call.
@@ -19,24 +19,118 @@ Sending twice. What is private is the frame, not the round number:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd.ledger.budget import Headroom, PrivacyBudget, compose_all
+from bqsgd.ledger.entries import (
+    MAX_RESERVED_ROUNDS,
+    MAX_ROUND,
+    EntryKind,
+    Grant,
+    LedgerEntry,
+    LedgerState,
+    granted,
+    returning,
+    spending,
+)
+from bqsgd.ledger.store import Store, create
 from bqsgd.params import check_int
+from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.privacy.ledger_book import Book
-from bqsgd.privacy.ledger_entries import MAX_RESERVED_ROUNDS, MAX_ROUND, Entry, Kind, PrivacyBudget
-from bqsgd.privacy.ledger_store import create
-from bqsgd.privacy.reservation import Grant, granted, returning, spending
 from bqsgd.release import Release
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class _Book:
+    """An open ledger file with its entries and the state they add up to, kept in step; it belongs to one process."""
+
+    def __init__(self, path: Path) -> None:
+        self._pid = os.getpid()
+        self.store = Store(path)
+        self.state = LedgerState()
+        self.entries: list[LedgerEntry] = []
+        self._headroom = Headroom(Accountant())
+        try:
+            self.refresh()
+            if self.state.budget is None:
+                raise LedgerError(f"{path} holds no budget; restore it from a backup")
+        except BaseException:
+            self.store.close()
+            raise
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process opened the ledger (a forked child did not)."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise LedgerError in a forked child: SQLite and the reserved rounds are the parent's."""
+        if not self.mine:
+            raise LedgerError("a ledger does not survive a fork; open it again in the new process")
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The budget in force."""
+        assert self.state.budget is not None
+        return self.state.budget
+
+    def refresh(self) -> None:
+        """Read what other processes have written."""
+        self.check_process()
+        for body in self.store.fresh():
+            self._take(LedgerEntry.from_json(body))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Callable[[list[LedgerEntry]], None]]:
+        """Hold the write lock with the state up to date; what is appended becomes state only once it is durable."""
+        added: list[LedgerEntry] = []
+
+        def append(entries: list[LedgerEntry]) -> None:
+            for entry in entries:
+                self.store.append(entry.to_json())
+            added.extend(entries)
+
+        self.check_process()
+        with self.store.exclusive():
+            self.refresh()
+            yield append
+        for entry in added:
+            self._take(entry)
+
+    def _take(self, entry: LedgerEntry) -> None:
+        self.state.add(entry)
+        self.entries.append(entry)
+
+    def surely_fits(self, release: Release, rounds: int) -> bool:
+        """Whether earlier answers already prove that `rounds` more of `release` fit; quick."""
+        return rounds == 0 or self._headroom.known(self.state.rounds, release, rounds, self.budget) is True
+
+    def fits(self, release: Release, rounds: int) -> bool:
+        """Whether `rounds` more of `release` stay within the budget; may take the accountant seconds."""
+        return self._headroom.fits(self.state.rounds, release, rounds, self.budget)
+
+    def most(self, release: Release) -> int:
+        """How many more rounds of `release` fit."""
+        return self._headroom.most(self.state.rounds, release, self.budget)
+
+    def guarantee(self, delta: float | None) -> Guarantee | None:
+        """What everything counted guarantees, at the budget's delta unless given; None when nothing is."""
+        if not self.state.rounds:
+            return None
+        accountant = compose_all(Accountant(), self.state.rounds)
+        wanted = self.budget.delta if delta is None else delta
+        return accountant.guarantee(delta=wanted, seeded=self.state.seeded_rounds > 0)
 
 
 class Ledger:
@@ -45,7 +139,7 @@ class Ledger:
 
     def __init__(self, path: str | Path) -> None:
         """Open what is there, as it is (for reading); training uses `Ledger.open`, which checks whose ledger it is."""
-        self._book = Book(Path(path))
+        self._book = _Book(Path(path))
         self._lock = threading.RLock()
         self._unsent: dict[tuple[str, int], Grant] = {}
 
@@ -66,7 +160,7 @@ class Ledger:
         check_int("client", client, 0, 2**63 - 1)
         where = Path(path)
         if create_missing and not where.exists():
-            entry = Entry(kind=Kind.BUDGET, time=_now(), budget=budget, reason="ledger made")
+            entry = LedgerEntry(kind=EntryKind.BUDGET, time=_now(), budget=budget, reason="ledger made")
             create(where, client=client, first_body=entry.to_json())
         ledger = cls(where)
         try:
@@ -100,7 +194,7 @@ class Ledger:
         return self._book.budget
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """Every entry, oldest first."""
         with self._lock:
             self._book.refresh()
@@ -181,7 +275,9 @@ class Ledger:
         """Put another budget in force from here on; the change and its reason stay in the ledger."""
         if not reason.strip():
             raise InvalidParameter("reason must say why the budget changes")
-        entry = Entry(kind=Kind.BUDGET, time=_now(), budget=PrivacyBudget(epsilon=epsilon, delta=delta), reason=reason)
+        entry = LedgerEntry(
+            kind=EntryKind.BUDGET, time=_now(), budget=PrivacyBudget(epsilon=epsilon, delta=delta), reason=reason
+        )
         with self._lock, self._book.writing() as append:
             append([entry])
 
