@@ -42,19 +42,20 @@ MOST_SECONDS, MOST_MIB = 10.0, 2048.0
 def one(name: str) -> dict[str, Any]:
     """Run one case here: cold, then again from the cache."""
     from bqsgd.params import Mechanism
-    from bqsgd.planner.exact import plan_exact
-    from bqsgd.planner.plan import Budget, release_of
+    from bqsgd.planner.plan import Budget, ClientSetting
+    from bqsgd.planner.search import make_plan
     from bqsgd.privacy.accountant import Accountant
 
     case = {"dataset_size": 15_000, **CASES[name]}
     rounds = case.pop("rounds")
     started = time.process_time()
     if case.pop("plan", False):
-        plan = plan_exact(Budget(bits=8, epsilon=3.0, delta=1e-5), rounds=rounds, **case)
+        plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), ClientSetting(**case), rounds=rounds)
         assert plan.guarantee is not None
         release, guarantee = plan.release, plan.guarantee
     else:
-        release = release_of(Mechanism(levels=case.pop("levels"), trials=case.pop("trials")), **case)
+        mechanism = Mechanism(levels=case.pop("levels"), trials=case.pop("trials"))
+        release = ClientSetting(**case).release(mechanism)
         guarantee = Accountant().compose(release, rounds).guarantee(delta=1e-5)
     cold = time.process_time() - started
     started = time.process_time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bqsgd.reports.paper_figures import draw_figure_1
+from bqsgd.paper.figures import draw_figure_1
 
 NAME, FIGURES = "figure1", ("figure1.png",)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bqsgd.reports.paper_figures import draw_figure_2
+from bqsgd.paper.figures import draw_figure_2
 
 NAME, FIGURES = "figure2", ("figure2.png",)
 

@@ -1,6 +1,6 @@
-"""The frontier: every preset over three seeds, and MNIST at epsilon 3 in 2, 3, 4, 6 and 8 bits a coordinate.
+"""The frontier: every preset over three seeds, and MNIST at epsilon 3 in 2, 3, 4, 6 and 8 bits per coordinate.
 
-bqsgd reproduce frontier       # goes on where it stopped; a finished run is one file in results/frontier/
+python -m experiments.reproduce frontier    # continues where it stopped; finished runs are files in results/frontier/
 
 A seed here is that of the shares of data and of the initial model, both public. The noise comes from the operating
 system, so every run has the guarantee that its ledgers state, and none can be repeated bit for bit.
@@ -16,10 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from experiments.frontier_figure import draw_frontier
 from experiments.runs import provenance
 
 from bqsgd.cli.training_run import run
-from bqsgd.reports.frontier_figure import draw_frontier
 from bqsgd.training.config import Config
 from bqsgd.training.presets import preset
 
@@ -65,7 +65,7 @@ REFERENCES = (
     {"name": "Opacus 1.16", "dataset": "mnist", "accuracy": 0.9463, "epsilon": 1.16},
     {"name": "tanh CNN, Fashion", "dataset": "fashion-mnist", "accuracy": 0.861, "epsilon": 3.0},
 )
-"""Published figures at delta 1e-5, all with a trusted server, 60,000 samples in one place and 32 bits a coordinate."""
+"""Published figures at delta 1e-5, all with a trusted server, 60,000 samples in one place, 32 bits per coordinate."""
 
 
 def reproduce(

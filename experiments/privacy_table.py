@@ -13,12 +13,12 @@ from typing import Any
 
 from bqsgd.audit import audit
 from bqsgd.noise import privacy_rng
+from bqsgd.paper.nominal import NominalPrivacy
+from bqsgd.paper.published import ROWS, PublishedRow
 from bqsgd.params import Mechanism
-from bqsgd.planner.plan import release_of
-from bqsgd.planner.published import ROWS, PublishedRow
+from bqsgd.planner.plan import ClientSetting
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.privacy.nominal import NominalPrivacy
 from bqsgd.release import Release
 
 HERE = Path(__file__).parent
@@ -33,7 +33,8 @@ CLIPS = {"per-sample clamp": None, "batch-mean clip": 2.0}
 def release(row: PublishedRow, *, scheme: str, linf: float | None, dimension: int) -> Release:
     """What one message of the row reveals."""
     batch, held = row.setting.batch_size, row.setting.dataset_size
-    return release_of(row.corrected, dimension=dimension, batch_size=batch, dataset_size=held, scheme=scheme, linf=linf)
+    setting = ClientSetting(dimension=dimension, batch_size=batch, dataset_size=held, scheme=scheme, linf=linf)
+    return setting.release(row.corrected)
 
 
 def guarantee_fields(guarantee: Guarantee) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from experiments.runs import provenance, task
 from experiments.tables import DATASETS, job
 
 from bqsgd.engines.session import Session
+from bqsgd.paper.published import FASHION_MNIST, MNIST, PublishedSetting
 from bqsgd.params import Mechanism
-from bqsgd.planner.published import FASHION_MNIST, MNIST, PublishedSetting
 from bqsgd.training.rounds import run_round
 from bqsgd.training.vector import load_vector
 

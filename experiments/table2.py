@@ -1,4 +1,4 @@
-"""Table 2: bits fixed, privacy varied. Ten runs a seed and clip; see `bqsgd reproduce table2 --help`."""
+"""Table 2: bits fixed, privacy varied. Ten runs per seed and clip: `python -m experiments.reproduce table2`."""
 
 from __future__ import annotations
 

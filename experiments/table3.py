@@ -1,4 +1,4 @@
-"""Table 3: privacy fixed, bits varied. Eight runs a seed and clip; see `bqsgd reproduce table3 --help`."""
+"""Table 3: privacy fixed, bits varied. Eight runs per seed and clip: `python -m experiments.reproduce table3`."""
 
 from __future__ import annotations
 

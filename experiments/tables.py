@@ -9,11 +9,11 @@ from typing import Any
 
 from experiments.runs import Job, results
 
+from bqsgd.paper.nominal import NominalPrivacy
+from bqsgd.paper.published import MNIST, ROWS, PublishedRow, PublishedSetting
 from bqsgd.params import Mechanism
-from bqsgd.planner.plan import release_of
-from bqsgd.planner.published import MNIST, ROWS, PublishedRow, PublishedSetting
+from bqsgd.planner.plan import ClientSetting
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.nominal import NominalPrivacy
 from bqsgd.training.config import Config
 
 RECIPE: dict[str, Any] = {"optimiser": "adam", "schedule": "linear", "activation": "tanh"}
@@ -117,13 +117,11 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @lru_cache
 def exact(setting: PublishedSetting, pair: Mechanism, *, clip: str, rounds: int) -> dict[str, Any]:
     """The exact guarantee that the same run has with noise from the operating system."""
-    release = release_of(
-        pair,
+    client = ClientSetting(
         dimension=DATASETS[setting.dataset][2],
         batch_size=setting.batch_size,
         dataset_size=setting.dataset_size,
-        scheme="poisson",
         linf=CLIPS[clip],
     )
-    guarantee = Accountant().compose(release, rounds).guarantee(delta=DELTA)
+    guarantee = Accountant().compose(client.release(pair), rounds).guarantee(delta=DELTA)
     return guarantee.to_dict() | {"epsilon_text": guarantee.epsilon_text}

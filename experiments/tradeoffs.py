@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from bqsgd.planner.published import MNIST, ROWS
-from bqsgd.planner.tradeoffs import Problem, curves_over_bits, curves_over_epsilon
-from bqsgd.reports.tradeoff_figures import draw
+from bqsgd.paper.figures import draw_tradeoffs
+from bqsgd.paper.published import MNIST, ROWS
+from bqsgd.paper.tradeoffs import Problem, curves_over_bits, curves_over_epsilon
 
 NAME, FIGURES = "tradeoffs", ("tradeoffs_fixed_epsilon.png", "tradeoffs_fixed_bits.png")
 PROBLEM = Problem(
@@ -33,7 +33,7 @@ def reproduce(*, figures: Path, **unused: Any) -> dict[str, Any]:
     grid = [float(value) for value in np.geomspace(0.5, 50, 41)]
     over_epsilon = curves_over_epsilon(PROBLEM, epsilons=grid, bits=sorted({row.bits for row in rows}))
     for name, curves in zip(FIGURES, (over_bits, over_epsilon), strict=True):
-        draw(curves, figures / name, delta=MNIST.delta)
+        draw_tradeoffs(curves, figures / name, delta=MNIST.delta)
     return {
         "caveat": "nominal epsilon: as published; not a guarantee",
         "problem": asdict(PROBLEM),

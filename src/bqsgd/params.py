@@ -42,6 +42,14 @@ def check_positive(name: str, value: object) -> float:
     return number
 
 
+def check_delta(name: str, value: object) -> float:
+    """Return `value` as a float strictly between 0 and 1."""
+    delta = check_positive(name, value)
+    if delta >= 1:
+        raise InvalidParameter(f"{name} must be above 0 and below 1, got {value!r}")
+    return delta
+
+
 @dataclass(frozen=True, kw_only=True)
 class Coarsening:
     """How the codes are made fewer after the noise is in: `points` K equally spaced ones over `width` codes W.

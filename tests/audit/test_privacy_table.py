@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bqsgd.planner.published import ROWS
+from bqsgd.paper.published import ROWS
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
 

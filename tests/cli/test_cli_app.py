@@ -4,10 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import typer.main
 
 from bqsgd import __version__
+from bqsgd.cli.app import app
+from bqsgd.cli.renamed import OPTIONS
 
-CLIENT = ["--dim", 3000, "--batch", 32, "--dataset-size", 15000]
+CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]
 
 
 def test_version(bqsgd):
@@ -15,7 +18,9 @@ def test_version(bqsgd):
     assert (result.code, result.out) == (0, f"bqsgd {__version__}\n")
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["account"], ["tradeoffs"]])
+@pytest.mark.parametrize(
+    "command", [[], ["plan"], ["account"], ["paper"], ["paper", "plan"], ["paper", "account"], ["paper", "tradeoffs"]]
+)
 def test_help_explains_every_option(bqsgd, command):
     result = bqsgd(*command, "--help")
     assert result.code == 0
@@ -33,25 +38,18 @@ def test_no_arguments_show_the_help(bqsgd):
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["plan", "--bits", "eight"], "eight"),
-        (["plan", "--bits", 8, "--epsilon", 1, "--delta", 1e-4], "--dim"),
+        (["plan", "--bits", 8, "--epsilon", 1, "--delta", 1e-4], "--dimension"),
         (
-            ["plan", "--method", "paper", "--bits", 40, "--epsilon", 1, "--delta", 1e-4, *CLIENT],
+            ["paper", "plan", "--bits", 40, "--epsilon", 1, "--delta", 1e-4, *CLIENT],
             "bits must be from 2 to 20",
         ),
-        (["plan", "--method", "paper", "--bits", 8, "--epsilon", "nan", "--delta", 1e-4, *CLIENT], "epsilon must be"),
+        (["paper", "plan", "--bits", 8, "--epsilon", "nan", "--delta", 1e-4, *CLIENT], "epsilon must be"),
         (["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, "--l2", 0.1, *CLIENT], "give both, or leave out"),
-        (
-            ["plan", "--method", "paper", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, *CLIENT[:2], *CLIENT[4:]],
-            "--batch is needed by --method paper",
-        ),
-        (
-            ["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, "--rounds", 1, "--rounding", "nearest", *CLIENT],
-            "--rounding belongs to --method paper",
-        ),
+        (["paper", "plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, *CLIENT[:2], *CLIENT[4:]], "--batch-size"),
         (["account", "--levels", 0, "--trials", 9, "--rounds", 1, "--delta", 1e-4, *CLIENT], "levels must be from 1"),
         (["account", "--levels", 1, "--trials", 9, "--rounds", 1, "--delta", 2, *CLIENT], "delta must be above 0"),
         (
-            ["account", "--method", "paper", "--levels", 1, "--trials", 0, "--rounds", 1, "--delta", 1e-4, *CLIENT],
+            ["paper", "account", "--levels", 1, "--trials", 0, "--rounds", 1, "--delta", 1e-4, *CLIENT],
             "trials must be at least 1",
         ),
         (
@@ -67,6 +65,43 @@ def test_bad_input_is_one_line_and_exit_code_2(bqsgd, arguments, says):
     assert says in result.err
     assert result.err.startswith("bqsgd: ")
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["tradeoffs", "--out", "x"], "bqsgd paper tradeoffs"),
+        (["reproduce", "table2"], "python -m experiments.reproduce"),
+        (["compare"], "python -m experiments.compare"),
+        (["plan", "--dim", 3], "--dimension"),
+        (["plan", "--batch", 3], "--batch-size"),
+        (["plan", "--method", "paper"], "bqsgd paper plan"),
+        (["plan", "--rounding", "nearest"], "bqsgd paper plan --rounding"),
+        (["account", "--dim=3"], "--dimension"),
+        (["account", "--method", "paper"], "bqsgd paper account"),
+        (["account", "--nominal-dim", 3000], "bqsgd paper account --dimension"),
+        (["audit", "--audit-dim", 3], "--audit-dimension"),
+        (["paper", "tradeoffs", "--nominal-dim", 3], "--nominal-dimension"),
+    ],
+    ids=lambda words: " ".join(map(str, words)) if isinstance(words, list) else None,
+)
+def test_an_old_spelling_is_refused_with_the_new_one(bqsgd, old, new):
+    result = bqsgd(*old)
+    assert (result.code, result.out) == (2, "")
+    assert f"has been replaced by {new}" in result.err.replace("`", "").replace("bqsgd plan (proven) and ", "").replace(
+        "bqsgd account (proven) and ", ""
+    )
+
+
+def test_every_old_option_belongs_to_a_command_that_lacks_it():
+    command = typer.main.get_command(app)
+    for path, options in OPTIONS.items():
+        found = command
+        for word in path.split():
+            found = found.commands[word]
+        known = {name for parameter in found.params for name in parameter.opts}
+        assert not known & options.keys(), path
+        assert all(new in known for new in options.values() if new.startswith("--")), path
 
 
 def test_help_loads_no_heavy_library():

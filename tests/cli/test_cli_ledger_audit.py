@@ -74,7 +74,7 @@ def test_export_refuses_other_formats_and_existing_files(bqsgd, spent: Path, tmp
     assert (tmp_path / "there.json").read_text() == "precious"
 
 
-AUDIT = ["audit", "--levels", 2, "--trials", 60, "--dim", 64, "--batch", 8, "--dataset-size", 80]
+AUDIT = ["audit", "--levels", 2, "--trials", 60, "--dimension", 64, "--batch-size", 8, "--dataset-size", 80]
 AUDIT += ["--delta", 1e-3, "--samples", 20_000]
 
 
@@ -90,9 +90,9 @@ def test_audit_prints_both_bounds_and_that_passing_proves_nothing(bqsgd) -> None
 
 
 def test_audit_says_when_it_audits_fewer_coordinates(bqsgd) -> None:
-    fields = bqsgd(*AUDIT, "--audit-dim", 8, "--confidence", "0.9999", "--json").json
+    fields = bqsgd(*AUDIT, "--audit-dimension", 8, "--confidence", "0.9999", "--json").json
     assert (fields["audited_dimension"], fields["dimension"]) == (8, 64)
     assert fields["claimed"]["epsilon"] < fields["claimed_whole"]["epsilon"]
-    refused = bqsgd(*AUDIT, "--audit-dim", 65)
+    refused = bqsgd(*AUDIT, "--audit-dimension", 65)
     assert refused.code == 2
-    assert "--audit-dim" in refused.err
+    assert "--audit-dimension" in refused.err

@@ -1,4 +1,4 @@
-"""The reproduction: quick runs of every row, runs that survive a kill, and a page that says what the JSON says."""
+"""The reproduction: quick runs of every row, runs that survive a kill, and pages that say what the JSON says."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bqsgd.cli.app import main
-from bqsgd.cli.reproduce import PAPER, MissingCheckout, checkout
-from bqsgd.planner.published import ROWS
+from bqsgd.paper.published import ROWS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+
+from experiments.baseline_figure import draw_baselines, place_of  # noqa: E402
+from experiments.reproduce import PAPER  # noqa: E402
 
 from experiments import baselines, compare, page, runs, tables  # noqa: E402
 
@@ -34,9 +35,10 @@ def kept() -> dict[str, str]:
 def quick() -> dict[str, Any]:
     """All of it, every row for two rounds, as the command line gives it."""
     before, printed = kept(), []
-    for arguments in (["reproduce", "all", "--quick", "--seeds", "1"], ["compare", "--quick", "--seeds", "1"]):
+    for arguments in (["experiments.reproduce", "all"], ["experiments.compare"]):
         asked = subprocess.run(
-            [sys.executable, "-c", f"from bqsgd.cli.app import main; raise SystemExit(main({[*arguments, '--json']}))"],
+            [sys.executable, "-m", *arguments, "--quick", "--seeds", "1", "--json"],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
@@ -185,8 +187,22 @@ def test_counting_the_binomial_alone_costs_more() -> None:
     assert float(alone["epsilon"]) > 10 * float(whole["epsilon"])
 
 
-def test_without_a_checkout_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MissingCheckout, match="clone the repository"):
-        checkout(tmp_path / "lib" / "site-packages" / "bqsgd" / "cli" / "reproduce.py")
-    assert main(["reproduce", "table9"]) == 2
-    assert "table9" in capsys.readouterr().err
+def test_what_cannot_be_reproduced_is_refused_with_what_can() -> None:
+    asked = subprocess.run(
+        [sys.executable, "-m", "experiments.reproduce", "table9"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 2
+    assert "table9" in asked.stderr
+    assert "frontier" in asked.stderr
+
+
+def test_the_baselines_without_a_finite_epsilon_stand_at_the_edge(tmp_path: Path) -> None:
+    rows = [
+        {"label": "a", "mean": 0.9, "deviation": None, "frame_bytes": 60_000, "exact": {"epsilon": 4.5}},
+        {"label": "b", "mean": 0.95, "deviation": 0.01, "frame_bytes": 240_000, "exact": None},
+        {"label": "not run", "mean": None, "deviation": None, "frame_bytes": None, "exact": None},
+    ]
+    draw_baselines(rows, tmp_path / "three.png", delta=1e-5)
+    assert (tmp_path / "three.png").stat().st_size > 10_000
+    assert place_of({"epsilon": "inf"}) == place_of({"epsilon": 4000.0}) == np.inf
+    assert place_of({"epsilon": 4.5}) == 4.5

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.planner.central_limit import shift_a_round, total_shift
-from bqsgd.planner.exact import plan_exact
-from bqsgd.planner.plan import Budget
+from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.propose import Proposal, propose
+from bqsgd.planner.search import make_plan, shift_per_round, total_shift
 
 BUDGET = Budget(bits=8, epsilon=3.0, delta=1e-5)
 
@@ -20,7 +19,7 @@ BUDGET = Budget(bits=8, epsilon=3.0, delta=1e-5)
 def accumulated_noise(budget: Budget, proposal: Proposal, dataset_size: int) -> float:
     """Deviation of the noise in the mean of all rounds, times n mu; 1 where nothing is wasted."""
     rate = proposal.batch_size / dataset_size
-    one = 1 / proposal.batch_size / shift_a_round(budget, rate=rate, rounds=proposal.rounds)
+    one = 1 / proposal.batch_size / shift_per_round(budget, rate=rate, rounds=proposal.rounds)
     return one / math.sqrt(proposal.rounds) * dataset_size * total_shift(budget)
 
 
@@ -61,16 +60,14 @@ def test_a_larger_epsilon_asks_for_a_larger_batch_and_a_narrower_range() -> None
 
 def test_the_plan_of_a_proposal_is_within_budget_and_hardly_noisier_than_a_gaussian() -> None:
     found = propose(BUDGET, dimension=39_700, dataset_size=15_000)
-    plan = plan_exact(
-        BUDGET,
+    setting = ClientSetting(
         dimension=39_700,
         batch_size=found.batch_size,
         dataset_size=15_000,
-        rounds=found.rounds,
         linf=found.sensitivity,
         l2=found.sensitivity,
     )
-    assert plan.guarantee is not None
+    plan = make_plan(BUDGET, setting, rounds=found.rounds)
     assert 2.9 < plan.guarantee.epsilon <= 3.0
     mechanism = plan.mechanism
     noise = math.sqrt(mechanism.trials / 4) / mechanism.levels * found.range

@@ -4,7 +4,8 @@ import pytest
 
 from bqsgd.errors import Infeasible
 from bqsgd.params import Mechanism
-from bqsgd.planner.exact import plan_exact
+from bqsgd.planner.plan import ClientSetting
+from bqsgd.planner.search import make_plan
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Relation, Scheme, Unit
 from bqsgd.training.config import SAMPLINGS, BudgetChange
@@ -30,9 +31,8 @@ def situation(settings):
 
 def test_one_budget_is_the_planner_s_own_plan(situation):
     config, where = situation(epsilon=10.0, rounds=6)
-    plan = plan_exact(
-        config.budget(client=0, round=0), dimension=6, batch_size=20, dataset_size=60, rounds=6, linf=1 / 20
-    )
+    setting = ClientSetting(dimension=6, batch_size=20, dataset_size=60, linf=1 / 20)
+    plan = make_plan(config.budget(client=0, round=0), setting, rounds=6)
     assert release_in(config, where, client=0, round=5) == plan.release
 
 

@@ -1,1 +1,1 @@
-"""The `bqsgd` command: one file a command, registered in `app`."""
+"""The `bqsgd` command: one module per command or command group, registered in `app`."""

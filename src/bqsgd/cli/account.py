@@ -1,4 +1,4 @@
-"""`bqsgd account`: what a mechanism, run for so many rounds, guarantees."""
+"""`bqsgd account`: what a mechanism guarantees when it is run for a number of rounds."""
 
 from __future__ import annotations
 
@@ -7,59 +7,63 @@ from typing import Annotated, Any
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.output import Json, emit
-from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
+from bqsgd.cli.output import Json, guarantee_lines, message_lines, show, to_json
 
 
 def account(
-    levels: Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")],
-    trials: Annotated[int, typer.Option(help="Binomial trials of the mechanism, m.")],
-    dim: options.Dim,
-    batch: options.Batch,
+    levels: options.Levels,
+    trials: options.Trials,
+    dimension: options.Dimension,
+    batch_size: options.BatchSize,
     dataset_size: options.DatasetSize,
-    rounds: Annotated[int, typer.Option(help="Messages the client sends.", min=1)],
-    delta: Annotated[float, typer.Option(help="Delta: of the total (exact), of one round (paper).")],
-    method: options.Method = options.MethodChoice.EXACT,
+    rounds: Annotated[int, typer.Option(help="Messages that the client sends.", min=1)],
+    delta: Annotated[float, typer.Option(help="Delta of the total.")],
     sampling: options.Sampling = options.SamplingChoice.POISSON,
     relation: options.Relation = None,
     linf: options.Linf = None,
     l2: options.L2 = None,
-    nominal_dim: options.NominalDim = None,
+    nominal: options.Nominal = False,
     json: Json = False,
 ) -> None:
-    """State what privacy a mechanism gives one client over all rounds.
+    """State the privacy that a mechanism guarantees to one client over all rounds.
 
-    Example: bqsgd account --levels 1 --trials 251 --delta 1e-5 --dim 61706 --batch 32 --dataset-size 15000
+    Example: bqsgd account --levels 1 --trials 251 --delta 1e-5 --dimension 61706 --batch-size 32 --dataset-size 15000
     --rounds 1000
     """
-    from bqsgd.params import Mechanism
-    from bqsgd.planner.plan import release_of
-    from bqsgd.privacy.nominal import NominalPrivacy, NominalSetting
+    from bqsgd.mechanism.properties import noise_variance
+    from bqsgd.params import Mechanism, check_delta
+    from bqsgd.planner.plan import ClientSetting
+    from bqsgd.privacy.accountant import Accountant
 
+    check_delta("delta", delta)
     mechanism = Mechanism(levels=levels, trials=trials)
-    release = release_of(
-        mechanism,
-        dimension=dim,
-        batch_size=batch,
+    setting = ClientSetting(
+        dimension=dimension,
+        batch_size=batch_size,
         dataset_size=dataset_size,
         scheme=sampling.scheme,
         relation=None if relation is None else relation.relation,
         linf=linf,
         l2=l2,
     )
-    setting = NominalSetting(
-        dimension=dim if nominal_dim is None else nominal_dim, batch_size=batch, dataset_size=dataset_size, delta=delta
-    )
-    fields: dict[str, Any] = {"levels": levels, "trials": trials, "code_count": mechanism.code_count, "rounds": rounds}
-    notes: tuple[str, ...] = (NOMINAL_NOTE,)
-    if method is options.MethodChoice.EXACT:
-        from bqsgd.privacy.accountant import Accountant
+    release, variance = setting.release(mechanism), noise_variance(mechanism)
+    guarantee = Accountant().compose(release, rounds).guarantee(delta=delta)
+    fields: dict[str, Any] = {
+        "release": release.to_dict(),
+        "rounds": rounds,
+        "code_count": mechanism.code_count,
+        "bits_per_coordinate": mechanism.bits_per_coordinate,
+        "variance": variance,
+        "guarantee": guarantee.to_dict(),
+    }
+    lines = guarantee_lines(guarantee) | message_lines(mechanism, variance=variance)
+    if nominal:
+        from bqsgd.cli.paper import nominal_line, nominal_privacy
 
-        guarantee = Accountant().compose(release, rounds).guarantee(delta=delta)
-        fields |= guarantee_fields(guarantee, as_json=json)
-        notes = (f"Guarantee: {guarantee}.", NOMINAL_NOTE)
-    if trials:
-        fields |= nominal_fields(NominalPrivacy.of(mechanism, setting, rounds=rounds))
-    elif method is options.MethodChoice.PAPER:
-        NominalPrivacy.of(mechanism, setting, rounds=rounds)  # raises: no noise has no nominal epsilon
-    emit(fields, as_json=json, title=f"Privacy of levels {levels}, trials {trials} over {rounds} rounds", notes=notes)
+        found = nominal_privacy(mechanism, setting, delta=delta, rounds=rounds)
+        fields["nominal"] = found.to_dict()
+        lines["nominal"] = nominal_line(found)
+    if json:
+        typer.echo(to_json(fields))
+    else:
+        show(f"Levels {levels}, trials {trials}, {rounds} rounds", lines)

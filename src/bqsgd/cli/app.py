@@ -1,4 +1,4 @@
-"""The `bqsgd` command: one file a command, registered here by one line each.
+"""The `bqsgd` command: one module per command or command group, each registered here in one line.
 
 A command's module imports only typer at the top and everything heavy inside the function, so that `bqsgd --help` is
 quick. A command raises `bqsgd.errors`; `main` turns any of them into one line on stderr and exit code 2.
@@ -16,18 +16,19 @@ import typer
 from bqsgd import __version__
 from bqsgd.cli.account import account
 from bqsgd.cli.audit import audit
-from bqsgd.cli.compare import compare
 from bqsgd.cli.demo import demo
 from bqsgd.cli.flower import flower
 from bqsgd.cli.ledger import ledger
+from bqsgd.cli.paper import paper
 from bqsgd.cli.plan import plan
+from bqsgd.cli.renamed import Commands, new_option
 from bqsgd.cli.report import report
-from bqsgd.cli.reproduce import reproduce
-from bqsgd.cli.tradeoffs import tradeoffs
 from bqsgd.cli.train import train
 from bqsgd.errors import BqsgdError
 
-app = typer.Typer(name="bqsgd", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="bqsgd", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _version(wanted: bool) -> None:
@@ -53,10 +54,8 @@ app.command()(account)
 app.command()(audit)
 app.add_typer(ledger, name="ledger")
 app.add_typer(flower, name="flower")
-app.command()(tradeoffs)
 app.command()(report)
-app.command()(reproduce)
-app.command()(compare)
+app.add_typer(paper, name="paper")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as shown:
         shown.show()  # the help page, as asked for by giving no arguments
         return 2
+    except click.NoSuchOption as error:
+        return _refuse(new_option(error) or error.format_message())
     except click.ClickException as error:
         return _refuse(error.format_message())
     except (BqsgdError, OSError) as error:  # OSError: a file or directory that cannot be read or written

@@ -11,16 +11,16 @@ from bqsgd.cli.output import Json, emit
 
 
 def audit(
-    levels: Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")],
-    trials: Annotated[int, typer.Option(help="Binomial trials of the mechanism, m.")],
-    dim: options.Dim,
-    batch: options.Batch,
+    levels: options.Levels,
+    trials: options.Trials,
+    dimension: options.Dimension,
+    batch_size: options.BatchSize,
     dataset_size: options.DatasetSize,
     delta: Annotated[float, typer.Option(help="Delta at which epsilon is bounded.")],
     rounds: Annotated[int, typer.Option(help="Messages in one run.", min=1)] = 1,
     samples: Annotated[int, typer.Option(help="Runs with the record, and as many without.", min=4)] = 2000,
     confidence: Annotated[float, typer.Option(help="Probability that the audit's statements hold.")] = 0.99,
-    audit_dim: Annotated[
+    audit_dimension: Annotated[
         int | None, typer.Option(help="Audit only so many coordinates: faster, and a weaker bound.", min=1)
     ] = None,
     sampling: options.Sampling = options.SamplingChoice.POISSON,
@@ -31,7 +31,7 @@ def audit(
 
     Exit code 1 means a violation: the encoder is less private than claimed. Passing proves nothing.
 
-    Example: bqsgd audit --levels 2 --trials 251 --dim 61706 --batch 32 --dataset-size 15000 --delta 1e-5
+    Example: bqsgd audit --levels 2 --trials 251 --dimension 61706 --batch-size 32 --dataset-size 15000 --delta 1e-5
     --sampling none
     """
     from dataclasses import replace
@@ -40,27 +40,23 @@ def audit(
     from bqsgd.errors import InvalidParameter
     from bqsgd.noise import privacy_rng
     from bqsgd.params import Mechanism
-    from bqsgd.planner.plan import release_of
+    from bqsgd.planner.plan import ClientSetting
     from bqsgd.privacy.accountant import Accountant
 
-    release = release_of(
-        Mechanism(levels=levels, trials=trials),
-        dimension=dim,
-        batch_size=batch,
-        dataset_size=dataset_size,
-        scheme=sampling.scheme,
-        linf=linf,
+    setting = ClientSetting(
+        dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, scheme=sampling.scheme, linf=linf
     )
-    if audit_dim is not None and audit_dim > dim:
-        raise InvalidParameter(f"--audit-dim must be at most --dim ({dim}), got {audit_dim}")
-    audited = release if audit_dim is None else replace(release, dimension=audit_dim)
+    release = setting.release(Mechanism(levels=levels, trials=trials))
+    if audit_dimension is not None and audit_dimension > dimension:
+        raise InvalidParameter(f"--audit-dimension must be at most --dimension ({dimension}), got {audit_dimension}")
+    audited = release if audit_dimension is None else replace(release, dimension=audit_dimension)
     result = run_audit(audited, rounds=rounds, samples=samples, delta=delta, confidence=confidence, rng=privacy_rng())
-    fields = result.to_dict() | {"dimension": dim}
+    fields = result.to_dict() | {"dimension": dimension}
     notes = [result.verdict, f"Claimed for the audited coordinates: {result.claimed}."]
     if audited is not release:
         whole = Accountant().compose(release, rounds).guarantee(delta=delta)
         fields["claimed_whole"] = whole.to_dict()
-        notes.append(f"Only {audited.dimension} of {dim} coordinates were audited. Claimed for all: {whole}.")
+        notes.append(f"Only {audited.dimension} of {dimension} coordinates were audited. Claimed for all: {whole}.")
     if not json:
         del fields["release"], fields["note"]
     emit(fields, as_json=json, title=f"Audit of levels {levels}, trials {trials}", notes=tuple(notes))

@@ -1,4 +1,4 @@
-"""The options that describe one client to `plan` and `account`: one spelling and one help text for both."""
+"""The options that describe one client: one spelling and one help text for `account`, `plan`, `audit` and `paper`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-
-METHOD_HELP = "exact: proven, worst case over data. paper: the published formulas (nominal epsilon; not a guarantee)."
-
-
-class MethodChoice(StrEnum):
-    """Values of --method."""
-
-    EXACT = "exact"
-    PAPER = "paper"
 
 
 class SamplingChoice(StrEnum):
@@ -43,30 +34,36 @@ class RelationChoice(StrEnum):
         return {"add-remove": "add/remove one", "replace": "replace one"}[self.value]
 
 
-Method = Annotated[MethodChoice, typer.Option(help=METHOD_HELP)]
-Dim = Annotated[int, typer.Option(help="Number of coordinates of one message (model parameters).", min=1)]
-NominalDim = Annotated[
-    int | None,
-    typer.Option(help="Dimension put into the paper's Lemma 1 if not --dim (its tables use 3000 for LeNet-5).", min=1),
+Levels = Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")]
+Trials = Annotated[int, typer.Option(help="Binomial trials of the mechanism, m.")]
+Dimension = Annotated[int, typer.Option(help="Coordinates of one message: the model's parameters.", min=1)]
+NominalDimension = Annotated[
+    int, typer.Option(help="Dimension put into the paper's Lemma 1; its tables use 3000 for LeNet-5 (d_P).", min=1)
 ]
-Batch = Annotated[int, typer.Option(help="Public batch size a client divides by, L.", min=1)]
-DatasetSize = Annotated[int, typer.Option(help="Samples one client holds.", min=1)]
+BatchSize = Annotated[int, typer.Option(help="Public batch size by which a client divides, L.", min=1)]
+DatasetSize = Annotated[int, typer.Option(help="Samples held by one client.", min=1)]
 Sampling = Annotated[
     SamplingChoice,
     typer.Option(help="How a batch is drawn: poisson (add/remove one), fixed size (replace one), none (all data)."),
 ]
 Relation = Annotated[
     RelationChoice | None,
-    typer.Option(help="Which data sets are neighbours; follows from --sampling, free only where that is none."),
+    typer.Option(help="Which data sets are neighbours. Follows from --sampling; a choice only where that is none."),
 ]
 Linf = Annotated[
     float | None,
     typer.Option(
-        help="Most one sample moves a coordinate, as a fraction of the clip range. "
-        "Default: per-sample clip, 1/batch (2/batch for fixed-size batches)."
+        help="The most that one sample moves a coordinate, as a fraction of the encoder's range. "
+        "Default: per-sample clip at the range, 1/batch size (2/batch size for fixed-size batches)."
     ),
 ]
 L2 = Annotated[
     float | None,
-    typer.Option("--l2", help="Most one sample moves the vector in Euclidean norm, as a fraction of the clip range."),
+    typer.Option(
+        "--l2",
+        help="The most that one sample moves the vector in Euclidean norm, as a fraction of the encoder's range.",
+    ),
+]
+Nominal = Annotated[
+    bool, typer.Option("--nominal", help="Add the paper's nominal epsilon: as published; not a guarantee.")
 ]

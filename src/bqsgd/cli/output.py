@@ -1,15 +1,51 @@
-"""How commands print: a table for people, one JSON object for programs."""
+"""How commands print: a few aligned lines for people, one JSON object for programs."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
+import textwrap
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+if TYPE_CHECKING:
+    from bqsgd.params import Mechanism
+    from bqsgd.privacy.guarantee import Guarantee
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure in full.")]
+
+
+def show(title: str, lines: Mapping[str, str]) -> None:
+    """Print a title and, below it, one aligned line per label; long lines wrap within the terminal."""
+    typer.echo(title)
+    indent = 4 + max(map(len, lines), default=0)
+    width = max(40, shutil.get_terminal_size().columns)
+    for label, text in lines.items():
+        first = f"  {label}".ljust(indent)
+        typer.echo(textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent,
+                                 break_on_hyphens=False, break_long_words=False))  # fmt: skip
+
+
+def guarantee_lines(guarantee: Guarantee) -> dict[str, str]:
+    """Everything that must be read beside an epsilon, in words."""
+    return {
+        "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds",
+        "neighbours": f"{guarantee.relation} {guarantee.unit}",
+        "trust": str(guarantee.trust),
+        "sampling": guarantee.sampling,
+        "method": guarantee.method,
+    }
+
+
+def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
+    """What one message costs in bits and in error; `variance` is V of Eq. 14, in squared ranges of the encoder."""
+    return {
+        "message": f"{mechanism.bits_per_coordinate:.3g} bits per coordinate ({mechanism.code_count} codes)",
+        "error": f"{math.sqrt(variance):.3g} times the range (standard deviation per coordinate)",
+    }
 
 
 def emit(fields: Mapping[str, Any], *, as_json: bool, title: str, notes: tuple[str, ...] = ()) -> None:
@@ -51,7 +87,7 @@ def _finite(value: Any) -> Any:
 
 
 def display(value: Any) -> str:
-    """A table cell: floats to six digits, None as a dash, a list by the line."""
+    """A table cell: floats to six digits, None as a dash, one line per item of a list."""
     if value is None:
         return "-"
     if isinstance(value, list | tuple):

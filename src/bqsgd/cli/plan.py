@@ -3,157 +3,116 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.output import Json, emit
-from bqsgd.cli.privacy_fields import NOMINAL_NOTE, guarantee_fields, nominal_fields
+from bqsgd.cli.output import Json, guarantee_lines, message_lines, show, to_json
 from bqsgd.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from bqsgd.params import Mechanism
 
 
-class RoundingChoice(StrEnum):
-    """Values of --rounding."""
-
-    STRICT = "strict"
-    NEAREST = "nearest"
-
-
-COARSE_NOTE = (
-    "Coarsened after the noise: epsilon is that of levels and trials alone. bias_worst is in units of the clip; "
-    "noise_cost is how many times more messages give the same precision as without coarsening."
-)
-
-
-def _coarse_fields(mechanism: Mechanism) -> dict[str, Any]:
-    """What few bits are, and what they cost in error."""
-    if mechanism.coarsening is None:
-        return {}
-    from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
-
-    return {
-        "points": mechanism.coarsening.points,
-        "width": mechanism.coarsening.width,
-        "bias_worst": saturation_bias(mechanism),
-        "variance_worst": worst_squared_error(mechanism),
-        "noise_cost": noise_to_signal(mechanism) / noise_to_signal(mechanism.fine),
-    }
-
-
 def plan(
-    bits: Annotated[int, typer.Option(help="Most bits a coordinate; a code takes at most 2^bits values.")],
-    epsilon: Annotated[float, typer.Option(help="Privacy budget: total (exact) or nominal a round (paper).")],
-    delta: Annotated[float, typer.Option(help="Delta of the budget: total (exact) or of one round (paper).")],
-    dim: options.Dim,
+    bits: Annotated[int, typer.Option(help="Most bits per coordinate; a code takes at most 2^bits values.")],
+    epsilon: Annotated[float, typer.Option(help="Privacy budget, total over all rounds.")],
+    delta: Annotated[float, typer.Option(help="Delta of the budget, total over all rounds.")],
+    dimension: options.Dimension,
     dataset_size: options.DatasetSize,
-    batch: Annotated[
-        int | None, typer.Option(help="Public batch size a client divides by, L. Left out: proposed (exact).", min=1)
+    batch_size: Annotated[
+        int | None, typer.Option(help="Public batch size by which a client divides, L. Proposed if left out.", min=1)
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Messages the client will send. Left out: proposed (exact).", min=1)
+        int | None, typer.Option(help="Messages that the client will send. Proposed if left out.", min=1)
     ] = None,
-    method: options.Method = options.MethodChoice.EXACT,
     sampling: options.Sampling = options.SamplingChoice.POISSON,
     relation: options.Relation = None,
     linf: options.Linf = None,
     l2: options.L2 = None,
-    rounding: Annotated[
-        RoundingChoice | None,
-        typer.Option(
-            help="Method paper only. strict: both constraints hold (default). nearest: as in the paper's tables."
-        ),
-    ] = None,
+    nominal: options.Nominal = False,
     json: Json = False,
 ) -> None:
     """Choose levels and trials: the least error within a budget of bits and privacy.
 
-    With few bits the noised codes are coarsened to 2^bits points, which costs error but no privacy. Without --batch or
-    --rounds the plan proposes them, and an L2 clip with its range, by what the frontier's search taught.
+    With few bits the noised codes are coarsened to 2^bits points, which costs error but no privacy. Without
+    --batch-size or --rounds the plan proposes them, together with an L2 clip and its range.
 
-    Examples: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 39700 --dataset-size 15000
-              bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dim 61706 --batch 512 --dataset-size 15000 --rounds 600
+    Examples: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dimension 39700 --dataset-size 15000
+              bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dimension 61706 --batch-size 512 --dataset-size 15000
+              --rounds 600
     """
-    from bqsgd.planner.plan import Budget
+    from bqsgd.planner.plan import Budget, ClientSetting
+    from bqsgd.planner.search import make_plan
 
-    neighbours = None if relation is None else relation.relation
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     proposal = None
-    if method is options.MethodChoice.PAPER:
-        from bqsgd.planner.paper import plan_paper
+    if batch_size is None or rounds is None:
+        if sampling is not options.SamplingChoice.POISSON or linf is not None or l2 is not None:
+            raise InvalidParameter(
+                "--batch-size and --rounds are proposed for Poisson batches and together with the clip; give both, "
+                "or leave out --sampling, --linf and --l2"
+            )
+        from bqsgd.planner.propose import propose
 
-        if batch is None:
-            raise InvalidParameter("--batch is needed by --method paper: the paper's formulas do not choose it")
-
-        made = plan_paper(
-            budget,
-            dimension=dim,
-            batch_size=batch,
-            dataset_size=dataset_size,
-            rounds=1 if rounds is None else rounds,
-            scheme=sampling.scheme,
-            relation=neighbours,
-            linf=linf,
-            l2=l2,
-            rounding=(rounding or RoundingChoice.STRICT).value,
-        )
-    else:
-        if rounding is not None:
-            raise InvalidParameter("--rounding belongs to --method paper; exact plans always keep both constraints")
-        from bqsgd.planner.exact import plan_exact
-
-        if batch is None or rounds is None:
-            if sampling is not options.SamplingChoice.POISSON or linf is not None or l2 is not None:
-                raise InvalidParameter(
-                    "--batch and --rounds are proposed for Poisson batches and together with the clip; give both, "
-                    "or leave out --sampling, --linf and --l2"
-                )
-            from bqsgd.planner.propose import propose
-
-            proposal = propose(budget, dimension=dim, dataset_size=dataset_size, batch_size=batch, rounds=rounds)
-            batch, rounds = proposal.batch_size, proposal.rounds
-            linf = l2 = proposal.sensitivity
-
-        made = plan_exact(
-            budget,
-            dimension=dim,
-            batch_size=batch,
-            dataset_size=dataset_size,
-            rounds=rounds,
-            scheme=sampling.scheme,
-            relation=neighbours,
-            linf=linf,
-            l2=l2,
-        )
-    mechanism, guarantee = made.mechanism, made.guarantee
-    fields = {
-        "planned_by": str(made.method),
-        **({} if proposal is None else asdict(proposal)),
-        "levels": mechanism.levels,
-        "trials": mechanism.trials,
+        proposal = propose(budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds)
+        batch_size, rounds = proposal.batch_size, proposal.rounds
+        linf = l2 = proposal.sensitivity
+    setting = ClientSetting(
+        dimension=dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        scheme=sampling.scheme,
+        relation=None if relation is None else relation.relation,
+        linf=linf,
+        l2=l2,
+    )
+    made = make_plan(budget, setting, rounds=rounds)
+    mechanism = made.mechanism
+    fields: dict[str, Any] = made.to_dict() | {
         "code_count": mechanism.code_count,
         "bits_per_coordinate": mechanism.bits_per_coordinate,
-        **_coarse_fields(mechanism),
-        "variance": made.variance,
-        "rounds": made.rounds,
-        **({} if guarantee is None else guarantee_fields(guarantee, as_json=json)),
-        "nominal_epsilon": made.nominal.epsilon_per_round,
-        **nominal_fields(made.nominal, totals=rounds is not None),
     }
-    notes = [NOMINAL_NOTE] if guarantee is None else [f"Guarantee: {guarantee}.", NOMINAL_NOTE]
-    if made.method == "paper" and made.nominal.epsilon_per_round > budget.epsilon:
-        notes.append(f"Rounding to the nearest passes the asked nominal epsilon {budget.epsilon}.")
+    lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
+    lines |= message_lines(mechanism, variance=made.variance)
     if mechanism.coarsening is not None:
-        notes.append(COARSE_NOTE)
+        cost = _coarsening_cost(mechanism)
+        fields["coarsening_cost"] = cost
+        lines["mechanism"] += f", coarsened to {mechanism.coarsening.points} points after the noise"
+        lines["coarsening"] = (
+            f"costs no privacy; {cost['noise_cost']:.3g} times as many messages for the same precision, bias of at "
+            f"most {cost['bias_worst']:.2g} times the range"
+        )
+    lines |= guarantee_lines(made.guarantee)
+    if nominal:
+        from bqsgd.cli.paper import nominal_line, nominal_privacy
+
+        found = nominal_privacy(mechanism, setting, delta=delta, rounds=rounds)
+        fields["nominal"] = found.to_dict()
+        lines["nominal"] = nominal_line(found)
     if proposal is not None:
-        notes.append(
-            f"Proposed: bqsgd train --epsilon {epsilon:g} --delta {delta:g} --bits {bits} --rounds {proposal.rounds} "
+        fields["proposal"] = asdict(proposal)
+        lines["train with"] = (
+            f"bqsgd train --epsilon {epsilon:g} --delta {delta:g} --bits {bits} --rounds {proposal.rounds} "
             f"--batch-size {proposal.batch_size} --clip l2 --clip-norm {proposal.clip_norm:g} "
             f"--range {proposal.range:g}"
         )
-    title = f"Plan for {bits} bits, epsilon {epsilon}, delta {delta:g}"
-    emit(fields | ({"plan": made.to_dict()} if json else {}), as_json=json, title=title, notes=tuple(notes))
+    if json:
+        typer.echo(to_json(fields))
+    else:
+        show(f"Plan for {bits} bits, epsilon {epsilon:g}, delta {delta:g}, {rounds} rounds", lines)
+
+
+def _coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
+    """What coarsening costs: bias and squared error in units of the encoder's range, and the factor on the noise.
+
+    noise_cost is how many times as many messages give the same precision as without coarsening.
+    """
+    from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
+
+    return {
+        "bias_worst": saturation_bias(mechanism),
+        "variance_worst": worst_squared_error(mechanism),
+        "noise_cost": noise_to_signal(mechanism) / noise_to_signal(mechanism.fine),
+    }

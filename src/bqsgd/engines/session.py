@@ -28,10 +28,10 @@ from torch import nn
 from bqsgd.engines.inprocess import InProcess
 from bqsgd.engines.task import PrivateLogs, Task, make_client
 from bqsgd.errors import InvalidParameter
+from bqsgd.paper.nominal import nominal_epsilon_after
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint
 from bqsgd.training.config import Config
-from bqsgd.training.nominal import nominal_epsilon_after
 from bqsgd.training.rounds import rounds
 from bqsgd.training.server import Server
 from bqsgd.training.vector import to_vector

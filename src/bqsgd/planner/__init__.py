@@ -1,1 +1,1 @@
-"""Budget -> Plan: the integer (levels, trials) of least error that keep bits and epsilon within what was asked."""
+"""From a budget to a plan: the levels and trials of least error that stay within the bits and the epsilon asked for."""

@@ -12,8 +12,8 @@ from itertools import pairwise
 from bqsgd.errors import Infeasible, InvalidParameter
 from bqsgd.params import Mechanism
 from bqsgd.persample.clips import Clip
-from bqsgd.planner.exact import least_error_mechanism
 from bqsgd.planner.plan import Budget
+from bqsgd.planner.search import least_error_mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Unit
 from bqsgd.training.config import Config

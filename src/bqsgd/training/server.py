@@ -18,7 +18,7 @@ from bqsgd.codec import Accumulator, decode_frame
 from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd.mechanism.coarsening import variance_at_zero
 from bqsgd.params import Mechanism, check_positive
-from bqsgd.planner.few_bits import largest_reach
+from bqsgd.planner.coarsening_window import largest_reach
 from bqsgd.planner.plan import MAX_BITS
 from bqsgd.training.aggregation import aggregate, smallest_quorum
 from bqsgd.training.checkpoint import Arrays, CheckpointError, take

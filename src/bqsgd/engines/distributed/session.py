@@ -18,9 +18,9 @@ from bqsgd.engines.distributed.transport import Channel, Kind
 from bqsgd.engines.session import Result, Session
 from bqsgd.engines.task import PrivateLogs, Task, make_client
 from bqsgd.errors import InvalidParameter
+from bqsgd.paper.nominal import nominal_epsilon_after
 from bqsgd.training.aggregation import smallest_quorum
 from bqsgd.training.config import Config
-from bqsgd.training.nominal import nominal_epsilon_after
 from bqsgd.training.receipts import OK
 from bqsgd.training.server import Server
 from bqsgd.training.vector import to_vector

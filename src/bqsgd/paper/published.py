@@ -1,12 +1,12 @@
-"""The paper's Tables 1 to 3 as printed, with the rows that its own formulas contradict marked. The only copy."""
+"""The paper's Tables 1 to 3 as printed, with those rows marked that its own formulas contradict. The only copy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bqsgd.paper.nominal import NominalSetting
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import Budget
-from bqsgd.privacy.nominal import NominalSetting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ FASHION_MNIST = PublishedSetting(
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One row of Tables 2 and 3: the budget, the pair printed, the pair its epsilon and bits stand for, the accuracy.
+    """One row of Tables 2 and 3: the budget, the (s, m) printed, the (s, m) that the budget means, the accuracy.
 
-    misprint is True where the printed pair contradicts the printed budget; note says how, also for rows that are merely
+    misprint is True where the printed (s, m) contradict the printed budget. note says how, also for rows that are only
     rounded differently. accuracy is in per cent.
     """
 
@@ -109,7 +109,7 @@ def _row(
 
 
 ROWS: tuple[PublishedRow, ...] = (
-    _row((2,), MNIST, 8, 1.72, (1, 251), 94.20, note="Eqs. 19 and 20 give (1, 253); both pairs print as 1.72"),
+    _row((2,), MNIST, 8, 1.72, (1, 251), 94.20, note="Eqs. 19 and 20 give (1, 253); both print as 1.72"),
     _row((2, 3), MNIST, 8, 3.44, (2, 251), 96.73),
     _row((2,), MNIST, 8, 8.72, (4, 247), 97.38, corrected=(5, 245), note="(4, 247) has nominal epsilon 6.95, not 8.72"),
     _row((3,), MNIST, 10, 3.44, (4, 1050), 96.91, corrected=(4, 1015), note="(4, 1050) needs 1059 codes, above 2^10"),

@@ -1,8 +1,8 @@
 """The paper's own privacy figures, as published: *nominal epsilon*. None of them is a guarantee.
 
 Lemma 1 averages over a prior on the gradient, replaces the dimension by a data-dependent d_P, and multiplies an
-epsilon in the hundreds by the sampling rate; docs/errata.md has the arithmetic. They are here to reproduce the paper
-and to show its figure beside the proven one (`bqsgd.privacy.accountant`).
+epsilon in the hundreds by the sampling rate; docs/errata.md has the arithmetic. They serve to reproduce the paper and
+to show its figure beside the proven one (`bqsgd.privacy.accountant`).
 
 Letters: d dimension, s levels, m trials, L batch_size, D dataset_size, T rounds; logarithms are natural unless base 2.
 """
@@ -10,13 +10,19 @@ Letters: d dimension, s levels, m trials, L batch_size, D dataset_size, T rounds
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bqsgd.errors import InvalidParameter
+from bqsgd.errors import BqsgdError, InvalidParameter
 from bqsgd.noise import binomial_pmf
-from bqsgd.params import Mechanism, check_int, check_positive
+from bqsgd.params import Mechanism, check_delta, check_int, check_positive
+from bqsgd.release import Scheme, Unit
+
+if TYPE_CHECKING:
+    from bqsgd.training.config import Config
+    from bqsgd.training.plans import Situation
 
 CAVEAT = "as published; not a guarantee"
 REMARK_1_FACTOR = 6.4
@@ -34,8 +40,8 @@ class PeakForm(StrEnum):
 class NominalSetting:
     """What a nominal epsilon depends on besides (s, m): d, L, D and the delta of one round.
 
-    `dimension` is whatever is put into Lemma 1; the paper's footnote puts d_P = ||gradient||_1 / C there (3,000 for
-    LeNet-5, which has 61,706 parameters).
+    `dimension` is the number put into Lemma 1. The paper's footnote uses d_P = ||gradient||_1 / C (3,000 for LeNet-5,
+    which has 61,706 parameters).
     """
 
     dimension: int
@@ -55,14 +61,6 @@ class NominalSetting:
         return self.dimension * self.batch_size / (self.dataset_size**2 * self.delta)
 
 
-def check_delta(name: str, value: object) -> float:
-    """Return `value` as a float strictly between 0 and 1."""
-    delta = check_positive(name, value)
-    if delta >= 1:
-        raise InvalidParameter(f"{name} must be above 0 and below 1, got {value!r}")
-    return delta
-
-
 def peak_probability(trials: int) -> float:
     """P_max = max_k P_k of Bin(m, 1/2), the central binomial probability (Lemma 1).
 
@@ -75,8 +73,8 @@ def peak_probability(trials: int) -> float:
 def peak_probability_normal(trials: int) -> float:
     """P_max under the normal approximation, 1 / sqrt(2 pi sigma^2) with sigma^2 = m/4 (Eq. 15).
 
-    The paper states it for m > 10. It lies above the exact P_max for every m >= 1, so that 6.4 / sqrt(m) never makes
-    the nominal epsilon smaller than Lemma 1 does; hence it is accepted from m = 1 on.
+    The paper states it for m > 10. It lies above the exact P_max for every m >= 1, so 6.4 / sqrt(m) never gives a
+    smaller nominal epsilon than Lemma 1; it is therefore accepted from m = 1 on.
     """
     return 1 / math.sqrt(2 * math.pi * check_int("trials", trials, 1, 2**53) / 4)
 
@@ -86,7 +84,7 @@ def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, form: Peak
 
     Lemma 1: 8 d s L P_max / (D^2 delta). Remark 1 (the form of Eqs. 18 to 20): 6.4 d s L / (D^2 sqrt(m) delta).
     With trials = 0 Lemma 1 still gives a finite figure, although the paper itself shows that quantisation alone is not
-    private; Remark 1 has no value there and raises.
+    private. Remark 1 has no value there and raises.
 
     >>> setting = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
     >>> round(nominal_epsilon(Mechanism(levels=2, trials=251), setting), 3)
@@ -108,7 +106,7 @@ def fewest_bits(epsilon: float, setting: NominalSetting) -> float:
     """Bits below which no (s, m) reaches a nominal epsilon: 2 log2(6.4 d L / D^2) - 2 log2(epsilon delta).
 
     From s >= 1 and m < 2^b in Eq. 18. Remark 2 prints the factors as 1/2 (see `fewest_bits_as_printed`); solving
-    6.4 d L / (D^2 sqrt(m) delta) <= epsilon for m gives 2. May be negative when the budget is generous.
+    6.4 d L / (D^2 sqrt(m) delta) <= epsilon for m gives 2. It is negative when the budget is generous.
 
     >>> setting = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
     >>> round(fewest_bits(1.72, setting), 2)
@@ -118,7 +116,7 @@ def fewest_bits(epsilon: float, setting: NominalSetting) -> float:
 
 
 def fewest_bits_as_printed(epsilon: float, setting: NominalSetting) -> float:
-    """Remark 2 word for word: (1/2) log2(6.4 d L / D^2) - (1/2) log2(epsilon delta), four times too small."""
+    """Remark 2 as printed: (1/2) log2(6.4 d L / D^2) - (1/2) log2(epsilon delta), four times too small."""
     return -math.log2(privacy_level(epsilon, setting)) / 2
 
 
@@ -134,7 +132,7 @@ def theorem_1_epsilon_in_text(epsilon: float, *, delta: float, rounds: int) -> f
 
 
 def strong_composition(epsilon: float, *, delta: float, rounds: int, delta_slack: float) -> tuple[float, float]:
-    """Lemma 2, whole (Eq. 21): T uses of an (epsilon, delta) mechanism are (epsilon_T, T delta + delta') private with
+    """Lemma 2 in full (Eq. 21): T uses of an (epsilon, delta) mechanism are (epsilon_T, T delta + delta') private with
 
     epsilon_T = sqrt(-2 T ln delta') epsilon + T epsilon (e^epsilon - 1). Theorem 1 keeps the first term only.
 
@@ -152,8 +150,8 @@ def strong_composition(epsilon: float, *, delta: float, rounds: int, delta_slack
 class NominalPrivacy:
     """All of the paper's privacy figures for T rounds of one mechanism; as published, not a guarantee.
 
-    epsilon_total is Theorem 1's (sqrt(2 T log 1/delta)), epsilon_total_in_text the one of the text after it (without
-    the 2), strong_* Lemma 2 whole with delta' = delta.
+    epsilon_total is Theorem 1's (sqrt(2 T log 1/delta)), epsilon_total_in_text that of the text after it (without the
+    2), strong_* is Lemma 2 in full with delta' = delta.
     """
 
     setting: NominalSetting
@@ -168,7 +166,7 @@ class NominalPrivacy:
 
     @classmethod
     def of(cls, mechanism: Mechanism, setting: NominalSetting, *, rounds: int) -> NominalPrivacy:
-        """Compute every figure; trials = 0 raises, since Remark 1 has no value there."""
+        """Compute every figure; trials = 0 raises, because Remark 1 has no value there."""
         epsilon = nominal_epsilon(mechanism, setting)
         strong = strong_composition(epsilon, delta=setting.delta, rounds=rounds, delta_slack=setting.delta)
         return cls(
@@ -184,5 +182,30 @@ class NominalPrivacy:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types with the caveat beside them; `of` rebuilds every figure from setting and rounds."""
+        """Plain JSON types, with the caveat beside the figures."""
         return {**asdict(self), "caveat": CAVEAT}
+
+
+def nominal_epsilon_after(config: Config, situation: Situation) -> Callable[[int], float | None]:
+    """rounds -> Theorem 1's total for client 0, or None where the paper's formulas do not cover such a run.
+
+    They assume a per-coordinate clip at the encoder's range, samples as the unit, batches, and one budget throughout.
+    """
+    from bqsgd.training.plans import release_in  # here: the figures above do without the training layer
+
+    covered = config.clip in ("clamp", "scale", "batch-mean") and config.encoder_range == config.clip_bound
+    if not covered or situation.unit is not Unit.SAMPLE or situation.scheme is Scheme.FULL or config.budgets:
+        return lambda rounds: None
+    try:
+        mechanism = release_in(config, situation, client=0, round=0).mechanism
+    except BqsgdError:
+        return lambda rounds: None
+    if mechanism.trials == 0:
+        return lambda rounds: None
+    setting = NominalSetting(
+        dimension=situation.dimension,
+        batch_size=situation.batch_size,
+        dataset_size=situation.dataset_size,
+        delta=config.delta,
+    )
+    return lambda rounds: NominalPrivacy.of(mechanism, setting, rounds=rounds).epsilon_total

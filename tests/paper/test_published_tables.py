@@ -2,10 +2,10 @@
 
 import pytest
 
+from bqsgd.paper.nominal import NominalPrivacy, nominal_epsilon
+from bqsgd.paper.planner import nearest_mechanism
+from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
 from bqsgd.params import Mechanism
-from bqsgd.planner.paper import nearest_mechanism
-from bqsgd.planner.published import FASHION_MNIST, MNIST, ROWS
-from bqsgd.privacy.nominal import NominalPrivacy, nominal_epsilon
 
 MISPRINTED = {(8, 8.72), (10, 3.44), (12, 3.44)}
 
@@ -20,8 +20,8 @@ def test_ten_rows_twelve_cells():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_name)
-def test_the_printed_pair_stands_unless_flagged(row):
-    """A pair stands when its codes fit and its epsilon is the printed one, or (rounded s down) up to 1.1 % below it."""
+def test_the_printed_row_stands_unless_flagged(row):
+    """A row stands when its codes fit and its epsilon is the printed one, or (s rounded down) up to 1.1 % below it."""
     epsilon = nominal_epsilon(row.printed, row.setting.nominal)
     fits = row.printed.code_count <= 2**row.bits
     agrees = -0.011 < epsilon / row.epsilon - 1 < 0.003
@@ -31,13 +31,13 @@ def test_the_printed_pair_stands_unless_flagged(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_name)
-def test_the_corrected_pair_always_stands(row):
+def test_the_corrected_row_always_stands(row):
     assert row.corrected.code_count <= 2**row.bits
     assert nominal_epsilon(row.corrected, row.setting.nominal) == pytest.approx(row.epsilon, rel=0.011)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_name)
-def test_nearest_gives_the_corrected_pair_or_the_row_says_why_not(row):
+def test_nearest_gives_the_corrected_row_or_the_row_says_why_not(row):
     planned = nearest_mechanism(row.budget, row.setting.nominal)
     if planned == row.corrected:
         assert row.misprint == (row.note is not None)
@@ -54,7 +54,7 @@ def test_the_two_rows_that_are_rounded_otherwise():
     ("levels", "trials", "epsilon"),
     [(1, 251, 1.724), (2, 251, 3.447), (4, 247, 6.950), (5, 245, 8.723), (6, 4079, 2.565)],
 )
-def test_nominal_epsilons_of_the_mnist_pairs(levels, trials, epsilon):
+def test_nominal_epsilons_of_the_mnist_rows(levels, trials, epsilon):
     assert nominal_epsilon(Mechanism(levels=levels, trials=trials), MNIST.nominal) == pytest.approx(epsilon, abs=5e-4)
 
 

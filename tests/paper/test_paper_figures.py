@@ -1,4 +1,4 @@
-"""Figures 1 and 2 against the encoder itself, and the figure of the baselines."""
+"""Figures 1 and 2 against the encoder itself."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from bqsgd.errors import InvalidParameter
 from bqsgd.mechanism.encoder import encode
 from bqsgd.noise import seeded_rng
+from bqsgd.paper.figures import FIGURE_1, draw_figure_1, draw_figure_2, indistinguishable_mass, outcome_law
 from bqsgd.params import Mechanism
-from bqsgd.reports.baseline_figure import draw_baselines, place_of
-from bqsgd.reports.paper_figures import FIGURE_1, draw_figure_1, draw_figure_2, indistinguishable_mass, outcome_law
 
 
 @pytest.mark.parametrize("panel", FIGURE_1, ids=lambda panel: panel.title)
@@ -52,15 +51,3 @@ def test_figure_2_is_a_density_of_the_stated_variance(tmp_path: Path) -> None:
 def test_a_value_outside_the_clip_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="value must lie"):
         outcome_law(1.5, Mechanism(levels=10, trials=1))
-
-
-def test_the_baselines_without_a_finite_epsilon_stand_at_the_edge(tmp_path: Path) -> None:
-    rows = [
-        {"label": "a", "mean": 0.9, "deviation": None, "frame_bytes": 60_000, "exact": {"epsilon": 4.5}},
-        {"label": "b", "mean": 0.95, "deviation": 0.01, "frame_bytes": 240_000, "exact": None},
-        {"label": "not run", "mean": None, "deviation": None, "frame_bytes": None, "exact": None},
-    ]
-    draw_baselines(rows, tmp_path / "three.png", delta=1e-5)
-    assert (tmp_path / "three.png").stat().st_size > 10_000
-    assert place_of({"epsilon": "inf"}) == place_of({"epsilon": 4000.0}) == np.inf
-    assert place_of({"epsilon": 4.5}) == 4.5

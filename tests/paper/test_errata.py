@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from bqsgd.mechanism.properties import noise_variance, worst_case_variance
-from bqsgd.params import Mechanism
-from bqsgd.planner.paper import closed_form, nearest_mechanism
-from bqsgd.planner.published import FASHION_MNIST, MNIST, ROWS
-from bqsgd.planner.theorem_1 import Share, convergence_bound
-from bqsgd.privacy.nominal import (
+from bqsgd.paper.nominal import (
     NominalSetting,
     PeakForm,
     fewest_bits,
@@ -21,6 +17,10 @@ from bqsgd.privacy.nominal import (
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
+from bqsgd.paper.planner import closed_form, nearest_mechanism
+from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
+from bqsgd.paper.theorem_1 import Share, convergence_bound
+from bqsgd.params import Mechanism
 
 
 def row(dataset, bits, epsilon):

@@ -8,7 +8,7 @@ import pytest
 
 from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
 from bqsgd.params import Mechanism
-from bqsgd.planner.few_bits import coarsened
+from bqsgd.planner.coarsening_window import coarsened
 
 PAGE = Path(__file__).parents[2] / "docs" / "accounting.md"
 
@@ -19,7 +19,7 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_table_has_both_pairs_and_all_bits() -> None:
+def test_the_table_has_both_mechanisms_and_all_bits() -> None:
     assert [row[1] for row in rows()] == ["2", "3", "4", "6"] * 2
 
 

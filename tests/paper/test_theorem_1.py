@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.paper.theorem_1 import Share, communication_bits, communication_saving_bits, convergence_bound
 from bqsgd.params import Mechanism
-from bqsgd.planner.theorem_1 import Share, communication_bits, communication_saving_bits, convergence_bound
 
 PROBLEM = {
     "dimension": 100,

@@ -1,24 +1,26 @@
-"""The paper's planner (Line 7 of Algorithm 1): least error under a bit budget and a nominal epsilon.
+"""The paper's planner (Line 7 of Algorithm 1): least error within a bit budget and a nominal epsilon.
 
-The privacy constraint is Eq. 18, that is Remark 1's 6.4 d s L / (D^2 sqrt(m) delta), which never lies below Lemma 1
-with the exact P_max. What it bounds is nominal: as published; not a guarantee.
+The privacy constraint is Eq. 18, Remark 1's 6.4 d s L / (D^2 sqrt(m) delta), which never lies below Lemma 1 with the
+exact P_max. What it bounds is nominal: as published; not a guarantee.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd.errors import Infeasible
+from bqsgd.errors import Infeasible, InvalidParameter
 from bqsgd.mechanism.properties import noise_variance
+from bqsgd.paper.nominal import REMARK_1_FACTOR, NominalPrivacy, NominalSetting, nominal_epsilon, privacy_level
 from bqsgd.params import Mechanism
-from bqsgd.planner.plan import MAX_BITS, Budget, Method, Plan, release_of
-from bqsgd.privacy.nominal import REMARK_1_FACTOR, NominalPrivacy, NominalSetting, nominal_epsilon, privacy_level
-from bqsgd.release import Relation, Scheme
+from bqsgd.planner.plan import MAX_BITS, Budget
+from bqsgd.privacy.guarantee import rounded_up
 
 
 class Rounding(StrEnum):
@@ -26,6 +28,45 @@ class Rounding(StrEnum):
 
     STRICT = "strict"
     NEAREST = "nearest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NominalPlan:
+    """The mechanism that the paper's formulas choose, its error V (Eq. 14) and its nominal figures. No guarantee."""
+
+    budget: Budget
+    mechanism: Mechanism
+    variance: float
+    nominal: NominalPrivacy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "budget": asdict(self.budget),
+            "mechanism": self.mechanism.to_dict(),
+            "variance": self.variance,
+            "nominal": self.nominal.to_dict(),
+        }
+
+
+def make_nominal_plan(
+    budget: Budget, setting: NominalSetting, *, rounds: int = 1, rounding: Rounding | str = Rounding.STRICT
+) -> NominalPlan:
+    """The paper's (s, m) for one client; budget.epsilon is the nominal epsilon of one round at setting.delta.
+
+    Raises:
+        Infeasible: no integers meet the budget; the message names the nearest that they can.
+    """
+    if budget.delta != setting.delta:
+        raise InvalidParameter(f"budget and setting must have the same delta, got {budget.delta} and {setting.delta}")
+    choose = strict_mechanism if Rounding(rounding) is Rounding.STRICT else nearest_mechanism
+    mechanism = choose(budget, setting)
+    return NominalPlan(
+        budget=budget,
+        mechanism=mechanism,
+        variance=noise_variance(mechanism),
+        nominal=NominalPrivacy.of(mechanism, setting, rounds=rounds),
+    )
 
 
 def closed_form(budget: Budget, setting: NominalSetting) -> tuple[float, float]:
@@ -44,7 +85,7 @@ def strict_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
     """The integers of smallest V with 2s + m + 1 <= 2^b and nominal epsilon <= budget, solved exactly.
 
     For each s the error grows with m, so only the smallest m that meets the privacy constraint matters; all s are
-    tried. Equal errors: the pair with fewer codes. Raises Infeasible with the nearest feasible trades.
+    tried. Of equal errors the one with fewer codes wins. Raises Infeasible with the nearest feasible budgets.
     """
     top = 2**budget.bits - 1
     levels = np.arange(1, top // 2 + 1, dtype=np.int64)
@@ -60,17 +101,16 @@ def strict_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
     trials = np.where(meets(trials), trials, trials + 1)
     fits = 2 * levels + trials <= top
     if not fits.any():
-        raise Infeasible(_nearest_trades(budget, setting))
+        raise Infeasible(_nearest_feasible(budget, setting))
     levels, trials = levels[fits], trials[fits]
     error = (3 * trials + 2) / (12 * levels**2)
     ties = np.flatnonzero(error <= error.min() * (1 + 1e-12))
-    pairs = [(int(levels[i]), int(trials[i])) for i in ties]
-    best = min(pairs, key=lambda pair: (Fraction(3 * pair[1] + 2, 12 * pair[0] ** 2), 2 * pair[0] + pair[1]))
-    return Mechanism(levels=best[0], trials=best[1])
+    tied = [Mechanism(levels=int(levels[i]), trials=int(trials[i])) for i in ties]
+    return min(tied, key=lambda one: (Fraction(3 * one.trials + 2, 12 * one.levels**2), one.code_count))
 
 
 def nearest_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
-    """What the paper's tables do: s to the nearest integer, every code left over for noise, m = 2^b - 1 - 2s.
+    """What the paper's tables do: s rounded to the nearest integer, every remaining code for noise, m = 2^b - 1 - 2s.
 
     The bits are kept; the nominal epsilon of the result may exceed the budget.
     """
@@ -79,49 +119,9 @@ def nearest_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
     if not 1 <= levels <= (top - 1) // 2:
         raise Infeasible(
             f"the nearest integer to s = {closed_form(budget, setting)[0]:.3g} leaves no valid mechanism; "
-            + _nearest_trades(budget, setting)
+            + _nearest_feasible(budget, setting)
         )
     return Mechanism(levels=levels, trials=top - 2 * levels)
-
-
-def plan_paper(
-    budget: Budget,
-    *,
-    dimension: int,
-    batch_size: int,
-    dataset_size: int,
-    rounds: int,
-    scheme: Scheme | str = Scheme.POISSON,
-    relation: Relation | str | None = None,
-    linf: float | None = None,
-    l2: float | None = None,
-    rounding: Rounding | str = Rounding.STRICT,
-) -> Plan:
-    """The paper's (s, m) for one client; budget.epsilon and budget.delta are nominal figures of one round.
-
-    `dimension` goes into Lemma 1 as it is: give d_P to reproduce the paper's tables. The plan carries no guarantee.
-    """
-    setting = NominalSetting(dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, delta=budget.delta)
-    choose = strict_mechanism if Rounding(rounding) is Rounding.STRICT else nearest_mechanism
-    mechanism = choose(budget, setting)
-    release = release_of(
-        mechanism,
-        dimension=dimension,
-        batch_size=batch_size,
-        dataset_size=dataset_size,
-        scheme=scheme,
-        relation=relation,
-        linf=linf,
-        l2=l2,
-    )
-    return Plan(
-        method=Method.PAPER,
-        budget=budget,
-        release=release,
-        rounds=rounds,
-        variance=noise_variance(mechanism),
-        nominal=NominalPrivacy.of(mechanism, setting, rounds=rounds),
-    )
 
 
 def least_epsilon(bits: int, setting: NominalSetting) -> float:
@@ -129,19 +129,13 @@ def least_epsilon(bits: int, setting: NominalSetting) -> float:
     return nominal_epsilon(Mechanism(levels=1, trials=2**bits - 3), setting)
 
 
-def _nearest_trades(budget: Budget, setting: NominalSetting) -> str:
+def _nearest_feasible(budget: Budget, setting: NominalSetting) -> str:
     least = least_epsilon(budget.bits, setting)
     enough = next((b for b in range(budget.bits, MAX_BITS + 1) if least_epsilon(b, setting) <= budget.epsilon), None)
     needs = f"more than {MAX_BITS} bits" if enough is None else f"{enough} bits"
     delta = setting.delta * least / budget.epsilon
-    trade = f"; or keep both and allow delta >= {_round_up(delta)}" if delta < 1 else ""
+    trade = f"; or keep both and allow delta >= {rounded_up(delta, 3)}" if delta < 1 else ""
     return (
-        f"{budget.bits} bits reach epsilon >= {_round_up(least)}; epsilon {budget.epsilon} needs {needs}{trade} "
+        f"{budget.bits} bits reach epsilon >= {rounded_up(least, 3)}; epsilon {budget.epsilon} needs {needs}{trade} "
         "(nominal epsilon of one round, as published; not a guarantee)"
     )
-
-
-def _round_up(value: float) -> str:
-    """Three significant digits, rounded up so that the figure named is feasible."""
-    digits = 2 - math.floor(math.log10(value))
-    return f"{math.ceil(value * 10**digits) / 10**digits:.3g}"

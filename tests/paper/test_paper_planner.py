@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import Infeasible, InvalidParameter
+from bqsgd.paper.nominal import NominalSetting, fewest_bits, nominal_epsilon, privacy_level
+from bqsgd.paper.planner import closed_form, least_epsilon, make_nominal_plan, nearest_mechanism, strict_mechanism
 from bqsgd.params import Mechanism
-from bqsgd.planner.paper import closed_form, least_epsilon, nearest_mechanism, plan_paper, strict_mechanism
 from bqsgd.planner.plan import Budget
-from bqsgd.privacy.nominal import NominalSetting, fewest_bits, nominal_epsilon, privacy_level
 
 MNIST = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
 
 
 def brute_force(budget: Budget, setting: NominalSetting) -> Mechanism | None:
-    """Every pair, compared in exact rationals: smallest V = (3m + 2) / (12 s^2), then fewest codes."""
+    """Every (s, m), compared in exact rationals: smallest V = (3m + 2) / (12 s^2), then fewest codes."""
     best = None
     for levels in range(1, 2**budget.bits // 2 + 1):
         for trials in range(1, 2**budget.bits - 2 * levels):
@@ -31,13 +31,13 @@ def brute_force(budget: Budget, setting: NominalSetting) -> Mechanism | None:
 
 def exhaustive(budget: Budget, setting: NominalSetting) -> Mechanism | None:
     """The same without the early exit, to check that too."""
-    pairs = [
+    keeping = [
         mechanism
         for levels in range(1, 2**budget.bits // 2 + 1)
         for trials in range(1, 2**budget.bits - 2 * levels)
         if nominal_epsilon(mechanism := Mechanism(levels=levels, trials=trials), setting) <= budget.epsilon
     ]
-    return min(pairs, key=lambda p: (Fraction(3 * p.trials + 2, 12 * p.levels**2), p.code_count), default=None)
+    return min(keeping, key=lambda p: (Fraction(3 * p.trials + 2, 12 * p.levels**2), p.code_count), default=None)
 
 
 @settings(max_examples=150, deadline=None)
@@ -55,7 +55,7 @@ def test_strict_is_the_brute_force_optimum(bits, epsilon, delta, dimension, batc
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("epsilon", [1.72, 3.44, 3.45, 8.72, 30.0, 1000.0])
-def test_strict_agrees_with_every_pair_enumerated(bits, epsilon):
+def test_strict_agrees_with_enumeration(bits, epsilon):
     budget = Budget(bits=bits, epsilon=epsilon, delta=1e-4)
     expected = exhaustive(budget, MNIST)
     if expected is None:
@@ -68,7 +68,7 @@ def test_strict_agrees_with_every_pair_enumerated(bits, epsilon):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 100), st.integers(1, 250))
 def test_a_budget_that_is_met_exactly_is_feasible(bits, levels, trials):
-    """Epsilon equal to a pair's own figure: rounding must not lose that pair."""
+    """Epsilon equal to a mechanism's own figure: rounding must not lose that mechanism."""
     mechanism = Mechanism(levels=levels, trials=trials)
     if mechanism.code_count > 2**bits:
         return
@@ -104,21 +104,24 @@ def test_closed_form_meets_both_constraints_with_equality(bits, epsilon):
 
 
 def test_the_quickstart_budget():
-    plan = plan_paper(
-        Budget(bits=8, epsilon=3.45, delta=1e-4), dimension=3000, batch_size=32, dataset_size=15000, rounds=1
-    )
+    plan = make_nominal_plan(Budget(bits=8, epsilon=3.45, delta=1e-4), MNIST)
     assert (plan.mechanism.levels, plan.mechanism.trials) == (2, 251)
     assert plan.nominal.epsilon_per_round == pytest.approx(3.447, abs=1e-3)
     assert plan.variance == pytest.approx(251 / 16 + 1 / 24)
-    assert plan.guarantee is None
+    assert plan.to_dict()["nominal"]["caveat"] == "as published; not a guarantee"
 
 
-def test_infeasible_names_the_nearest_trades():
+def test_a_plan_has_one_delta():
+    with pytest.raises(InvalidParameter, match="same delta"):
+        make_nominal_plan(Budget(bits=8, epsilon=3.45, delta=1e-5), MNIST)
+
+
+def test_infeasible_names_the_nearest_feasible_budgets():
     with pytest.raises(Infeasible, match=r"8 bits reach epsilon >= 1\.72; epsilon 1\.0 needs 10 bits"):
         strict_mechanism(Budget(bits=8, epsilon=1.0, delta=1e-4), MNIST)
 
 
-def test_the_trades_named_are_feasible():
+def test_the_budgets_named_are_feasible():
     strict_mechanism(Budget(bits=8, epsilon=1.72, delta=1e-4), MNIST)
     strict_mechanism(Budget(bits=10, epsilon=1.0, delta=1e-4), MNIST)
     with pytest.raises(Infeasible):
@@ -151,16 +154,7 @@ def test_nearest_refuses_what_has_no_integer():
 
 
 def test_budgets_differ_by_client_and_over_rounds_by_replanning():
-    setup = {"dimension": 3000, "batch_size": 32, "dataset_size": 15000}
-    first = plan_paper(Budget(bits=8, epsilon=3.45, delta=1e-4), rounds=500, **setup)
-    later = plan_paper(Budget(bits=10, epsilon=8.72, delta=1e-4), rounds=500, **setup)
+    first = make_nominal_plan(Budget(bits=8, epsilon=3.45, delta=1e-4), MNIST, rounds=500)
+    later = make_nominal_plan(Budget(bits=10, epsilon=8.72, delta=1e-4), MNIST, rounds=500)
     assert later.variance < first.variance
     assert first.mechanism != later.mechanism
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"bits": 1}, {"bits": 21}, {"bits": 8.0}, {"epsilon": 0}, {"epsilon": math.inf}, {"delta": 1}]
-)
-def test_budgets_are_checked(wrong):
-    with pytest.raises(InvalidParameter):
-        Budget(**{"bits": 8, "epsilon": 1.0, "delta": 1e-5, **wrong})

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.planner.published import MNIST
-from bqsgd.planner.tradeoffs import Problem, curves_over_bits, curves_over_epsilon, variance_on_constraint
+from bqsgd.paper.published import MNIST
+from bqsgd.paper.tradeoffs import Problem, curves_over_bits, curves_over_epsilon, variance_on_constraint
 
 PROBLEM = Problem(
     setting=MNIST.nominal,

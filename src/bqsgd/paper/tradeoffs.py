@@ -1,4 +1,4 @@
-"""The privacy-communication-convergence trade-off of the paper as curves: fix epsilon and vary bits, or the reverse."""
+"""The paper's trade-off between privacy, communication and convergence: fix epsilon and vary bits, or the reverse."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from bqsgd.errors import Infeasible, InvalidParameter
 from bqsgd.mechanism.properties import noise_variance
+from bqsgd.paper.nominal import NominalSetting, nominal_epsilon, privacy_level
+from bqsgd.paper.planner import closed_form, strict_mechanism
+from bqsgd.paper.theorem_1 import Share, convergence_bound
 from bqsgd.params import check_int, check_positive
-from bqsgd.planner.paper import closed_form, strict_mechanism
 from bqsgd.planner.plan import Budget
-from bqsgd.planner.theorem_1 import Share, convergence_bound
-from bqsgd.privacy.nominal import NominalSetting, nominal_epsilon, privacy_level
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The learning problem that Theorem 1's bound is drawn for: `clients` equal clients, all with the same plan.
+    """The learning problem for which Theorem 1's bound is drawn: `clients` equal clients, all with the same plan.
 
-    initial_gap and gradient_variance are assumptions of the reader, not measurements; eta <= 1/nu is taken to hold.
+    initial_gap and gradient_variance are assumed, not measured; eta <= 1/nu is taken to hold.
     """
 
     setting: NominalSetting
@@ -41,7 +41,7 @@ class Problem:
 class Point:
     """One budget of a curve: the real-valued optimum, and the integers (None where the budget is infeasible).
 
-    variance_floor is 1 / (4 R^2), the error that privacy alone costs; bits buy down what lies above it.
+    variance_floor is 1 / (4 R^2), the error that privacy alone costs; more bits reduce what lies above it.
     """
 
     bits: int

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import Mechanism
-from bqsgd.privacy.nominal import (
+from bqsgd.paper.nominal import (
     NominalPrivacy,
     NominalSetting,
     PeakForm,
@@ -22,6 +21,7 @@ from bqsgd.privacy.nominal import (
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
+from bqsgd.params import Mechanism
 
 MNIST = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
 

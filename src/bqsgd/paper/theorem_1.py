@@ -1,4 +1,4 @@
-"""Theorem 1 besides privacy: what T rounds cost in bits, and the bound on the gradient norm they reach."""
+"""Theorem 1 apart from privacy: what T rounds cost in bits, and the bound on the gradient norm they reach."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def convergence_bound(
     2 [F(theta_0) - F*] / (T eta)  +  N sigma^2 sum p_i^2 / L  +  N d C^2 sum p_i^2 V(m_i, 1/2, s_i).
 
     Key: initial_gap F(theta_0) - F*, learning_rate eta <= 1/nu with smoothness nu (Assumption 2), gradient_variance
-    sigma^2 (Assumption 1). The weights must add up to 1. The paper's assumptions stand: clipping adds no bias, V uses
+    sigma^2 (Assumption 1). The weights must add up to 1. The paper's assumptions hold: clipping adds no bias, V uses
     the uniform prior of Eq. 14. `dimension` is the model's, not d_P.
 
     Raises InvalidParameter when eta > 1/nu or the weights do not add up to 1.

@@ -1,0 +1,145 @@
+"""The planner: least error, proven within the budget, on the private side, and helpful when it cannot."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from bqsgd.errors import Infeasible
+from bqsgd.mechanism.coarsening import noise_to_signal
+from bqsgd.mechanism.properties import noise_variance
+from bqsgd.params import Coarsening, Mechanism
+from bqsgd.planner.coarsening_window import coarsened, largest_reach
+from bqsgd.planner.plan import Budget, ClientSetting, Plan
+from bqsgd.planner.search import TooFewBits, least_error_mechanism, least_error_uncoarsened, make_plan
+from bqsgd.privacy.accountant import Accountant
+
+SETTING = ClientSetting(dimension=40, batch_size=64, dataset_size=1000)
+WIDE = replace(SETTING, dimension=4000)
+
+
+def epsilon(mechanism, rounds, delta, base=None, setting=WIDE):
+    return (base or Accountant()).compose(setting.release(mechanism), rounds).epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    ("bits", "target", "delta", "rounds"), [(4, 0.4, 1e-2, 3), (4, 0.03, 1e-2, 3), (5, 0.3, 1e-3, 9)]
+)
+def test_brute_force_over_all_levels_and_trials_agrees(bits, target, delta, rounds):
+    """In order of error, the first that keeps the budget; a quick lower bound rules out most of the others."""
+    small = replace(SETTING, dimension=3)
+    top = 2**bits - 1
+    fitting = [(s, m) for s, m in itertools.product(range(1, top), range(1, top)) if 2 * s + m <= top]
+    mechanisms = sorted((Mechanism(levels=s, trials=m) for s, m in fitting), key=noise_variance)
+
+    def keeps(mechanism):
+        tally = Accountant().compose(small.release(mechanism), rounds)
+        return tally.attained_epsilon(delta) <= target and tally.epsilon(delta) <= target
+
+    best = next((mechanism for mechanism in mechanisms if keeps(mechanism)), None)
+    budget = Budget(bits=bits, epsilon=target, delta=delta)
+    if best is None:
+        with pytest.raises(TooFewBits):
+            least_error_uncoarsened(budget, small.release, rounds=rounds)
+        return
+    assert least_error_uncoarsened(budget, small.release, rounds=rounds) == best
+
+
+@pytest.mark.parametrize(("bits", "target", "linf"), [(4, 2.0, 1.0), (6, 1.0, 0.1)])
+def test_a_coarsened_mechanism_beats_one_that_fits(bits, target, linf):
+    budget = Budget(bits=bits, epsilon=target, delta=1e-2)
+    setting = replace(SETTING, dimension=1, linf=linf, scheme="no sampling")
+    plan = make_plan(budget, setting, rounds=1)
+    fitting = least_error_uncoarsened(budget, setting.release, rounds=1)
+    assert noise_to_signal(plan.mechanism) < noise_to_signal(fitting)
+    assert plan.guarantee.epsilon <= target
+
+
+def test_ends_on_the_private_side_and_one_trial_less_would_not():
+    plan = make_plan(Budget(bits=8, epsilon=2.0, delta=1e-5), WIDE, rounds=500)
+    s, m = plan.mechanism.levels, plan.mechanism.trials
+    assert plan.guarantee.epsilon <= 2.0
+    assert epsilon(Mechanism(levels=s, trials=m - 1), 500, 1e-5) > 2.0
+    assert plan.mechanism.code_count <= 256
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_what_was_spent_before_counts():
+    budget = Budget(bits=8, epsilon=2.0, delta=1e-5)
+    spent = Accountant().compose(WIDE.release(Mechanism(levels=2, trials=100)), 300)
+    fresh = least_error_mechanism(budget, WIDE.release, rounds=100)
+    later = least_error_mechanism(budget, WIDE.release, rounds=100, spent=spent)
+    assert noise_variance(later) > noise_variance(fresh)
+    assert epsilon(later, 100, 1e-5, base=spent) <= 2.0
+
+
+def test_an_l2_bound_buys_levels():
+    budget = Budget(bits=8, epsilon=2.0, delta=1e-5)
+    with_l2 = make_plan(budget, replace(WIDE, l2=10 / 64), rounds=500)
+    assert with_l2.variance < make_plan(budget, WIDE, rounds=500).variance
+
+
+def test_too_few_bits_name_the_nearest_feasible_budgets():
+    def with_bits(bits):
+        return least_error_uncoarsened(Budget(bits=bits, epsilon=0.3, delta=1e-5), WIDE.release, rounds=500)
+
+    with pytest.raises(TooFewBits) as error:
+        with_bits(6)
+    words = str(error.value)
+    assert "6 bits reach epsilon >= " in words or "no finite epsilon" in words
+    needed = error.value.needed
+    assert f"epsilon 0.3 needs {needed} bits" in words
+    assert 6 < needed <= 20
+    assert epsilon(with_bits(needed), 500, 1e-5) <= 0.3
+    with pytest.raises(Infeasible):
+        with_bits(needed - 1)
+
+
+def test_a_mechanism_that_needs_more_bits_is_coarsened_to_those_there_are():
+    plan = make_plan(Budget(bits=9, epsilon=0.3, delta=1e-5), WIDE, rounds=500)
+    assert plan.mechanism.fine_code_count > 512 >= plan.mechanism.code_count
+    assert plan.guarantee.epsilon <= 0.3
+    assert noise_to_signal(plan.mechanism) < 1.001 * noise_to_signal(plan.mechanism.fine)
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+def test_few_bits_keep_the_epsilon_of_more_and_cost_only_error(bits):
+    budget = Budget(bits=bits, epsilon=2.0, delta=1e-5)
+    plan = make_plan(budget, WIDE, rounds=500)
+    fine = least_error_uncoarsened(replace(budget, bits=8), WIDE.release, rounds=500)
+    assert plan.mechanism.fine == fine
+    assert plan.mechanism.bits_per_coordinate == bits
+    assert plan.guarantee.epsilon == epsilon(fine, 500, 1e-5) <= 2.0
+    cost = noise_to_signal(plan.mechanism) / noise_to_signal(fine)
+    assert 1 <= cost < {2: 2.0, 3: 1.3, 4: 1.1, 6: 1.01}[bits]
+
+
+@pytest.mark.parametrize(("levels", "trials"), [(1, 61), (5, 90), (20, 100)])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_window_is_the_best_of_all(levels, trials, bits):
+    fine = Mechanism(levels=levels, trials=trials)
+
+    def at(width):
+        return replace(fine, coarsening=Coarsening(points=2**bits, width=width))
+
+    best = min(noise_to_signal(at(width)) for width in range(1, fine.code_count))
+    assert noise_to_signal(coarsened(fine, bits=bits)) <= 1.002 * best
+
+
+def test_codes_that_fit_are_left_as_they_are():
+    fine = Mechanism(levels=2, trials=11)
+    assert coarsened(fine, bits=4) is fine
+    assert coarsened(fine, bits=3).coarsening.points == 8
+
+
+def test_no_plan_reaches_further_than_a_server_allows():
+    for bits in (2, 8, 10):
+        assert coarsened(Mechanism(levels=1, trials=1 << 16), bits=bits).reach <= largest_reach(bits)
+
+
+def test_an_epsilon_beyond_all_bits_is_infeasible_and_says_so():
+    with pytest.raises(Infeasible, match="needs more than 20 bits before coarsening"):
+        make_plan(Budget(bits=4, epsilon=0.005, delta=1e-5), WIDE, rounds=500)
