@@ -1,6 +1,6 @@
 """What holds across the whole project: light imports, the paper map, the documents' links, commands and names."""
 
-import importlib
+import importlib.resources
 import re
 import shlex
 import subprocess
@@ -96,6 +96,10 @@ def test_importing_the_package_is_light():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (importlib.resources.files("bqsgd") / "py.typed").is_file()
 
 
 def documented_commands() -> list[tuple[str, str]]:

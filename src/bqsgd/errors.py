@@ -85,5 +85,9 @@ class LedgerError(BqsgdError, RuntimeError):
     """A ledger is unreadable, belongs to another client or run, or could not be made durable."""
 
 
+class UnsafeFile(BqsgdError, RuntimeError):
+    """A file that must be regular and of bounded size is a link, a pipe, a device or too large."""
+
+
 class DataUnavailable(BqsgdError, RuntimeError):
     """No source of a data set answered; the message lists every source tried and what to do by hand."""

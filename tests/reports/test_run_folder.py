@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bqsgd.errors import BqsgdError
 from bqsgd.reports import folder as folders
-from bqsgd.reports.folder import RunWriter, read_config, read_rounds, read_summary, write_atomic
+from bqsgd.reports.folder import RunWriter, read_config, read_rounds, read_summary
 from bqsgd.reports.page import run_page
 from bqsgd.reports.records import RunFolderError, Status
 from bqsgd.reports.run import read_run
@@ -129,14 +129,6 @@ def test_settings_are_toml_without_nulls(tmp_path: Path) -> None:
         run.config({"a": None, "b": {"c": [1, 2], "d": None}, "path": Path("x"), "status": Status.OK})
     expected = {"b": {"c": [1, 2]}, "path": "x", "status": "ok"}
     assert tomllib.loads((tmp_path / "config.toml").read_text()) == expected == read_config(tmp_path)
-
-
-def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "summary.json", b"old")
-    with pytest.raises(TypeError):
-        write_atomic(tmp_path / "summary.json", None)  # type: ignore[arg-type]
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-    assert (tmp_path / "summary.json").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("name", ["rounds.jsonl", "summary.json", "config.toml"])

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bqsgd.errors import LedgerError
+from bqsgd.storage import sync_folder
 
 APPLICATION_ID = 0x62715347
 LEDGER_FORMAT = 1
@@ -36,14 +37,6 @@ def _origin(client: int) -> bytes:
 
 def _link(previous: bytes, body: str) -> bytes:
     return hashlib.sha256(previous + body.encode()).digest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -82,7 +75,7 @@ def create(path: Path, *, client: int, first_body: str) -> None:
             connection.execute("COMMIT")
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise LedgerError(f"ledger {path} could not be made ({error}); give a path in a writable folder") from error
     finally:

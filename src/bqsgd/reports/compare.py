@@ -11,10 +11,11 @@ from typing import Any
 from bqsgd.errors import InvalidParameter
 from bqsgd.reports.chart import Chart, Point, Series
 from bqsgd.reports.figures import measured, running_total
-from bqsgd.reports.folder import write_atomic
+from bqsgd.reports.folder import SHOWN
 from bqsgd.reports.page import claim_terms, epsilon_text, render
 from bqsgd.reports.run import Run, read_run
 from bqsgd.reports.units import Unit, short
+from bqsgd.storage import write_atomic
 
 MAX_RUNS = 16
 TERMS = "Exact epsilon of the client that spent most; its delta and terms are in the table."
@@ -31,7 +32,7 @@ COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Read the run folders and write one page that compares them."""
-    write_atomic(Path(out), comparison_page([read_run(folder) for folder in folders]).encode())
+    write_atomic(Path(out), comparison_page([read_run(folder) for folder in folders]).encode(), mode=SHOWN)
     return Path(out)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
@@ -18,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from bqsgd.errors import UnsafeFile
 from bqsgd.reports.records import RoundRecord, RunFolderError, plain
+from bqsgd.storage import open_regular, write_atomic
 
 CONFIG, ROUNDS, SUMMARY, REPORT = "config.toml", "rounds.jsonl", "summary.json", "report.html"
 MAX_CONFIG_BYTES = 1 << 20
@@ -26,6 +26,8 @@ MAX_SUMMARY_BYTES = 4 << 20
 MAX_ROUNDS_BYTES = 1 << 30
 MAX_LINE_BYTES = 32 << 20
 MAX_ROUNDS = 200_000
+SHOWN = 0o644
+"""Permissions of what a run folder holds: it is made to be shown."""
 
 
 class RunWriter:
@@ -47,7 +49,7 @@ class RunWriter:
         """Write config.toml whole or not at all. TOML has no null: settings that are None are left out."""
         import tomli_w  # in the `train` extra: reading a folder must not need it
 
-        write_atomic(self.folder / CONFIG, tomli_w.dumps(_without_none(settings)).encode())
+        write_atomic(self.folder / CONFIG, tomli_w.dumps(_without_none(settings)).encode(), mode=SHOWN)
 
     def append(self, record: RoundRecord | Mapping[str, Any]) -> None:
         """Check and append one round, flushed to the operating system (survives the death of the process)."""
@@ -57,7 +59,8 @@ class RunWriter:
 
     def summary(self, fields: Mapping[str, Any]) -> None:
         """Write summary.json whole or not at all."""
-        write_atomic(self.folder / SUMMARY, json.dumps(plain(fields), indent=2, allow_nan=False).encode() + b"\n")
+        content = json.dumps(plain(fields), indent=2, allow_nan=False).encode() + b"\n"
+        write_atomic(self.folder / SUMMARY, content, mode=SHOWN)
 
     def close(self) -> None:
         """Close rounds.jsonl."""
@@ -70,21 +73,6 @@ class RunWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write beside `path`, make it durable, then rename over it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp gives 0600; a report is made to be shown
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read_rounds(folder: str | Path) -> Iterator[RoundRecord]:
@@ -142,18 +130,10 @@ def _json(content: bytes) -> Any:
 
 
 def _open(path: Path, limit: int) -> BinaryIO | None:
-    """A regular file of at most `limit` bytes, or None when there is none. Links are refused, pipes do not block."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read ({error.strerror}); links are not followed") from error
-    state = os.fstat(handle)
-    if not stat.S_ISREG(state.st_mode) or state.st_size > limit:
-        os.close(handle)
-        raise RunFolderError(f"{path} must be a regular file of at most {limit} bytes")
-    return os.fdopen(handle, "rb")
+        return open_regular(path, limit=limit)
+    except UnsafeFile as error:
+        raise RunFolderError(str(error)) from error
 
 
 def _content(path: Path, limit: int) -> bytes | None:

@@ -18,11 +18,12 @@ from markupsafe import Markup
 from bqsgd import __version__
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
 from bqsgd.reports.figures import run_figures
-from bqsgd.reports.folder import REPORT, write_atomic
+from bqsgd.reports.folder import REPORT, SHOWN
 from bqsgd.reports.records import Status
 from bqsgd.reports.run import ClientTally, Parameters, Run, read_run
 from bqsgd.reports.summary import Claim
 from bqsgd.reports.units import Unit, short
+from bqsgd.storage import write_atomic
 
 MAX_CLIENT_ROWS = 40
 MAX_SETTINGS = 300
@@ -32,7 +33,7 @@ MAX_SETTING_TEXT = 200
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Read a run folder and write its report, by default as report.html inside it."""
     target = Path(folder) / REPORT if out is None else Path(out)
-    write_atomic(target, run_page(read_run(folder)).encode())
+    write_atomic(target, run_page(read_run(folder)).encode(), mode=SHOWN)
     return target
 
 

@@ -6,8 +6,6 @@ It is written beside its final name, made durable and then renamed, so a reader 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from bqsgd.errors import BqsgdError
+from bqsgd.storage import write_atomic
 
 FILE_NAME = "checkpoint.safetensors"
 _FORMAT = "bqsgd.checkpoint.v1"
@@ -33,21 +32,7 @@ def save_checkpoint(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], state:
     """Write the checkpoint of `folder`; when this returns it survives a power cut."""
     metadata = {"format": _FORMAT, "state": json.dumps(state, allow_nan=False)}
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata=metadata)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{FILE_NAME}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, folder / FILE_NAME)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_atomic(folder / FILE_NAME, content)
 
 
 def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
