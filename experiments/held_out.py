@@ -13,7 +13,7 @@ from experiments.runs import provenance
 
 from bqsgd import data, models
 from bqsgd.data.dataset import Split
-from bqsgd.data.front_end import through
+from bqsgd.data.features import compute_features
 from bqsgd.engines.session import Session, Task
 from bqsgd.training.config import Config
 from bqsgd.training.seeds import Purpose, derive
@@ -22,9 +22,9 @@ HELD_OUT, SPLIT_SEED = 10_000, 7
 
 
 @lru_cache(maxsize=1)
-def _training(dataset: str, front_end: str) -> tuple[Split, int]:
+def _training(dataset: str, features: str) -> tuple[Split, int]:
     found = data.load(dataset)
-    return through(front_end, found.train, of=found, threads=2), found.classes
+    return compute_features(features, found.train, of=found, threads=2), found.classes
 
 
 def held_out_task(config: Config) -> Task:
@@ -34,7 +34,7 @@ def held_out_task(config: Config) -> Task:
     shares = [train.take(np.sort(part)) for part in np.array_split(rows[HELD_OUT:], config.clients)]
     held = train.take(np.sort(rows[:HELD_OUT]))
     shape = train.inputs.shape[1:]
-    name = config.model or models.default_for(shape, front_end=config.front_end)
+    name = config.model or models.default_for(shape, features=config.front_end)
     seed = derive(config.init_seed, Purpose.MODEL)
     return Task(
         make_model=lambda: models.build(

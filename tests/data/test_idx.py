@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bqsgd.data.idx import parse_idx
+from bqsgd.data.dataset import parse_idx
 from bqsgd.errors import InvalidParameter
 
 

@@ -1,4 +1,4 @@
-"""The scattering front end: the same coefficients as kymatio's, its laws, and what it refuses."""
+"""Scattering features: the same coefficients as kymatio's, its laws, and what it refuses."""
 
 from importlib.resources import files
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bqsgd import data
 from bqsgd.cli.training_run import task_of
-from bqsgd.data.front_end import output_shape, through
+from bqsgd.data.features import compute_features, features_shape
 from bqsgd.data.morlet import low_pass, wavelet_spectra
 from bqsgd.data.scattering import Scattering, features
 from bqsgd.engines.session import Session
@@ -50,7 +50,7 @@ def test_features_are_group_normalised_coefficients_of_the_pixels(oracle):
     assert pixels.min() == 0
     assert pixels.max() == 1
     expected = torch.nn.functional.group_norm(oracle(J=2, shape=(8, 8))(pixels), 27)
-    found = through("scattering", entry.test, of=entry)
+    found = compute_features("scattering", entry.test, of=entry)
     np.testing.assert_allclose(found.inputs[:20], expected.numpy(), rtol=0, atol=1e-4)
     np.testing.assert_array_equal(found.labels, entry.test.labels)
 
@@ -133,17 +133,17 @@ def test_filters_have_no_mean_and_the_low_pass_keeps_a_constant():
         assert low_pass(36, scale=scale).shape == (7, 36 >> scale)
 
 
-def test_shape_behind_a_front_end_and_its_refusals():
-    assert output_shape("none", (3, 5)) == (3, 5)
-    assert output_shape("scattering", (1, 8, 12)) == (81, 2, 3)
+def test_shape_of_features_and_what_they_refuse():
+    assert features_shape("none", (3, 5)) == (3, 5)
+    assert features_shape("scattering", (1, 8, 12)) == (81, 2, 3)
     with pytest.raises(InvalidParameter, match="one channel"):
-        output_shape("scattering", (3, 32, 32))
-    with pytest.raises(InvalidParameter, match="front_end must be one of none, scattering"):
-        output_shape("fourier", (1, 8, 8))
+        features_shape("scattering", (3, 32, 32))
+    with pytest.raises(InvalidParameter, match="features must be one of none, scattering"):
+        features_shape("fourier", (1, 8, 8))
     with pytest.raises(InvalidParameter, match="front_end must be one of none, scattering"):
         Config(front_end="fourier")
     digits = data.load("digits")
-    assert through("none", digits.test, of=digits) is digits.test
+    assert compute_features("none", digits.test, of=digits) is digits.test
 
 
 def config(**settings):
@@ -179,7 +179,7 @@ def test_training_end_to_end_on_features():
     assert accuracy > 0.85
 
 
-def test_another_model_behind_the_front_end():
+def test_another_model_on_the_features():
     assert len(list(task_of(config(model="mlp")).make_model().parameters())) == 4
     with pytest.raises(InvalidParameter, match="try mlp or linear"):
         task_of(config(model="cnn")).make_model()

@@ -13,8 +13,8 @@ import threading
 import numpy as np
 import pytest
 
-from bqsgd.data import catalogue, loading
-from bqsgd.data.loading import load_entry
+from bqsgd.data.dataset import load_entry
+from bqsgd.data.sources import CATALOGUE, CatalogueEntry, File
 from bqsgd.errors import DataUnavailable
 
 IMAGES, TEST_IMAGES = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2), np.ones((1, 2, 2), np.uint8)
@@ -25,13 +25,12 @@ CONTENT = {
     "test-labels": struct.pack(">4BI", 0, 0, 8, 1, 1) + bytes([0]),
 }
 FILES = tuple(
-    catalogue.File(name=name, sha256=hashlib.sha256(raw).hexdigest(), size_bytes=len(raw))
-    for name, raw in CONTENT.items()
+    File(name=name, sha256=hashlib.sha256(raw).hexdigest(), size_bytes=len(raw)) for name, raw in CONTENT.items()
 )
 
 
 def entry(**sources):
-    return catalogue.Entry(name="tiny", files=FILES, mean=0.5, deviation=0.5, **sources)
+    return CatalogueEntry(name="tiny", files=FILES, mean=0.5, deviation=0.5, **sources)
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +156,7 @@ def test_a_missing_tool_is_a_reason_not_a_crash(monkeypatch):
 
 
 def test_mirrors_of_the_catalogue_are_encrypted_and_hashes_whole():
-    for each in loading.CATALOGUE.values():
+    for each in CATALOGUE.values():
         assert all(mirror.startswith("https://") and mirror.endswith("/") for mirror in each.mirrors)
         assert all(len(file.sha256) == 64 for file in each.files)
         assert each.mirrors

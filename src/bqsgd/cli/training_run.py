@@ -28,10 +28,10 @@ def task_of(config: Config, *, client: int | None = None) -> Task:
     from bqsgd.engines.session import Task
     from bqsgd.training.seeds import Purpose, derive
 
-    found = data.shared(
+    found = data.load_shares(
         config.dataset,
         folder=config.data_folder,
-        front_end=config.front_end,
+        features=config.front_end,
         clients=config.clients,
         client=client,
         seed=derive(config.init_seed, Purpose.SHARES),
@@ -40,7 +40,7 @@ def task_of(config: Config, *, client: int | None = None) -> Task:
         threads=config.workers,
     )
     shape, classes, test = found.input_shape, found.classes, found.test
-    name = config.model or models.default_for(shape, front_end=config.front_end)
+    name = config.model or models.default_for(shape, features=config.front_end)
     seed = derive(config.init_seed, Purpose.MODEL)
     return Task(
         make_model=lambda: models.build(

@@ -1,22 +1,20 @@
-"""Data sets to train on, checked by hash, and the ways to share them among clients."""
+"""Data sets to train on, checked by hash, and the ways to divide them among clients."""
 
-from bqsgd.data.dataset import Dataset, Split
-from bqsgd.data.front_end import FRONT_ENDS, output_shape, through
-from bqsgd.data.loading import NAMES, load
-from bqsgd.data.partition import dirichlet, iid, partition
-from bqsgd.data.shared import Shared, shared
+from bqsgd.data.dataset import DATASETS, Dataset, Split, load
+from bqsgd.data.features import FEATURES, compute_features, features_shape
+from bqsgd.data.shares import Shares, dirichlet, iid, load_shares, partition
 
 __all__ = [
-    "FRONT_ENDS",
-    "NAMES",
+    "DATASETS",
+    "FEATURES",
     "Dataset",
-    "Shared",
+    "Shares",
     "Split",
+    "compute_features",
     "dirichlet",
+    "features_shape",
     "iid",
     "load",
-    "output_shape",
+    "load_shares",
     "partition",
-    "shared",
-    "through",
 ]

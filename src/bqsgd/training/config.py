@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bqsgd.data.front_end import FRONT_ENDS
+from bqsgd.data.features import FEATURES
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
@@ -100,7 +100,7 @@ class Config:
         _choice("clip", self.clip, CLIPS)
         _choice("sampling", self.sampling, tuple(SAMPLINGS))
         _choice("coding", self.coding, CODINGS)
-        _choice("front_end", self.front_end, FRONT_ENDS)
+        _choice("front_end", self.front_end, FEATURES)
         _choice("unit", self.unit, tuple(Unit))
         schedule(self.schedule, round=0, rounds=self.rounds)
         self.make_optimiser()

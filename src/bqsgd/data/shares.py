@@ -1,19 +1,23 @@
-"""Sharing a training set among clients: evenly (IID), or with label skew (Dirichlet)."""
+"""The clients' shares of a data set: cut evenly (IID) or with label skew (Dirichlet), then turned into features."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd.data.dataset import Split
+from bqsgd.data.dataset import Split, load
+from bqsgd.data.features import compute_features, features_shape
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int, check_positive
 
-Rows = npt.NDArray[np.int64]
+_Rows = npt.NDArray[np.int64]
 _ATTEMPTS = 1000
 
 
-def iid(samples: int, clients: int, *, rng: np.random.Generator) -> list[Rows]:
+def iid(samples: int, clients: int, *, rng: np.random.Generator) -> list[_Rows]:
     """Random shares whose sizes differ by at most one; every sample goes to exactly one client."""
     check_int("clients", clients, 1, samples)
     return [np.sort(rows) for rows in np.array_split(rng.permutation(samples), clients)]
@@ -21,7 +25,7 @@ def iid(samples: int, clients: int, *, rng: np.random.Generator) -> list[Rows]:
 
 def dirichlet(
     labels: npt.NDArray[np.int64], clients: int, *, concentration: float, rng: np.random.Generator, smallest: int = 1
-) -> list[Rows]:
+) -> list[_Rows]:
     """Label skew: each class is split among the clients by one draw of Dirichlet(concentration).
 
     A small concentration gives each client few classes, a large one approaches IID. Every sample goes to exactly one
@@ -31,7 +35,7 @@ def dirichlet(
     check_positive("concentration", concentration)
     check_int("smallest", smallest, 0, len(labels) // clients)
     for _ in range(_ATTEMPTS):
-        shares: list[list[Rows]] = [[] for _ in range(clients)]
+        shares: list[list[_Rows]] = [[] for _ in range(clients)]
         for label in np.unique(labels):
             rows = rng.permutation(np.flatnonzero(labels == label))
             cuts = np.rint(np.cumsum(rng.dirichlet(np.full(clients, concentration)))[:-1] * len(rows)).astype(int)
@@ -58,3 +62,52 @@ def partition(
         else dirichlet(split.labels, clients, concentration=concentration, rng=rng, smallest=smallest)
     )
     return [split.take(share) for share in rows]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shares:
+    """Shares in the order of clients, and the test split where there is one."""
+
+    shares: tuple[Split, ...]
+    test: Split | None
+    classes: int
+    input_shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=1)
+def load_shares(
+    name: str,
+    *,
+    folder: str | None = None,
+    features: str = "none",
+    clients: int,
+    client: int | None = None,
+    seed: int,
+    concentration: float | None = None,
+    smallest: int = 1,
+    threads: int = 1,
+) -> Shares:
+    """The data set `name`, divided among `clients` and turned into `features`.
+
+    The last answer is kept, so that successive runs in a process compute the features once; nobody may write into
+    these arrays. Features are computed after the cut: they are in memory once, and a process that works for one client
+    computes only that client's.
+
+    client: whose share is wanted, None for all. The test split comes with all shares, and with that of client 0, which
+    runs beside the server.
+    """
+    if client is not None:
+        check_int("client", client, 0, clients - 1)
+    dataset = load(name, folder=folder)
+    shares = partition(dataset.train, clients, seed=seed, concentration=concentration, smallest=smallest)
+    wanted = shares if client is None else [shares[client]]
+    splits = [
+        compute_features(features, split, of=dataset, threads=threads)
+        for split in (*wanted, *([dataset.test] if client in (None, 0) else []))
+    ]
+    return Shares(
+        shares=tuple(splits[: len(wanted)]),
+        test=splits[-1] if len(splits) > len(wanted) else None,
+        classes=dataset.classes,
+        input_shape=features_shape(features, dataset.input_shape),
+    )

@@ -1,4 +1,4 @@
-"""What is done to the inputs before any model sees them: nothing, or a fixed transform that costs no privacy."""
+"""Features: what a model sees of the inputs, the inputs themselves or a fixed transform that costs no privacy."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bqsgd.data.dataset import Dataset, Split
 from bqsgd.errors import InvalidParameter
 
-FRONT_ENDS = ("none", "scattering")
+FEATURES = ("none", "scattering")
 _WORTH_SHOWING = 2000
 
 
-def through(front_end: str, split: Split, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
-    """`split`, a part of the data set `of`, as the front end gives it; for "none" the split itself.
+def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
+    """`split`, a part of the data set `of`, as the features `name`; for "none" the split itself.
 
     A sample's features depend on that sample only, so each client transforms its own share and nobody else's.
     """
-    _check(front_end)
-    if front_end == "none":
+    _check(name)
+    if name == "none":
         return split
-    from bqsgd.data.scattering import features  # torch and compiled loops: only for whoever needs them
+    from bqsgd.data.scattering import features  # torch and compiled loops: only where they are needed
 
     with Progress(
         TextColumn("{task.description}"),
@@ -42,26 +42,24 @@ def through(front_end: str, split: Split, *, of: Dataset, threads: int = 1, quie
     return Split(inputs=inputs, labels=split.labels)
 
 
-def output_shape(front_end: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of one sample behind the front end.
+def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of one sample's features.
 
-    >>> output_shape("scattering", (1, 28, 28))
+    >>> features_shape("scattering", (1, 28, 28))
     (81, 7, 7)
     """
-    _check(front_end)
-    if front_end == "none":
+    _check(name)
+    if name == "none":
         return input_shape
     from bqsgd.data.morlet import REDUCTION
     from bqsgd.data.scattering import CHANNELS, transform_for
 
     if len(input_shape) != 3 or input_shape[0] != 1:
-        raise InvalidParameter(
-            f"the scattering front end takes images of one channel, (1, height, width), got {input_shape}"
-        )
+        raise InvalidParameter(f"scattering features need images of one channel, (1, height, width), got {input_shape}")
     height, width = transform_for(*input_shape[1:]).shape
     return CHANNELS, height // REDUCTION, width // REDUCTION
 
 
-def _check(front_end: str) -> None:
-    if front_end not in FRONT_ENDS:
-        raise InvalidParameter(f"front_end must be one of {', '.join(FRONT_ENDS)}, got {front_end!r}")
+def _check(name: str) -> None:
+    if name not in FEATURES:
+        raise InvalidParameter(f"features must be one of {', '.join(FEATURES)}, got {name!r}")

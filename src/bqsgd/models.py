@@ -1,0 +1,205 @@
+"""The models of the paper's experiments and three small ones: `build(name)` makes one, initialised from a seed.
+
+Batch normalisation is left out everywhere: it mixes the samples of a batch, so no per-sample clip could bound what one
+sample changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import check_int
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+def _activation(name: str) -> type[nn.Module]:
+    """The activation layer called `name`; tanh is bounded and learns under noise, ReLU is there for comparison."""
+    if name not in _ACTIVATIONS:
+        raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+    return _ACTIVATIONS[name]
+
+
+class LeNet5(nn.Sequential):
+    """LeNet-5 for (1, 28, 28) inputs: two convolutions, three dense layers, 61,706 parameters with ten classes."""
+
+    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(1, 6, 5, padding=2),
+            act(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            act(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(400, 120),
+            act(),
+            nn.Linear(120, 84),
+            act(),
+            nn.Linear(84, classes),
+        )
+
+
+class TanhCNN(nn.Sequential):
+    """The small CNN of DP-SGD tutorials, tanh: two strided convolutions with overlapping max-pooling, one hidden layer
+    of 32; 26,010 parameters for (1, 28, 28) inputs and ten classes."""
+
+    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(1, 16, 8, stride=2, padding=3),
+            act(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Conv2d(16, 32, 4, stride=2),
+            act(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Flatten(),
+            nn.Linear(512, 32),
+            act(),
+            nn.Linear(32, classes),
+        )
+
+
+class MLP(nn.Sequential):
+    """Dense layers of the given widths over the flattened input."""
+
+    def __init__(
+        self,
+        *,
+        input_shape: tuple[int, ...],
+        classes: int = 10,
+        hidden: tuple[int, ...] = (64,),
+        activation: str = "tanh",
+    ) -> None:
+        act = _activation(activation)
+        widths = [math.prod(input_shape), *hidden]
+        for width in widths:
+            check_int("width", width, 1, 2**31)
+        layers: list[nn.Module] = [nn.Flatten()]
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), act()]
+        super().__init__(*layers, nn.Linear(widths[-1], classes))
+
+
+class Linear(nn.Sequential):
+    """One dense layer over the flattened input, started at zero: the loss is convex, so there is no symmetry to break,
+    and a random start would only be noise to unlearn. 39,700 parameters for scattering features of 28 x 28 images."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(check_int("width", math.prod(input_shape), 1, 2**31), classes))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class AlexNet28(nn.Sequential):
+    """AlexNet's five convolutions and three dense layers, narrowed for (1, 28, 28): 1,158,010 parameters, ten classes.
+
+    The widths keep a round of 4 x 32 samples with per-sample clipping within a few tenths of a second on two cores.
+    The paper does not say how it fitted AlexNet to 28 x 28 images. No dropout and no response normalisation.
+    """
+
+    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(1, 16, 5, padding=2),
+            act(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            act(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            act(),
+            nn.Conv2d(64, 64, 3, padding=1),
+            act(),
+            nn.Conv2d(64, 48, 3, padding=1),
+            act(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(432, 832),
+            act(),
+            nn.Linear(832, 832),
+            act(),
+            nn.Linear(832, classes),
+        )
+
+
+class AlexNet227(nn.Sequential):
+    """The original AlexNet (Krizhevsky et al. 2012) for (3, 227, 227): 60,965,224 parameters with a thousand classes.
+
+    Grouped convolutions and local response normalisation as published; dropout is left out, since its randomness
+    would not be shared by the clients.
+    """
+
+    def __init__(self, *, classes: int = 1000, activation: str = "relu") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(3, 96, 11, stride=4),
+            act(),
+            nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(96, 256, 5, padding=2, groups=2),
+            act(),
+            nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(256, 384, 3, padding=1),
+            act(),
+            nn.Conv2d(384, 384, 3, padding=1, groups=2),
+            act(),
+            nn.Conv2d(384, 256, 3, padding=1, groups=2),
+            act(),
+            nn.MaxPool2d(3, stride=2),
+            nn.Flatten(),
+            nn.Linear(9216, 4096),
+            act(),
+            nn.Linear(4096, 4096),
+            act(),
+            nn.Linear(4096, classes),
+        )
+
+
+_FIXED: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    "lenet5": (LeNet5, (1, 28, 28)),
+    "cnn": (TanhCNN, (1, 28, 28)),
+    "alexnet28": (AlexNet28, (1, 28, 28)),
+    "alexnet227": (AlexNet227, (3, 227, 227)),
+}
+MODELS = (*_FIXED, "mlp", "linear")
+
+
+def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, activation: str = "tanh") -> nn.Module:
+    """The model `name` for these inputs, with PyTorch's default initialisation drawn from `seed`.
+
+    The initial model is public (every client receives it), so its seed has no part in a privacy claim. The global
+    generator is left as it was.
+    """
+    check_int("classes", classes, 2, 2**20)
+    check_int("seed", seed, 0, 2**63 - 1)
+    if name not in MODELS:
+        raise InvalidParameter(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name == "mlp":
+            return MLP(input_shape=input_shape, classes=classes, activation=activation)
+        if name == "linear":
+            return Linear(input_shape=input_shape, classes=classes)
+        make, shape = _FIXED[name]
+        if input_shape != shape:
+            raise InvalidParameter(
+                f"model {name} takes inputs of shape {shape}, the data has {input_shape}; try mlp or linear"
+            )
+        return make(classes=classes, activation=activation)
+
+
+def default_for(input_shape: tuple[int, ...], *, features: str = "none") -> str:
+    """The model a run takes when none is named: the small CNN for 28 x 28 images, the linear one on fixed features,
+    the MLP for anything else."""
+    if features != "none":
+        return "linear"
+    return "cnn" if input_shape == (1, 28, 28) else "mlp"
