@@ -1,1 +1,1 @@
-"""What the mechanism guarantees: the paper's nominal figures, the exact accountant, the ledger."""
+"""What the mechanism guarantees, proven for the worst case over data: the accountant and its guarantee."""
