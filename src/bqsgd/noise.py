@@ -16,7 +16,6 @@ import hashlib
 import math
 import os
 import threading
-import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -153,6 +152,27 @@ def sampler_tv_distance(trials: int) -> float:
 
 
 _ZEROS = memoryview(bytes(1 << 18))
+_SEEDED_FORK = "a seeded noise source does not survive a fork; make one in each process"
+_BEFORE_FORK = "this noise was reserved before a fork and belongs to the process that reserved it; encode anew"
+
+
+_forks = 0
+"""How many `os.fork` lie between the first process and this one."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+def _process() -> tuple[int, int]:
+    """This process. A fork in C code runs no hook of Python's, so the process id is asked for each time; the count of
+    forks tells a process from an ancestor whose id it was given again."""
+    return os.getpid(), _forks
 
 
 class Keystream:
@@ -160,50 +180,69 @@ class Keystream:
 
     def __init__(self, key: bytes, block: int) -> None:
         self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+        self._process = _process()
 
     def fill(self, words: npt.NDArray[np.uint64]) -> None:
         """Write the next `words.nbytes` bytes into `words`."""
+        if self._process != _process():
+            raise InvalidParameter(_BEFORE_FORK)
         room = words.view(np.uint8).data
         for start in range(0, len(room), len(_ZEROS)):
             part = room[start : start + len(_ZEROS)]
             self._encryptor.update_into(_ZEROS[: len(part)], part)
 
 
+class _Blocks:
+    """The blocks that one process takes from a source: `first` on, under a key of its own."""
+
+    def __init__(self, key: bytes | None, first: int) -> None:
+        self.key, self.first, self.next = key, first, first
+        self.lock = threading.Lock()  # not inherited: the parent's may be held by a thread that does not exist here
+
+
 class NoiseSource:
     """An AES-256-CTR keystream with a position; use `privacy_rng()` or `seeded_rng(seed=...)`.
 
-    Threads may share a source: `reserve` hands every caller blocks of its own. A forked process gets a fresh key
-    (privacy) or an error (seeded), so that no keystream is ever used twice. The source cannot be copied or pickled,
-    for the same reason.
+    Threads may share a source: `reserve` hands every caller blocks of its own. A forked process, however it was forked,
+    gets a fresh key (privacy) or an error (seeded), so that no keystream is ever used twice; blocks reserved before the
+    fork belong to the process that reserved them, and reading them in another is refused. The source cannot be copied
+    or pickled, for the same reason.
     """
 
     def __init__(self, key: bytes, *, seeded: bool) -> None:
-        self._key: bytes | None = key
-        self._lock = threading.Lock()
-        self._block = 0
+        self._by_process = {_process(): _Blocks(key, 0)}
         self.seeded = seeded
-        _alive.add(self)
 
-    def _enter_child(self) -> None:
-        self._lock = threading.Lock()  # the parent's may be held by a thread that does not exist here
-        self._key, self._block = None if self.seeded else os.urandom(32), 0
-
-    def _live_key(self) -> bytes:
-        if self._key is None:
-            raise InvalidParameter("a seeded noise source does not survive a fork; make one in each process")
-        return self._key
+    def _blocks(self) -> _Blocks:
+        """Those of this process, which begin after the ones that its parent had reserved."""
+        process = _process()
+        found = self._by_process.get(process)
+        if found is None:
+            first = max(blocks.next for blocks in list(self._by_process.values()))
+            fresh = _Blocks(None if self.seeded else os.urandom(32), first)
+            found = self._by_process.setdefault(process, fresh)  # one thread's wins
+            for other in [known for known in list(self._by_process) if known != process]:
+                self._by_process.pop(other, None)
+        return found
 
     def reserve(self, blocks: int) -> int:
         """Take the next `blocks` 16-byte blocks of the keystream for the caller; returns the first one's number."""
         check_int("blocks", blocks, 0, 2**63)
-        self._live_key()
-        with self._lock:
-            start, self._block = self._block, self._block + blocks
+        own = self._blocks()
+        if own.key is None:
+            raise InvalidParameter(_SEEDED_FORK)
+        with own.lock:
+            start, own.next = own.next, own.next + blocks
         return start
 
     def keystream(self, block: int) -> Keystream:
-        """The keystream from `block` on. Read only blocks you reserved."""
-        return Keystream(self._live_key(), block)
+        """The keystream from `block` on. Read only blocks you reserved, in the process that reserved them."""
+        own = self._blocks()
+        if own.key is None:
+            raise InvalidParameter(_SEEDED_FORK)
+        if block < own.first:
+            raise InvalidParameter(_BEFORE_FORK)
+        return Keystream(own.key, block)
 
     def fill(self, words: npt.NDArray[np.uint64], *, block: int) -> None:
         """Write the keystream from `block` on into `words`. Thread-safe."""
@@ -217,18 +256,6 @@ class NoiseSource:
 
     def __reduce__(self) -> str:
         raise TypeError("a noise source cannot be copied or pickled: its keystream must not be used twice")
-
-
-_alive: weakref.WeakSet[NoiseSource] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for source in list(_alive):
-        source._enter_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def privacy_rng() -> NoiseSource:
