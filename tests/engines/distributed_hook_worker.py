@@ -1,5 +1,6 @@
 """One rank of a DDP script with the hook: what each part found is printed as one line of JSON. argv: see the tests."""
 
+import contextlib
 import json
 import os
 import sys
@@ -101,6 +102,104 @@ def is_private(rank, size, folder):
     }
 
 
+class Trap(torch.autograd.Function):
+    """Passes values on; its backward fails when told to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Trap.armed:
+            raise RuntimeError("the trap")
+        return gradient
+
+
+class Trapped(torch.nn.Module):
+    """Two layers; the backward can be made to fail between their buckets."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.through = torch.nn.Linear(2, 300), torch.nn.Linear(300, 2), torch.nn.Identity()
+
+    def forward(self, x):
+        return self.second(self.through(self.first(x)))
+
+
+class ThroughTrap(torch.nn.Module):
+    def forward(self, x):
+        return Trap.apply(x)
+
+
+@contextlib.contextmanager
+def recorded():
+    """The bytes that this rank gives to all_gather."""
+    sent, real = [], dist.all_gather
+
+    def record(frames, own, **options):
+        sent.append(bytes(own.numpy()))
+        return real(frames, own, **options)
+
+    dist.all_gather = record
+    try:
+        yield sent
+    finally:
+        dist.all_gather = real
+
+
+def repeated(rank, folder, times=200):
+    """A backward that fails after its first buckets, again and again, then one that succeeds."""
+    model = Trapped()
+    with (
+        Ledger.open(folder / f"{rank}.repeated.ledger", client=rank, budget_epsilon=1e4, budget_delta=1e-5) as ledger,
+        recorded() as sent,
+    ):
+        private = PrivateSteps(
+            model=model, loss=LOSS, clip=Clamp(0.01), batch_size=32, dataset_size=640, ledger=ledger, run="hook"
+        )
+        state = BQHookState(NOISY, range=0.01, rng=privacy_rng(), private=private)
+
+        def backward(**buckets):
+            ddp = DistributedDataParallel(model, **buckets)
+            ddp.register_comm_hook(state, bq_hook)
+            return gradient(ddp, batch(rank))
+
+        small = {"bucket_cap_mb": 0.001, "find_unused_parameters": True}  # so that buckets are small from the start
+        state.supply(batch(rank))
+        model.through, Trap.armed = ThroughTrap(), True
+        failed = 0
+        for _ in range(times):
+            try:
+                backward(**small)
+            except RuntimeError as error:
+                failed += "the trap" in str(error)
+        partly = {"messages": len(sent), "distinct": len(set(sent)), "ledger": ledger.spent_rounds}
+        Trap.armed = False
+        try:
+            backward()  # all parameters in one bucket
+            other_buckets = "sent"
+        except Exception as error:
+            other_buckets = f"{type(error).__name__}: {error}"
+        between = len(sent)
+        first = backward(**small)
+        whole = {"messages": len(sent) - between, "distinct": len(set(sent)), "ledger": ledger.spent_rounds}
+        state.supply(batch(rank))
+        second = backward(**small)
+        after = {"distinct": len(set(sent)), "ledger": ledger.spent_rounds, "fresh": bool((first != second).any())}
+    return {
+        "failed": failed,
+        "partly": partly,
+        "other_buckets": other_buckets,
+        "sent_in_other_buckets": between - partly["messages"],
+        "whole": whole,
+        "after": after,
+    }
+
+
 def same_everywhere(rank, size):
     """Every rank ends with the same gradient, which is that of the frames that seeded noise makes."""
     model = torch.nn.Linear(2, 2)
@@ -152,6 +251,7 @@ def main():
             "compresses": compresses(group.rank, group.size),
             "private": is_private(group.rank, group.size, folder),
             "same": same_everywhere(group.rank, group.size),
+            "repeated": repeated(group.rank, folder),
             "foreign": foreign(group.rank),
         }
         dist.barrier()

@@ -50,6 +50,21 @@ def test_with_per_sample_gradients_the_clipped_mean_is_sent_and_counted(found):
         assert private["largest"] < 6
 
 
+def test_a_backward_that_fails_and_is_repeated_sends_the_same_bytes(found):
+    for rank in found:
+        repeated = rank["repeated"]
+        assert repeated["failed"] == 200
+        partly, whole = repeated["partly"], repeated["whole"]
+        assert partly["messages"] >= 200, "each attempt sends at least one bucket before it fails"
+        assert partly["messages"] == 200 * partly["distinct"]
+        assert partly["ledger"] == whole["ledger"] == 1
+        assert "InvalidParameter" in repeated["other_buckets"]
+        assert "sent in another bucket" in repeated["other_buckets"]
+        assert repeated["sent_in_other_buckets"] == 0
+        assert partly["distinct"] < whole["messages"] == whole["distinct"], "the step ends with each bucket sent once"
+        assert repeated["after"] == {"distinct": 2 * whole["distinct"], "ledger": 2, "fresh": True}
+
+
 def test_every_rank_has_the_mean_of_the_same_frames(found):
     assert found[0]["same"] == found[1]["same"]
     assert found[0]["same"]["matches"]

@@ -26,6 +26,7 @@ import warnings
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -89,33 +90,38 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
     Without `state.private` this compresses and guarantees nothing; see the module's first lines.
 
     Raises:
-        InvalidParameter: `state.private` is given and `supply` was not called before this backward.
-        NonFiniteInput: the gradient holds NaN or infinity.
+        InvalidParameter: `state.private` is given and `supply` was not called before this backward, or a repeated
+            backward has other buckets than the one that failed.
+        NonFiniteInput: the gradient holds NaN or infinity (without `state.private` only).
         RuntimeError: from the backward, when a rank's frame is damaged or made with another mechanism or range. It is
             torch's, and its first line names the FrameError that its callback met.
     """
     buffer = bucket.buffer()
     if buffer.dtype != torch.float32:
         raise InvalidParameter(f"bq_hook takes float32 gradients, got {buffer.dtype}")
+    index = check_int("bucket", bucket.index(), 0, (1 << _BUCKET_BITS) - 1)
+    round = (state.step << _BUCKET_BITS) | index
+    group = state.process_group if state.process_group is not None else dist.group.WORLD
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def encode(values: npt.NDArray[np.float32]) -> bytearray:
+        if values.size != buffer.numel():
+            raise InvalidParameter(f"the bucket holds {buffer.numel()} gradients, the clipped mean {values.size}")
+        return encode_frame(
+            values, state.mechanism, range=state.range, rng=state.rng, client=rank, round=round, clamp=True
+        )
+
     if state.private is None:
         if not state.warned:
             state.warned = True
             warnings.warn(_UNCLIPPED, NoGuaranteeWarning, stacklevel=2)
-        values = buffer.detach().cpu().numpy()
+        frame = encode(buffer.detach().cpu().numpy())
     else:
-        values = state.private.values_of(bucket.parameters())
-        if values.size != buffer.numel():
-            raise InvalidParameter(f"the bucket holds {buffer.numel()} gradients, the clipped mean {values.size}")
-    round = (state.step << _BUCKET_BITS) | check_int("bucket", bucket.index(), 0, (1 << _BUCKET_BITS) - 1)
+        frame = state.private.frame(bucket.parameters(), index, encode)
     if bucket.is_last():
         state.step += 1
         if state.private is not None:
             state.private.used()
-    group = state.process_group if state.process_group is not None else dist.group.WORLD
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    frame = encode_frame(
-        values, state.mechanism, range=state.range, rng=state.rng, client=rank, round=round, coding="fixed", clamp=True
-    )
     own = torch.frombuffer(frame, dtype=torch.uint8).to(buffer.device)
     frames = [torch.empty_like(own) for _ in range(size)]  # fixed width: every rank's frame has the same length
     work = dist.all_gather(frames, own, group=group, async_op=True)
@@ -123,7 +129,7 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
 
     def mean(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         done.value()
-        total = Accumulator(values.size)
+        total = Accumulator(buffer.numel())
         for sender, received in enumerate(frames):
             content: np.ndarray = received.cpu().numpy()
             total.add(content, range=state.range, mechanism=state.mechanism, client=sender, round=round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.plans import Situation
 from bqsgd.training.vector import dimension_of, trainable
+
+Values = npt.NDArray[np.float32]
 
 
 class PrivateSteps:
@@ -57,7 +59,11 @@ class PrivateSteps:
         self._ledger, self._run, self._resume = ledger, run, resume
         self._spending: Spending | None = None
         self._places = _places(model)
-        self._mean: npt.NDArray[np.float32] | None = None
+        self._mean: Values | None = None
+        self._sent: set[int] = set()
+        """Parameters of this step that have been encoded, by id."""
+        self._frames: dict[tuple[int, ...], bytearray] = {}
+        """This step's frames, by bucket and parameters."""
 
     def release(self, mechanism: Mechanism, *, range: float) -> Release:
         """What one step of this rank reveals."""
@@ -84,16 +90,37 @@ class PrivateSteps:
         clipped = clipped_gradients(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size)
         self._mean = clipped.mean.cpu().numpy()
 
-    def values_of(self, parameters: Sequence[Tensor]) -> npt.NDArray[np.float32]:
-        """The clipped mean of these parameters, in their order."""
+    def frame(self, parameters: Sequence[Tensor], bucket: int, encode: Callable[[Values], bytearray]) -> bytearray:
+        """The one frame of this step that holds these parameters: encoded when first asked for, then the same bytes.
+
+        A backward that fails half-way and is repeated asks again. New noise on the same mean would be another message,
+        and only one was counted.
+
+        Raises:
+            InvalidParameter: `supply` was not called before this backward, or one of the parameters has left in another
+                bucket of this step.
+        """
         if self._mean is None:
             raise InvalidParameter("call state.supply((inputs, targets)) before every backward: nothing was sent")
-        mean = self._mean
-        return np.concatenate([mean[self._places[id(parameter)]] for parameter in parameters])
+        asked = (bucket, *(id(parameter) for parameter in parameters))
+        found = self._frames.get(asked)
+        if found is None:
+            if any(id(parameter) in self._sent for parameter in parameters):
+                raise InvalidParameter(
+                    "a parameter of this bucket was sent in another bucket of the same step, which was counted once; "
+                    "repeat a failed backward with the same buckets"
+                )
+            mean = self._mean
+            self._sent.update(id(parameter) for parameter in parameters)
+            found = encode(np.concatenate([mean[self._places[id(parameter)]] for parameter in parameters]))
+            self._frames[asked] = found
+        return found
 
     def used(self) -> None:
         """The last bucket of the step is on its way."""
         self._mean = None
+        self._sent.clear()
+        self._frames.clear()
 
     def guarantee(self, *, delta: float) -> Guarantee | None:
         """What the steps so far guarantee; None before the first."""
