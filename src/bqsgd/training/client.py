@@ -21,15 +21,14 @@ from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.spending import Spending
 from bqsgd.noise import NoiseSource
-from bqsgd.persample import clipped_gradients
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.release import Unit
 from bqsgd.training.batches import draw_batch
 from bqsgd.training.config import SAMPLINGS, Config
-from bqsgd.training.local import local_update
 from bqsgd.training.plans import Situation, release_in
 from bqsgd.training.seeds import Purpose, Sources
+from bqsgd.training.values import check_model, client_values, sample_values
 from bqsgd.training.vector import dimension_of, load_vector
 from bqsgd.wire.model_message import read_model
 
@@ -99,6 +98,7 @@ class Client:
         )
         self.seconds: dict[str, float] = {}
         """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
+        self._checked = False
         self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
 
     def answer(self, message: bytes | bytearray | memoryview) -> bytearray | Declined:
@@ -111,7 +111,14 @@ class Client:
         return answer
 
     def update(self, model: npt.NDArray[np.float32], round: int) -> bytearray | Declined:
-        """The frame of one round, its spend recorded before it is returned; or a reason for sending nothing."""
+        """The frame of one round, its spend recorded before it is returned; or a reason for sending nothing.
+
+        Once the round is recorded there is a frame whatever the data are: see `training.values`.
+
+        Raises:
+            InvalidParameter, NonFiniteInput: the model vector does not fit or is not finite, or the model cannot be
+                trained privately; nothing was recorded.
+        """
         self.seconds = {}
         if self._last is not None and self._last[0] == round and np.array_equal(self._last[1], model):
             return self._last[2]  # asked again: the same bytes reveal nothing new and cost nothing
@@ -121,6 +128,7 @@ class Client:
             release = release_in(self.config, self.situation, client=self.client, round=round)
         except Infeasible as error:
             return Declined(reason=f"no plan for the budget: {error}")
+        self._prepare(model)
         self._enter(self.budget(round))
         try:
             with self._timed("ledger"):
@@ -128,7 +136,7 @@ class Client:
         except BudgetExhausted:
             return Declined(reason="the privacy budget is spent")
         with self._timed("gradients"):
-            values = self._values(model, round)
+            values = self._values(round)
         with self._timed("encode"):
             frame = encode_frame(
                 values,
@@ -165,12 +173,20 @@ class Client:
         if ledger is not None and (ledger.budget.epsilon, ledger.budget.delta) != (budget.epsilon, budget.delta):
             ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason="the run's schedule of budgets")
 
-    def _values(self, model: npt.NDArray[np.float32], round: int) -> npt.NDArray[np.float32]:
+    def _prepare(self, model: npt.NDArray[np.float32]) -> None:
+        """Raise now what the model and the settings alone would raise later."""
+        with self._timed("gradients"):
+            if not self._checked:
+                batch = self.inputs, self.targets
+                check_model(self.model, self.loss, batch, clip=self.situation.clip, unit=self.situation.unit)
+                self._checked = True
+            load_vector(self.model, model)
+
+    def _values(self, round: int) -> npt.NDArray[np.float32]:
         """The clipped mean gradient, or the clipped update after several local steps."""
-        load_vector(self.model, model)
         rng = self.sources.at(Purpose.BATCH, round)
         if self.situation.unit is Unit.CLIENT:
-            return local_update(
+            return client_values(
                 self.model,
                 self.loss,
                 lambda: self._batch(rng),
@@ -179,12 +195,12 @@ class Client:
                 clip=self.situation.clip,
             )
         batch = self._batch(rng)
-        clipped = clipped_gradients(
+        mean, dropped = sample_values(
             self.model, self.loss, batch, clip=self.situation.clip, batch_size=self.situation.batch_size
         )
         if self.private_log is not None:
-            self._log(round, batch, clipped.dropped, clipped.mean)
-        return clipped.mean.numpy()
+            self._log(round, batch, dropped, mean)
+        return mean
 
     def _batch(self, rng: NoiseSource) -> tuple[Tensor, Tensor]:
         situation = self.situation
@@ -193,17 +209,23 @@ class Client:
         )
         return self.inputs[rows], self.targets[rows]
 
-    def _log(self, round: int, batch: tuple[Tensor, Tensor], dropped: int, mean: Tensor) -> None:
+    def _log(self, round: int, batch: tuple[Tensor, Tensor], dropped: int, mean: npt.NDArray[np.float32]) -> None:
         assert self.private_log is not None
-        with torch.no_grad():
-            losses = self.loss(self.model(batch[0]), batch[1]) if len(batch[0]) else torch.zeros(1)
         self.private_log(
             {
                 "outside_the_guarantee": True,
                 "round": round,
                 "batch_size": len(batch[0]),
-                "training_loss": float(losses.mean()),
+                "training_loss": self._training_loss(batch),
                 "dropped_samples": dropped,
-                "clamped_fraction": float((mean.abs() > self.situation.range).float().mean()),
+                "clamped_fraction": float((np.abs(mean) > self.situation.range).mean()),
             }
         )
+
+    def _training_loss(self, batch: tuple[Tensor, Tensor]) -> float | None:
+        """The mean loss of a batch, 0 of an empty one; None when a sample makes the model or the loss fail."""
+        try:
+            with torch.no_grad():
+                return float(self.loss(self.model(batch[0]), batch[1]).mean()) if len(batch[0]) else 0.0
+        except Exception:
+            return None  # as in `training.values`: there is a frame all the same

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int, check_positive
 from bqsgd.persample.clips import L2, Clamp, Clip, Dual, Scale
 from bqsgd.persample.functional import LossFunction
@@ -42,18 +42,19 @@ def local_update(
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     parameter.sub_(gradient, alpha=learning_rate)
-    return clip_update(received - to_vector(model), clip)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return clip_update(received - to_vector(model), clip)
 
 
 def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.float32]:
-    """One vector within the clip's bounds, whatever it was.
+    """One vector within the clip's bounds, whatever it was; zero if it was not finite.
 
     >>> clip_update(np.array([3.0, -4.0], dtype=np.float32), L2(norm=1.0)).round(2).tolist()
     [0.6000000238418579, -0.800000011920929]
     """
     values = np.asarray(update, dtype=np.float64)
     if not bool(np.isfinite(values).all()):
-        raise NonFiniteInput("the local update holds NaN or infinity; lower local_learning_rate")
+        values = np.zeros_like(values)  # an error would tell the server something of the data, without noise
     match clip:
         case Clamp(bound=bound) if not isinstance(bound, tuple):
             values = np.clip(values, -bound, bound)

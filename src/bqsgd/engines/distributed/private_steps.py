@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.spending import Spending
 from bqsgd.params import Mechanism, check_int
-from bqsgd.persample import clipped_gradients
 from bqsgd.persample.clips import Clip
 from bqsgd.persample.functional import LossFunction
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.plans import Situation
+from bqsgd.training.values import Values, check_model, sample_values
 from bqsgd.training.vector import dimension_of, trainable
-
-Values = npt.NDArray[np.float32]
 
 
 class PrivateSteps:
@@ -60,6 +57,7 @@ class PrivateSteps:
         self._spending: Spending | None = None
         self._places = _places(model)
         self._mean: Values | None = None
+        self._checked: tuple[Size, ...] | None = None
         self._sent: set[int] = set()
         """Parameters of this step that have been encoded, by id."""
         self._frames: dict[tuple[int, ...], bytearray] = {}
@@ -81,14 +79,22 @@ class PrivateSteps:
     def supply(
         self, batch: tuple[Tensor, Tensor], *, mechanism: Mechanism, range: float, step: int, seeded: bool
     ) -> None:
-        """Count the step, then clip its gradients sample by sample and keep their mean for the hook."""
+        """Count the step, then clip its gradients sample by sample and keep their mean for the hook.
+
+        Once the step is counted there is a mean whatever the data are: see `training.values`.
+        """
         if self._mean is not None:
             raise InvalidParameter("supply was called twice before a backward; call it once a step")
+        shapes = tuple(part.shape[1:] for part in batch)
+        if len(batch[0]) != len(batch[1]):
+            raise InvalidParameter(f"{len(batch[0])} inputs and {len(batch[1])} targets do not pair up")
+        if shapes != self._checked:
+            check_model(self.model, self.loss, batch, clip=self.clip, unit=Unit.SAMPLE)
+            self._checked = shapes
         if self._spending is None:
             self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
         self._spending.spend(self.release(mechanism, range=range), round=step, last_round=step)
-        clipped = clipped_gradients(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size)
-        self._mean = clipped.mean.cpu().numpy()
+        self._mean, _ = sample_values(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size)
 
     def frame(self, parameters: Sequence[Tensor], bucket: int, encode: Callable[[Values], bytearray]) -> bytearray:
         """The one frame of this step that holds these parameters: encoded when first asked for, then the same bytes.

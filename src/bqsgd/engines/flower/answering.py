@@ -33,6 +33,8 @@ from bqsgd.training.vector import dimension_of
 
 logger = logging.getLogger("flwr.bqsgd")
 _PLAN = "bqsgd.plan"
+NO_ANSWER = "the client could not answer; its own log says why"
+"""All that the server hears of any error here: even the kind of error can depend on the data."""
 
 MakeModel = Callable[[Config], nn.Module]
 LoadShare = Callable[[Place, Config], Pair]
@@ -79,7 +81,7 @@ def _guarded(
             logger.error("refused by this client: %s", error)
         else:
             logger.exception("this client failed")
-        content = parcel(None, kind=FRAME, declined=f"the client could not answer ({type(error).__name__})")
+        content = parcel(None, kind=FRAME, declined=NO_ANSWER)
     return Message(content, reply_to=message)
 
 
@@ -99,7 +101,7 @@ def _hello(work: _Work, message: Message, context: Context) -> RecordDict:
 def _train(work: _Work, message: Message, context: Context) -> RecordDict:
     config, _ = read_settings(context.run_config)
     place = Place.of(context.node_config)
-    run = check_name(word(message, "run", str))
+    run, books = check_name(word(message, "run", str)), word(message, "books", bool)
     refusal = place.refusal(config)
     if refusal is not None:
         logger.warning("client %d declines: %s", place.client, refusal)
@@ -123,7 +125,7 @@ def _train(work: _Work, message: Message, context: Context) -> RecordDict:
         _plan(config, client.situation, place.client, context.state)
         answer = client.answer(data_of(message, kind=MODEL))
         words: dict[str, Word] = {}
-        if word(message, "books", bool):
+        if books:
             guarantee = client.spending.guarantee(delta=config.delta)
             if guarantee is not None:
                 words["guarantee"] = write_guarantee(guarantee)

@@ -1,0 +1,64 @@
+"""Rank 0 is a hostile server that sends its own models, rank 1 an honest client. argv: see distributed_processes."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from hostile_servers import LOSS, NETWORKS, NOT_FINITE, UNITS_AND_CLIPS, few_data_sets, finite_models, message, settings
+
+from bqsgd.engines.distributed import joined, take_part
+from bqsgd.engines.distributed.hello import hello_of
+from bqsgd.engines.distributed.transport import Kind
+from bqsgd.engines.session import Task
+from bqsgd.privacy.ledger import Ledger
+
+MODELS = [*finite_models(8).values(), *(np.full(8, value, np.float32) for value in NOT_FINITE.values())]
+
+
+def cases():
+    for unit, clip in UNITS_AND_CLIPS:
+        for name, data in few_data_sets().items():
+            run = f"{unit}-{clip}-{name}".replace(" ", "-")
+            yield run, settings(unit, clip, run=run, seed=None, reserve_rounds=1), data
+
+
+def serve(channel, config):
+    """What the server sees of the client in one run."""
+    channel.send(Kind.HELLO, hello_of(config, resuming=False))
+    kind, _ = channel.receive(most_bytes=1 << 20)
+    assert kind is Kind.WELCOME, kind
+    answers = []
+    for round, model in enumerate(MODELS):
+        channel.send(Kind.MODEL, message(model, round=round))
+        kind, body = channel.receive(most_bytes=1 << 20)
+        answers.append([kind.name, len(body) if kind is Kind.FRAME else bytes(body).decode()])
+    channel.send(Kind.STOP)
+    return answers
+
+
+def main():
+    folder = Path(json.loads(sys.argv[1])["folder"])
+    torch.set_num_threads(1)
+    logging.getLogger("bqsgd").setLevel(logging.ERROR)
+    with joined(timeout_seconds=600) as group:
+        seen = []
+        for run, config, data in cases():
+            place = folder / run
+            if group.serves:
+                answers = serve(group.channel(1), config)
+                group.channel(1).receive(most_bytes=0)  # its ledger is closed
+                with Ledger(place / "ledgers" / "client-0001.ledger") as ledger:
+                    seen.append({"run": run, "answers": answers, "spent": ledger.spent_rounds})
+            else:
+                task = Task(make_model=NETWORKS["linear"], shares=[data], loss=LOSS)
+                take_part(task, config, group=group, folder=place)
+                group.channel(0).send(Kind.STOP)
+        if group.serves:
+            (folder / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

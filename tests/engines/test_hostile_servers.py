@@ -1,0 +1,277 @@
+"""Once a round is counted there is a frame: no model that a server sends lets it see anything of the data but codes."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distributed_processes import run_ranks
+from hostile_servers import (
+    BASE,
+    LOSS,
+    NETWORKS,
+    NOT_FINITE,
+    SAMPLES,
+    UNITS_AND_CLIPS,
+    Watch,
+    any_finite,
+    data_sets,
+    dimension,
+    few_data_sets,
+    finite_models,
+    message,
+    seen,
+    settings,
+)
+from torch import nn
+
+from bqsgd.codec import decode_frame, encode_frame
+from bqsgd.engines.distributed import PrivateSteps
+from bqsgd.engines.inprocess import InProcess
+from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.noise import seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
+from bqsgd.privacy.ledger import Ledger
+from bqsgd.training.broadcast import BroadcastError
+from bqsgd.training.client import Client
+from bqsgd.training.values import sample_values
+
+every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
+WORKER = Path(__file__).parent / "hostile_server_worker.py"
+
+
+def make_client(network, unit, clip, data, *, ledger=None, model=None, **changes):
+    config = settings(unit, clip, **changes)
+    model = NETWORKS[network]() if model is None else model
+    return Client(client=0, model=model, loss=LOSS, inputs=data[0], targets=data[1], config=config, ledger=ledger)
+
+
+def told_apart(network, unit, clip, models, capfd, caplog):
+    """(model, data) whose answer, warnings, log or output differ from those with ordinary data."""
+    found, first = [], {}
+    for name, data in data_sets().items():
+        client = make_client(network, unit, clip, data)
+        with Watch():
+            client.answer(message(np.zeros(dimension(network)), round=999))  # what is said once is said here
+        for round, (label, model) in enumerate(models.items()):
+            caplog.clear()
+            capfd.readouterr()
+            with Watch() as watch:
+                answer = client.answer(message(model, round=round))
+            visible = (seen(answer), watch.warnings, caplog.text, capfd.readouterr())
+            assert visible[0][0] == "frame", (label, name, visible)
+            if first.setdefault(label, visible) != visible:
+                found.append((label, name, visible))
+    return found
+
+
+@pytest.mark.parametrize("network", ["linear", "picky", "odd"])
+@every_unit_and_clip
+def test_no_model_tells_data_apart(network, unit, clip, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    assert told_apart(network, unit, clip, finite_models(dimension(network)), capfd, caplog) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS)
+@every_unit_and_clip
+def test_no_model_of_many_tells_data_apart(network, unit, clip, capfd, caplog):
+    rng = np.random.default_rng(len(network))
+    size = dimension(network)
+    models = {**finite_models(size), **{number: any_finite(rng, size) for number in range(100)}}
+    assert told_apart(network, unit, clip, models, capfd, caplog) == []
+
+
+@pytest.mark.parametrize("poison", NOT_FINITE)
+@every_unit_and_clip
+def test_a_model_that_is_not_finite_is_refused_before_anything_is_read_or_spent(unit, clip, poison, tmp_path):
+    model = np.zeros(dimension("linear"), np.float32)
+    model[1] = NOT_FINITE[poison]
+    for number, data in enumerate(data_sets().values()):
+        with Ledger.open(tmp_path / str(number), client=0, budget_epsilon=1e9, budget_delta=1e-5) as ledger:
+            client = make_client("linear", unit, clip, data, ledger=ledger, seed=None)
+            with pytest.raises(BroadcastError, match="holds NaN or infinity"):
+                client.answer(message(model, round=0))
+            with pytest.raises(NonFiniteInput, match="the model vector holds NaN"):
+                client.update(model, 0)
+            with pytest.raises(InvalidParameter, match="takes a vector of 8"):
+                client.update(model[1:], 0)
+            assert ledger.spent_rounds == 0
+
+
+@pytest.mark.parametrize(("unit", "clip"), [("sample", "dual"), ("client", "dual")])
+def test_what_is_wrong_with_the_model_or_the_loss_is_raised_before_the_spend(unit, clip, tmp_path):
+    data = data_sets()["ordinary"]
+    mean_loss = nn.CrossEntropyLoss()
+    with Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e9, budget_delta=1e-5) as ledger:
+        mixing = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        client = make_client("linear", unit, clip, data, ledger=ledger, model=mixing, seed=None)
+        model = np.zeros(sum(p.numel() for p in mixing.parameters()), np.float32)
+        before = mixing[1].running_var.clone()
+        if unit == "sample":
+            with pytest.raises(InvalidParameter, match="BatchNorm"):
+                client.update(model, 0)
+        else:
+            client._prepare(model)
+        assert torch.equal(mixing[1].running_var, before), "the trial leaves no trace"
+        wide = make_client("linear", unit, clip, data, ledger=ledger, model=nn.Linear(5, 2), seed=None)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            wide.update(np.zeros(12, np.float32), 0)
+        if unit == "sample":
+            reduced = make_client("linear", unit, clip, data, ledger=ledger, seed=None)
+            reduced.loss = mean_loss
+            with pytest.raises(InvalidParameter, match="one loss a sample"):
+                reduced.update(np.zeros(8, np.float32), 0)
+        assert ledger.spent_rounds == 0
+
+
+def test_the_trial_changes_no_random_draw():
+    data = data_sets()["ordinary"]
+    dropping = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
+    client = make_client("linear", "sample", "dual", data, model=dropping)
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    client._prepare(np.zeros(8, np.float32))
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(
+    "clip", [Dual(norm=0.5, bound=0.1), Clamp(0.1), Clamp((0.1, 0.3)), L2(0.5), Scale(0.1), BatchMean(0.1)], ids=str
+)
+def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 2), data_sets()
+    inputs, wrong = (torch.as_tensor(part) for part in data["a label beyond"])
+    with pytest.raises(IndexError):
+        clipped_gradients(model, LOSS, (inputs, wrong), clip=clip, batch_size=4)
+    mean, dropped = sample_values(model, LOSS, (inputs, wrong), clip=clip, batch_size=4)
+    others = torch.arange(SAMPLES) != 3
+    expected = clipped_gradients(model, LOSS, (inputs[others], wrong[others]), clip=clip, batch_size=4).mean.numpy()
+    assert dropped == 1
+    assert np.abs(expected).max() > 0.01
+    if isinstance(clip, BatchMean):
+        assert np.abs(mean).max() <= SAMPLES * 0.1 / 4  # within what the encoder clamps; its sensitivity is the range
+    else:
+        np.testing.assert_allclose(mean, expected, atol=1e-6)
+        assert np.all(np.abs(mean) <= np.abs(expected) + 1e-6)
+
+
+@every_unit_and_clip
+def test_what_cannot_be_computed_is_sent_as_zero(unit, clip):
+    client = make_client("linear", unit, clip, data_sets()["all nan"], levels=1000, trials=0)
+    frame = client.answer(message(np.ones(8, np.float32), round=0))
+    assert not decode_frame(frame, clip=client.situation.range).any()
+
+
+def test_private_figures_are_written_whatever_the_data(tmp_path):
+    for name, data in data_sets().items():
+        kept = []
+        config = settings("sample", "dual", private_metrics=True)
+        client = Client(
+            client=0, model=nn.Linear(3, 2), loss=LOSS, inputs=data[0], targets=data[1], config=config, ledger=None,
+            private_log=kept.append,
+        )  # fmt: skip
+        assert seen(client.answer(message(np.full(8, 3e38), round=0)))[0] == "frame"
+        assert kept[0]["outside_the_guarantee"] is True, name
+
+
+@every_unit_and_clip
+def test_the_in_process_engine_carries_a_frame(unit, clip):
+    for data in few_data_sets().values():
+        with InProcess([make_client("linear", unit, clip, data)]) as engine:
+            for round, model in enumerate(finite_models(8).values()):
+                (answer,) = engine.exchange(message(model, round=round), round=round)
+                assert (answer.declined, answer.reason, seen(answer.frame)[0]) == (False, None, "frame")
+
+
+@pytest.mark.parametrize("clip", [Dual(norm=0.5, bound=0.1), Clamp(0.1), L2(0.5), Scale(0.1), BatchMean(0.1)], ids=str)
+@pytest.mark.parametrize("network", ["linear", "picky", "odd"])
+def test_the_ddp_hook_has_a_frame_for_every_step(clip, network):
+    mechanism = Mechanism(levels=20, trials=200)
+    for inputs, targets in few_data_sets().values():
+        model = NETWORKS[network]()
+        private = PrivateSteps(
+            model=model, loss=LOSS, clip=clip, batch_size=SAMPLES, dataset_size=100, ledger=None, run="hook"
+        )
+        for step, vector in enumerate(finite_models(dimension(network)).values()):
+            nn.utils.vector_to_parameters(torch.as_tensor(vector), model.parameters())
+            batch = (torch.as_tensor(inputs), torch.as_tensor(targets))
+            with Watch():
+                private.supply(batch, mechanism=mechanism, range=0.1, step=step, seeded=True)
+            frame = private.frame(
+                list(model.parameters()),
+                0,
+                lambda values, step=step: encode_frame(
+                    values, mechanism, clip=0.1, rng=seeded_rng(seed=1), client=0, round=step, clamp=True
+                ),
+            )
+            private.used()
+            assert seen(frame)[2].dimension == dimension(network)
+
+
+def test_the_ddp_hook_refuses_a_batch_that_does_not_pair_up_before_the_spend(tmp_path):
+    with Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e9, budget_delta=1e-5) as ledger:
+        private = PrivateSteps(
+            model=nn.Linear(3, 2), loss=LOSS, clip=Clamp(0.1), batch_size=4, dataset_size=100, ledger=ledger, run="x"
+        )
+        with pytest.raises(InvalidParameter, match="do not pair up"):
+            private.supply(
+                (torch.zeros(4, 3), torch.zeros(3, dtype=torch.long)),
+                mechanism=Mechanism(levels=20, trials=200), range=0.1, step=0, seeded=False,
+            )  # fmt: skip
+        assert ledger.spent_rounds == 0
+
+
+@every_unit_and_clip
+def test_flower_carries_a_frame(unit, clip, tmp_path):
+    pytest.importorskip("flwr", reason="needs the extra `flower`")
+    from flwr.app import Message, MessageType
+    from loop_grid import LoopGrid
+
+    from bqsgd.engines.flower import client_app
+    from bqsgd.engines.flower.messages import FRAME, MODEL, data_of, parcel, word
+
+    sets = few_data_sets()
+    names = list(sets)
+    app = client_app(
+        make_model=lambda config: NETWORKS["linear"](), load_share=lambda place, config: sets[names[place.client]]
+    )
+    config = settings(unit, clip, clients=len(sets), seed=None)
+    run_config = {name: value for name, value in config.to_dict().items() if name != "budgets"}
+    nodes = [{"client": number, "ledger-folder": str(tmp_path / str(number))} for number in range(len(sets))]
+    grid = LoopGrid(app, run_config, nodes)
+    models = {**finite_models(8), **{name: np.full(8, value) for name, value in NOT_FINITE.items()}}
+    for round, (label, model) in enumerate(models.items()):
+        content = parcel(message(model, round=round), kind=MODEL, run="r", books=False)
+        asked = [Message(content, node, MessageType.TRAIN, ttl=60.0, group_id=str(round)) for node in grid.contexts]
+        answers = grid.send_and_receive(asked)
+        assert len(answers) == len(sets)
+        if label in NOT_FINITE:  # a property of the model: declined by all, with one reason
+            assert {word(reply, "declined", str) for reply in answers} == {
+                "the client could not answer; its own log says why"
+            }
+            continue
+        assert [word(reply, "declined", str) for reply in answers] == [None] * len(sets)
+        frames = [seen(data_of(reply, kind=FRAME)) for reply in answers]
+        assert len({(kind, length) for kind, length, _ in frames}) == 1
+        assert len({str(reply.content.config_records) for reply in answers}) == 1
+    for number in range(len(sets)):
+        with Ledger(tmp_path / str(number) / f"client-{number:04}.ledger") as ledger:
+            assert ledger.spent_rounds == len(finite_models(8))
+
+
+def test_torch_distributed_carries_a_frame(tmp_path):
+    ended = run_ranks(tmp_path, {**BASE, "clients": 2}, script=WORKER)
+    assert [code for code, _ in ended] == [0, 0], ended
+    found = json.loads((tmp_path / "seen.json").read_text())
+    assert len(found) == len(UNITS_AND_CLIPS) * len(few_data_sets())
+    finite, refused = len(finite_models(8)), len(NOT_FINITE)
+    frame = found[0]["answers"][0]
+    assert frame[0] == "FRAME"
+    for case in found:
+        assert case["answers"] == [frame] * finite + [["DECLINED", "the model message came damaged"]] * refused, case
+        assert case["spent"] == finite
