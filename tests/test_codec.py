@@ -87,7 +87,7 @@ def test_a_frame_says_whether_its_noise_was_seeded() -> None:
     st.integers(1, 3000),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_adding_frames_is_adding_what_they_decode_to(  # type: ignore[no-untyped-def]
     parameters, senders, d: int, per_coordinate: bool
 ) -> None:

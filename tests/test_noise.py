@@ -86,7 +86,7 @@ def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) 
 
 
 @given(st.integers(0, MAX_TRIALS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_m_has_a_tight_table(trials: int) -> None:
     table = alias_table(trials)
     assert sampler_tv_distance(trials) < 2.0**-63

@@ -110,7 +110,7 @@ def test_extra_memory_does_not_grow_with_the_dimension() -> None:
 
 
 @given(st.integers(1, MAX_LEVELS), st.floats(1e-30, 1e30), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_ends_of_the_range_are_exact(levels: int, limit: float, vector: bool) -> None:
     mechanism = Mechanism(levels=levels, trials=0)
     ends = np.array([-limit, 0.0, limit])
@@ -119,7 +119,7 @@ def test_the_ends_of_the_range_are_exact(levels: int, limit: float, vector: bool
 
 
 @given(st.integers(1, 1000), st.integers(0, 300), st.lists(st.floats(-1, 1), min_size=1, max_size=50))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_codes_stay_within_the_noise_around_the_value(levels: int, trials: int, values: list[float]) -> None:
     mechanism, x = Mechanism(levels=levels, trials=trials), np.array(values)
     codes = encode(x, mechanism, range=1.0, rng=privacy_rng()).astype(np.int64)
@@ -242,7 +242,7 @@ def test_decode_by_hand() -> None:
 
 
 @given(st.integers(1, 50), st.integers(0, 300), st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_decoding_a_sum_is_summing_the_decoded(levels: int, trials: int, count: int) -> None:
     mechanism = Mechanism(levels=levels, trials=trials)
     draws = np.random.default_rng(trials)

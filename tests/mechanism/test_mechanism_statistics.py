@@ -90,7 +90,7 @@ def probability_up(x: float, limit: float, levels: int, vector: bool) -> Fractio
 
 
 @given(st.integers(1, MAX_LEVELS), st.floats(1e-20, 1e20), st.floats(-1, 1), st.floats(-1, 1), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_rounding_to_the_grid_moves_two_inputs_apart_by_less_than_the_slack(
     levels: int, limit: float, first: float, second: float, vector: bool
 ) -> None:

@@ -40,7 +40,7 @@ def exhaustive(budget: Budget, setting: NominalSetting) -> Mechanism | None:
     return min(keeping, key=lambda p: (Fraction(3 * p.trials + 2, 12 * p.levels**2), p.code_count), default=None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(2, 8), st.floats(0.05, 500), st.floats(1e-9, 0.5), st.integers(1, 10**6), st.integers(1, 15000))
 def test_strict_is_the_brute_force_optimum(bits, epsilon, delta, dimension, batch):
     setting = NominalSetting(dimension=dimension, batch_size=batch, dataset_size=15000, delta=delta)
@@ -65,7 +65,7 @@ def test_strict_agrees_with_enumeration(bits, epsilon):
         assert strict_mechanism(budget, MNIST) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(2, 8), st.integers(1, 100), st.integers(1, 250))
 def test_a_budget_that_is_met_exactly_is_feasible(bits, levels, trials):
     """Epsilon equal to a mechanism's own figure: rounding must not lose that mechanism."""
@@ -78,7 +78,7 @@ def test_a_budget_that_is_met_exactly_is_feasible(bits, levels, trials):
     assert nominal_epsilon(found, MNIST) <= budget.epsilon
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(9, 20), st.floats(0.5, 200))
 def test_large_budgets_keep_both_constraints_and_the_real_bound(bits, epsilon):
     budget = Budget(bits=bits, epsilon=epsilon, delta=1e-4)

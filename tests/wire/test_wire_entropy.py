@@ -61,7 +61,7 @@ def test_each_library_is_used_where_it_is_better_and_in_chunks(levels: int, tria
     kind=st.sampled_from(["law", "uniform", "constant", "two"]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_round_trip_bound_and_plain_python_decoder(
     levels: int, trials: int, dimension: int, kind: str, seed: int
 ) -> None:

@@ -87,7 +87,7 @@ def test_payload_bytes_over_64_kib(code_count: int) -> None:
 
 
 @given(count=any_code_count, dimension=st.integers(1, 200), seed=st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_round_trip_and_the_plain_python_decoder_agree(count: int, dimension: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, count, dimension) if seed % 3 else np.full(dimension, count - 1)
@@ -98,7 +98,7 @@ def test_round_trip_and_the_plain_python_decoder_agree(count: int, dimension: in
 
 @given(count=any_code_count, dimension=st.integers(1, 60), data=st.data())
 @example(count=3, dimension=30, data=None)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_payload_is_refused_or_the_only_one_of_its_codes(
     count: int, dimension: int, data: st.DataObject | None
 ) -> None:

@@ -150,7 +150,7 @@ def test_no_mutant_allocates_more_than_the_codes_it_may_hold() -> None:
 
 
 @given(data=st.binary(max_size=300), index=st.integers(0, 1000), sealed=st.booleans())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_bytes_behind_any_header(data: bytes, index: int, sealed: bool) -> None:
     frames = corpus()
     assert outcome(data) in ("TruncatedFrame", "BadMagic")
