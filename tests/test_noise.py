@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.bq import Encoding
+from bqsgd.mechanism.encoder import Encoding
 from bqsgd.noise import (
     NOISE_BITS,
     REFINE_BITS,
@@ -228,18 +228,18 @@ def test_a_fork_while_a_thread_reserves_leaves_the_child_able_to(fork) -> None: 
 def test_blocks_reserved_before_a_fork_are_refused_in_the_child(fork) -> None:  # type: ignore[no-untyped-def]
     source, mechanism = privacy_rng(), Mechanism(levels=4, trials=64)
     values = np.zeros(1000, np.float32)
-    encoding = Encoding(values, mechanism, clip=1.0, rng=source)
+    encoding = Encoding(values, mechanism, range=1.0, rng=source)
     assert b"reserved before a fork" in in_child(fork, lambda: encoding.codes().tobytes())
 
     def after_the_next() -> bytes:
-        Encoding(values, mechanism, clip=1.0, rng=source).codes()
+        Encoding(values, mechanism, range=1.0, rng=source).codes()
         return encoding.codes().tobytes()
 
     assert b"reserved before a fork" in in_child(fork, after_the_next)
     stream = source.keystream(source.reserve(4))
     assert b"reserved before a fork" in in_child(fork, lambda: stream.fill(np.empty(8, np.uint64)) or b"drew words")
     # The child's next encoding begins after what its parent had reserved, under a key of its own.
-    fresh = in_child(fork, lambda: Encoding(values, mechanism, clip=1.0, rng=source).codes().tobytes())
+    fresh = in_child(fork, lambda: Encoding(values, mechanism, range=1.0, rng=source).codes().tobytes())
     kept = encoding.codes()
     # Two independent draws of Bin(64, 1/2) agree with probability 0.0704: 70 of 1000 on average, 200 is 16 sigma off.
     assert int((np.frombuffer(fresh, kept.dtype) == kept).sum()) < 200

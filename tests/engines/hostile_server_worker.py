@@ -13,7 +13,7 @@ from bqsgd.engines.distributed import joined, take_part
 from bqsgd.engines.distributed.hello import hello_of
 from bqsgd.engines.distributed.transport import Kind
 from bqsgd.engines.session import Task
-from bqsgd.privacy.ledger import Ledger
+from bqsgd.ledger import Ledger
 
 MODELS = [*finite_models(8).values(), *(np.full(8, value, np.float32) for value in NOT_FINITE.values())]
 

@@ -30,12 +30,11 @@ from torch import nn
 from bqsgd.codec import decode_frame, encode_frame
 from bqsgd.engines.distributed import PrivateSteps
 from bqsgd.engines.inprocess import InProcess
-from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.errors import InvalidParameter, ModelMessageError, NonFiniteInput
+from bqsgd.ledger import Ledger
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
-from bqsgd.privacy.ledger import Ledger
-from bqsgd.training.broadcast import BroadcastError
 from bqsgd.training.client import Client
 from bqsgd.training.values import sample_values
 
@@ -93,7 +92,7 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_read_or_spent(
     for number, data in enumerate(data_sets().values()):
         with Ledger.open(tmp_path / str(number), client=0, budget_epsilon=1e9, budget_delta=1e-5) as ledger:
             client = make_client("linear", unit, clip, data, ledger=ledger, seed=None)
-            with pytest.raises(BroadcastError, match="holds NaN or infinity"):
+            with pytest.raises(ModelMessageError, match="holds NaN or infinity"):
                 client.answer(message(model, round=0))
             with pytest.raises(NonFiniteInput, match="the model vector holds NaN"):
                 client.update(model, 0)
@@ -164,7 +163,7 @@ def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
 def test_what_cannot_be_computed_is_sent_as_zero(unit, clip):
     client = make_client("linear", unit, clip, data_sets()["all nan"], levels=1000, trials=0)
     frame = client.answer(message(np.ones(8, np.float32), round=0))
-    assert not decode_frame(frame, clip=client.situation.range).any()
+    assert not decode_frame(frame, range=client.situation.range).any()
 
 
 def test_private_figures_are_written_whatever_the_data(tmp_path):
@@ -206,7 +205,7 @@ def test_the_ddp_hook_has_a_frame_for_every_step(clip, network):
                 list(model.parameters()),
                 0,
                 lambda values, step=step: encode_frame(
-                    values, mechanism, clip=0.1, rng=seeded_rng(seed=1), client=0, round=step, clamp=True
+                    values, mechanism, range=0.1, rng=seeded_rng(seed=1), client=0, round=step, clamp=True
                 ),
             )
             private.used()
