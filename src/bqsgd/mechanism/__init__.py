@@ -1,1 +1,1 @@
-"""Clip, quantise, add binomial noise (paper Section IV-A): values in, integer codes out, and back."""
+"""Clamp to the range, quantise, add binomial noise (paper Section IV-A): values in, integer codes out, and back."""

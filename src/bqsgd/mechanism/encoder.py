@@ -189,7 +189,7 @@ def add_decoded(
 ) -> None:
     """Add weight times the decoded values to `total`, in place and without an array of them.
 
-    The codes were checked by whoever read them (`codec`), and are as many as `total` has coordinates.
+    The caller has checked the codes (`codec` does); there is one per coordinate of `total`.
     """
     range = check_range(range, total.size)
     if isinstance(range, float):
