@@ -202,8 +202,8 @@ export function readModel(message, { dimension }) {
   if (String.fromCharCode(...message.subarray(0, 4)) !== "BQSM") throw new Refusal("magic", "not a model message");
   const version = view.getUint16(4, true);
   if (version !== 1) throw new Refusal("version", `this client knows version 1 of the model message, got ${version}`);
-  const kind = view.getUint16(6, true);
-  if (kind !== 1) throw new Refusal("kind", `values must be of kind 1 (float32), got ${kind}`);
+  const dtype = view.getUint16(6, true);
+  if (dtype !== 1) throw new Refusal("dtype", `values must be of dtype 1 (float32), got ${dtype}`);
   const stated = view.getBigUint64(16, true);
   if (stated !== BigInt(dimension)) {
     throw new Refusal("dimension", `this client's model has ${dimension} coordinates, the message ${stated}`);
