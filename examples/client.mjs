@@ -269,7 +269,7 @@ export function encode(values, mechanism, range) {
   if (!(values instanceof Float32Array || values instanceof Float64Array) || values.length === 0) {
     throw new Refusal("parameter", "values must be a Float32Array or Float64Array with at least one coordinate");
   }
-  const inputs = Float64Array.from(values); // a copy: what was checked is what is encoded
+  const inputs = new Float64Array(values); // a copy: what was checked is what is encoded
   checkRange(range, inputs.length);
   const spoilt = inputs.findIndex((value) => !Number.isFinite(value));
   if (spoilt >= 0) throw new Refusal("not-finite", `values[${spoilt}] is NaN or infinite`);

@@ -286,16 +286,20 @@ def test_the_rounding_probability_is_python_s_to_its_last_step(run, vector):
 
     The carry happens for draw < fraction only, so the two draws at the fraction pin it to one step of 2^-24.
     """
-    rng = np.random.default_rng(4)
-    cases = []
-    for _ in range(200):
-        levels, bound = int(np.exp(rng.uniform(0, np.log(MAX_LEVELS)))), float(np.exp(rng.normal()))
-        value = float(np.float32(rng.uniform(-1.2, 1.2) * bound))
-        cut, scale = min(max(value, -bound), bound), levels * 2.0**ROUND_BITS
-        place = int(cut / bound * scale + (scale + 0.5)) if vector else int(cut * (scale / bound) + (scale + 0.5))
-        whole, fraction = divmod(place, 1 << ROUND_BITS)
-        cases.append((levels, bound, value, whole, fraction))
-    assert sum(fraction > 0 for *_, fraction in cases) > 100
+    rng, count = np.random.default_rng(4), 200_000
+    levels = np.exp(rng.uniform(0, np.log(MAX_LEVELS), count)).astype(int)
+    levels[::2] = MAX_LEVELS - np.arange(count // 2) // 100
+    bounds = np.exp(rng.normal(size=count))
+    values = (bounds * rng.uniform(-1.2, 1.2, count)).astype(np.float32).astype(np.float64)
+    cut, scale = np.clip(values, -bounds, bounds), levels * 2.0**ROUND_BITS
+    by_quotient = np.floor(cut / bounds * scale + (scale + 0.5)).astype(int)
+    by_factor = np.floor(cut * (scale / bounds) + (scale + 0.5)).astype(int)
+    telling = np.flatnonzero(by_quotient != by_factor)  # the order of operations shows in few places: take all of them
+    assert telling.size > 10
+    picked = np.concatenate([np.arange(500), telling])
+    whole, fraction = np.divmod((by_quotient if vector else by_factor)[picked], 1 << ROUND_BITS)
+    columns = (levels[picked], bounds[picked], values[picked], whole, fraction)
+    cases = list(zip(*(column.tolist() for column in columns), strict=True))
     found = run(
         """async (client, { cases, vector }) => {
             const real = crypto.getRandomValues;
@@ -311,6 +315,27 @@ def test_the_rounding_probability_is_python_s_to_its_last_step(run, vector):
         {"cases": cases, "vector": vector},
     )
     assert found == [[1 if fraction else None, 0] for *_, fraction in cases]
+
+
+def test_the_rounding_to_points_draws_without_bias(run):
+    """A draw below 6 from a word of 32 bits: the four words beyond the last multiple of 6 are drawn again.
+
+    Levels 1, trials 1, value 0, no noise: fine code 1 of 0 to 3, 2/6 of the way to the upper of two points.
+    """
+    codes = run(
+        """async (client, lasts) => {
+            const real = crypto.getRandomValues;
+            try {
+                return lasts.map((last) => {
+                    crypto.getRandomValues = (words) => words.set([0, 0, ...last]);
+                    const mechanism = { levels: 1, trials: 1, coarsening: { points: 2, width: 3 } };
+                    return client.encode(new Float32Array(1), mechanism, 1)[0];
+                });
+            } finally { crypto.getRandomValues = real; }
+        }""",
+        [[0], [1], [2], [5], [2**32 - 5], [2**32 - 4, 1], [2**32 - 1, 1], [2**32 - 1, 2**32 - 3, 2]],
+    )
+    assert codes == [1, 1, 0, 0, 0, 1, 1, 0]
 
 
 # ---- The model message -----------------------------------------------------------------------------------------------
