@@ -317,6 +317,30 @@ def test_the_rounding_probability_is_python_s_to_its_last_step(run, vector):
     assert found == [[1 if fraction else None, 0] for *_, fraction in cases]
 
 
+def test_the_noise_is_the_number_of_ones_among_fresh_bits(run):
+    """From known words, exactly: one for the rounding, then m bits, each read once. Fair bits then give Bin(m, 1/2)."""
+    rng = np.random.default_rng(7)
+    cases = [
+        (trials, rng.integers(0, 2**32, 35).tolist())
+        for trials in (1, 2, 31, 32, 33, 63, 64, 251, 1024)
+        for _ in range(50)
+    ]
+    codes = run(
+        """async (client, cases) => {
+            const real = crypto.getRandomValues;
+            try {
+                return cases.map(([trials, words]) => {
+                    crypto.getRandomValues = (room) => room.set(words);
+                    return client.encode(new Float32Array(1), { levels: 1, trials }, 1)[0];
+                });
+            } finally { crypto.getRandomValues = real; }
+        }""",
+        cases,
+    )
+    bits = ["".join(f"{word:032b}" for word in words[1:]) for _, words in cases]
+    assert codes == [1 + ones[:trials].count("1") for (trials, _), ones in zip(cases, bits, strict=True)]
+
+
 def test_the_rounding_to_points_draws_without_bias(run):
     """A draw below 6 from a word of 32 bits: the four words beyond the last multiple of 6 are drawn again.
 
