@@ -96,6 +96,22 @@ def binomial_pmf(trials: int) -> BinomialPmf:
     return BinomialPmf(trials=trials, first=first, pmf=pmf, cut=0.0 if first == 0 else 2.0**-TAIL_BITS)
 
 
+@lru_cache(maxsize=256)
+def mirror_distance(trials: int) -> float:
+    """How far the sampler's law is from symmetric: the largest |p_k - p_(m-k)| / p_k, at most 2^-78.
+
+    Odd m has two middle outcomes, and what rounding to fixed point leaves over (m >= 71) sits on the lower one.
+
+    >>> mirror_distance(70), 0 < mirror_distance(71) < 2**-78
+    (0.0, True)
+    """
+    _, _, shares = _shares(trials)
+    ratios = (
+        abs(one - other) / min(one, other) for one, other in zip(shares, reversed(shares), strict=True) if one != other
+    )
+    return max(ratios, default=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AliasTable:
     """Walker's alias table of Bin(m, 1/2) in fixed point, for a 2^index_bits-entry look-up.

@@ -1,4 +1,4 @@
-"""The exact accountant: what everything a client has sent guarantees, worst case over data.
+"""The accountant: a proven upper bound on what everything a client has sent reveals, worst case over data.
 
 >>> from bqsgd.params import Mechanism
 >>> from bqsgd.release import Release, Sampling, Sensitivity
@@ -13,19 +13,29 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from bqsgd.errors import InvalidParameter
+from bqsgd.errors import AccountingError, InvalidParameter
+from bqsgd.noise import TAIL_BITS
 from bqsgd.params import check_int
 from bqsgd.privacy import composition, renyi
 from bqsgd.privacy.composition import Spent
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Release, Scheme
+from bqsgd.release import Release, Sampling, Scheme, Trust
 
-METHOD_EXACT = "exact: privacy loss distribution, L-infinity"
-METHOD_RENYI = "exact: Renyi moments, L2 and L-infinity"
+METHOD_LINF = "proven upper bound (loss distribution, L-infinity)"
+METHOD_RENYI = "proven upper bound (Renyi moments, L2 and L-infinity)"
 L2_DECIDES = 0.8
+NEARLY_WHOLE = 0.9
+"""Above this rate sampling gains less than two grids may differ by, so the figure without sampling is looked at too."""
+SUM_TRIES = 20
+CUT_LAW = 1.001 * 2.0**-TAIL_BITS
+"""Total variation between a cut and rounded law and the binomial."""
+MANY_ROUNDS = 1 << 20
+"""Beyond so many rounds the loss distributions' grid is coarse, and moments may be the better route."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,15 @@ class Accountant:
 
         Only for releases without an L2 bound (with one, 0 is returned: nothing is known from below).
         """
+        _check_delta(delta)
         if not self.spent or any(release.sensitivity.l2 is not None for release, _ in self.spent):
             return 0.0
         if self._hopeless(delta):
             return math.inf
-        laws = _composed(self.spent, attained=True)
+        try:
+            laws = _composed(self.spent, attained=True)
+        except AccountingError:
+            return 0.0
         return max(float(law.get_epsilon_for_delta(delta)) for law in laws)
 
     def delta(self, epsilon: float) -> float:
@@ -78,8 +92,9 @@ class Accountant:
             return 0.0
         deltas = [1.0, renyi.delta(self.spent, epsilon)]
         if not any(composition.beyond_meaning(release) for release, _ in self.spent) and not _l2_decides(self.spent):
-            deltas.append(max(float(law.get_delta_for_epsilon(epsilon)) for law in _composed(self.spent)))
-        return min(deltas)
+            with suppress(AccountingError):  # the other bounds stand
+                deltas += [max(float(law.get_delta_for_epsilon(epsilon)) for law in laws) for laws in _laws(self.spent)]
+        return min(1.0, min(deltas) + _sum_charge(self.spent, epsilon))
 
     def guarantee(self, *, delta: float, seeded: bool = False) -> Guarantee:
         """The figure with everything that must be stated beside it."""
@@ -103,25 +118,76 @@ class Accountant:
         return any(composition.beyond_meaning(release, rounds, delta) for release, rounds in self.spent)
 
     def _best(self, delta: float) -> tuple[float, str, float]:
-        if not 0 < delta < 1:
-            raise InvalidParameter(f"delta must lie strictly between 0 and 1, got {delta}")
+        _check_delta(delta)
         if not self.spent:
-            return 0.0, METHOD_EXACT, 0.0
+            return 0.0, METHOD_LINF, 0.0
         return _best(self.spent, delta, self._hopeless(delta))
 
 
-@lru_cache(maxsize=4096)
+def _check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise InvalidParameter(f"delta must lie strictly between 0 and 1, got {delta}")
+
+
 def _best(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float]:
+    """(epsilon, method, delta floor), the smaller of the methods' figures, with the charge for sums of cut laws.
+
+    The charge grows with epsilon, so an epsilon is sought that pays for its own: each try is the answer to the last.
+    """
+    tried = 0.0
+    for _ in range(SUM_TRIES):
+        charge = _sum_charge(spent, tried)
+        if not charge < delta / 2:
+            break
+        epsilon, method, floor = _least(spent, delta - charge, hopeless)
+        if epsilon <= tried or charge == 0:
+            return max(epsilon, tried), method, floor + charge
+        tried = epsilon * (1 + 1e-6)
+    return math.inf, METHOD_LINF, min(1.0, _sum_charge(spent, 0.0))
+
+
+@lru_cache(maxsize=4096)
+def _least(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float]:
     """(epsilon, method, delta floor): the smaller of the methods' figures. Both are proven, so the smaller one is."""
-    results = [(math.inf, METHOD_EXACT, 0.0)]
-    if any(release.sensitivity.l2 is not None for release, _ in spent) or hopeless:
-        results.append((renyi.epsilon(spent, delta), METHOD_RENYI, renyi.delta_floor(spent, delta)))
+    results = [(math.inf, METHOD_LINF, 0.0)]
+    refused: AccountingError | None = None
     if not hopeless and not _l2_decides(spent):
-        laws = _composed(spent)
-        epsilon = max(float(law.get_epsilon_for_delta(delta)) for law in laws)
-        floor = max(float(law.get_delta_for_epsilon(math.inf)) for law in laws)
-        results.append((math.inf if math.isnan(epsilon) else epsilon, METHOD_EXACT, floor))
-    return min(results, key=lambda result: result[0])
+        try:
+            for laws in _laws(spent):
+                epsilon = max(float(law.get_epsilon_for_delta(delta)) for law in laws)
+                floor = max(float(law.get_delta_for_epsilon(math.inf)) for law in laws)
+                results.append((math.inf if math.isnan(epsilon) else epsilon, METHOD_LINF, floor))
+        except AccountingError as error:
+            refused = error
+    has_l2 = any(release.sensitivity.l2 is not None for release, _ in spent)
+    if has_l2 or sum(rounds for _, rounds in spent) > MANY_ROUNDS or min(results)[0] == math.inf:
+        results.append((renyi.epsilon(spent, delta), METHOD_RENYI, renyi.delta_floor(spent, delta)))
+    best = min(results, key=lambda result: result[0])
+    if refused is not None and best[0] == math.inf:
+        raise refused
+    return best
+
+
+def _laws(spent: Spent) -> Iterator[tuple[composition.Law, composition.Law]]:
+    """The composed laws, and those without sampling where the rate is near 1: a sampled record reveals no more."""
+    yield _composed(spent)
+    if any(NEARLY_WHOLE < release.sampling.rate < 1 for release, _ in spent):
+        whole = Sampling(scheme=Scheme.FULL)
+        yield _composed(tuple((replace(release, sampling=whole), rounds) for release, rounds in spent))
+
+
+def _sum_charge(spent: Spent, epsilon: float) -> float:
+    """What sums over clients add to delta at `epsilon`: each client's noise is cut on its own (docs/accounting.md).
+
+    At most m / 65 clients stand behind a sum of m trials, as laws of up to 64 trials are not cut. Every law of either
+    neighbour is off by so much in total variation; that of the denominator counts e^epsilon times.
+    """
+    laws = sum(
+        rounds * release.dimension * (release.mechanism.trials // (TAIL_BITS + 1) + 1)
+        for release, rounds in spent
+        if release.trust is Trust.SUMS_ONLY
+    )
+    return laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0
 
 
 def _composed(spent: Spent, *, attained: bool = False) -> tuple[composition.Law, composition.Law]:

@@ -13,8 +13,8 @@ from bqsgd.errors import AccountingError
 from bqsgd.noise import ROUNDING_SLACK_STEPS
 from bqsgd.privacy.coordinate import coordinate_atoms
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
-from bqsgd.privacy.message import message_pair
-from bqsgd.privacy.pair import FLOAT_CHARGE, MASS_TOLERANCE, Pair
+from bqsgd.privacy.message import NOTHING_HIDDEN, message_pair
+from bqsgd.privacy.pair import FLOAT_CHARGE, MASS_TOLERANCE, Floats, Pair
 from bqsgd.privacy.sampling import Sampled, fixed_size, poisson
 from bqsgd.release import Release, Scheme
 
@@ -22,7 +22,10 @@ Law: TypeAlias = Any  # pld_pmf.DensePLDPmf, which carries no types
 Spent = tuple[tuple[Release, int], ...]
 """Releases and how many rounds of each, in a fixed order."""
 GRID_FRACTION = 0.01
-FINE_POINTS = 1 << 17
+FINE_POINTS, MOST_POINTS = 1 << 17, 1 << 21
+"""The grid has at least FINE_POINTS over the losses that matter; above MOST_POINTS it is made coarser, which is
+pessimistic but keeps time and memory bounded (from some 10^6 rounds on)."""
+MANY_ROUNDS = 1 << 16
 TAIL = 1e-15
 
 
@@ -31,7 +34,8 @@ def sampled_message(release: Release, *, attained: bool = False) -> Sampled:
     """The pair of one sampled message of a release, "remove" order."""
     shift = release.shift if attained else release.shift + ROUNDING_SLACK_STEPS
     pair = message_pair(release.mechanism.trials, shift, release.dimension, attained=attained)
-    if release.sampling.scheme is Scheme.FIXED_SIZE:
+    # The symmetric curve of fixed-size batches is a bound; data attain its "remove" and "add" halves one at a time.
+    if release.sampling.scheme is Scheme.FIXED_SIZE and not attained:
         return fixed_size(pair, release.sampling.rate)
     return poisson(pair, release.sampling.rate)
 
@@ -55,7 +59,11 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
     deviation = math.sqrt(release.dimension) * atoms.loss_deviation
     if mean - 10 * deviation + math.log(release.sampling.rate) > MEANINGLESS_EPSILON:
         return True
+    if release.sampling.rate == 1 and rounds * mean - 10 * math.sqrt(rounds) * deviation > MEANINGLESS_EPSILON:
+        return True
     revealed = -math.expm1(release.dimension * math.log1p(-min(atoms.p_only, 0.5)))
+    if release.sampling.rate == 1 and revealed > 1 - NOTHING_HIDDEN:
+        return True
     return delta > 0 and taking_part * revealed > 2 * delta
 
 
@@ -65,12 +73,26 @@ def _dense(pair: Pair) -> Any:
     return pld_pmf.DensePLDPmf(pair.step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
 
 
+def _check_window(mass: Floats, rounds: int) -> None:
+    """Refuse what dp-accounting would need too large a window for; it widens with the rounds, not with their root."""
+    from dp_accounting.pld import common
+
+    if rounds > MANY_ROUNDS:
+        low, high = common.compute_self_convolve_bounds(mass, rounds, TAIL)
+        if high - low > 4 * MOST_POINTS:
+            raise AccountingError(f"{rounds} rounds are too many to compose as privacy loss distributions")
+
+
 def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
     total: Any = None
-    for pair, rounds in parts:
-        one = _dense(pair)
-        many = one if rounds == 1 else one.self_compose(rounds, TAIL)
-        total = many if total is None else total.compose(many, TAIL)
+    try:
+        for pair, rounds in parts:
+            one = _dense(pair)
+            _check_window(pair.p, rounds)
+            many = one if rounds == 1 else one.self_compose(rounds, TAIL)
+            total = many if total is None else total.compose(many, TAIL)
+    except (ArithmeticError, IndexError, ValueError) as error:  # a law with hardly any finite loss left, an overflow
+        raise AccountingError(f"the privacy loss distributions could not be composed: {error}") from error
     if total is None:
         raise AccountingError("nothing to compose")
     mass = float(np.sum(total._probs)) + total._infinity_mass
@@ -83,13 +105,17 @@ def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
 def composed(spent: Spent, *, attained: bool = False) -> tuple[Law, Law]:
     """The privacy loss distributions of everything spent: "remove" and "add" (one and the same under replace-one)."""
     messages = [(sampled_message(release, attained=attained), rounds) for release, rounds in spent]
+    if any(message.loss.size == 0 for message, _ in messages):
+        raise AccountingError("neighbours have no message in common")
     count = sum(rounds for _, rounds in messages)
     variance = sum(rounds * message.loss_deviation**2 for message, rounds in messages)
     reach = sum(rounds * max(-float(x.loss[0]), float(x.loss[-1])) for x, rounds in messages)
     spread = min(2 * reach, 24 * math.sqrt(variance) + 2 * max(float(x.loss[-1]) for x, _ in messages))
     step = min(GRID_FRACTION * math.sqrt(variance / count), spread / FINE_POINTS)
+    extent = max(float(x.loss[-1] - x.loss[0]) for x, _ in messages)
+    step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS)
     grids = [(message.on_grid(step), rounds) for message, rounds in messages]
     remove = _composed(grids)
-    if all(release.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
+    if not attained and all(release.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
         return remove, remove
     return remove, _composed([(pair.reversed(), rounds) for pair, rounds in grids])

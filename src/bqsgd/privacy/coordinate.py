@@ -36,6 +36,8 @@ class Atoms:
 def coordinate_atoms(trials: int, shift: float) -> Atoms:
     """The pair A = (P(shift), P(0)) of one coordinate, atom by atom, for any shift > 0."""
     law = binomial_pmf(trials).pmf
+    if shift >= law.size:
+        return Atoms(loss=np.empty(0), p=np.empty(0), q=np.empty(0), p_only=1.0, q_only=1.0)
     whole, part = int(shift), shift - int(shift)
     # Both laws on one support: Q = law on the first entries, P moved up by `whole` and split over one entry more.
     q = np.concatenate([law, np.zeros(whole + 1)])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from bqsgd.errors import AccountingError
 from bqsgd.privacy.pair import Floats, Pair, checked
 
-TIE = 1e-15
+TIE = 5e-16
 """Curves closer than this share of the mass in sight count as equal, so that rounding does not make them cross; the
-share is charged to delta."""
+share of both masses is charged to delta."""
+SHORT = 1 << 16
+SHORT_TIE = 16 * float(np.finfo(np.longdouble).eps)
+"""The same for pairs of up to SHORT grid points, which are compared in extended precision. The envelope of one
+coordinate is such a pair, and up to d / 32 coordinates pay its charge."""
 
 
 def _winner(difference: Floats, tolerance: Floats) -> npt.NDArray[np.intp]:
@@ -41,11 +47,13 @@ def envelope(one: Pair, other: Pair) -> Pair:
     first = min(one.first, other.first, -1) - 1
     size = max(one.first + one.major.size, other.first + other.major.size, 2) + 1 - first
     zero = -first
-    loss = (first + np.arange(size)) * step
+    number: Any = np.longdouble if size <= SHORT else np.float64
+    tie = SHORT_TIE if size <= SHORT else TIE
+    loss = (first + np.arange(size, dtype=number)) * step
     to_p, to_q = np.exp(np.minimum(loss, 0)), np.exp(-np.maximum(loss, 0))
     majors, curves, tails, heads = [], [], [], []
     for pair in (one, other):
-        major = np.zeros(size)
+        major = np.zeros(size, dtype=number)
         major[pair.first - first : pair.first - first + pair.major.size] = pair.major
         p, q = major * to_p, major * to_q
         tail_p, tail_q = _after(p) + pair.p_only, _after(q)
@@ -56,7 +64,7 @@ def envelope(one: Pair, other: Pair) -> Pair:
         curves.append(np.where(loss >= 0, upper, lower))
         tails.append(tail_p)  # T_P of the segment (i, i + 1)
         heads.append(head_q + q)  # L_Q of the segment (i, i + 1)
-    wins = _winner(curves[1] - curves[0], TIE * np.where(loss >= 0, tails[0] + tails[1], heads[0] + heads[1]))
+    wins = _winner(curves[1] - curves[0], tie * np.where(loss >= 0, tails[0] + tails[1], heads[0] + heads[1]))
 
     def winner(choices: list[Floats]) -> Floats:
         return np.where(wins == 1, choices[1], choices[0])
@@ -80,4 +88,12 @@ def envelope(one: Pair, other: Pair) -> Pair:
             mass = 1.0 - head[i - 1] - (tail[i] - height[i])
         major[i] = max(0.0, mass)
     p_only = float(height[-1])  # nothing lies beyond the last grid point
-    return checked(Pair(step=step, first=first, major=major, p_only=p_only + TIE, q_only=q_only + TIE))
+    return checked(
+        Pair(
+            step=step,
+            first=first,
+            major=major.astype(np.float64),
+            p_only=min(1.0, p_only + 2 * tie),
+            q_only=min(1.0, q_only + 2 * tie),
+        )
+    )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from scipy import fft
 
 from bqsgd.errors import AccountingError
+from bqsgd.noise import mirror_distance
 from bqsgd.privacy.coordinate import Atoms, coordinate_atoms
 from bqsgd.privacy.envelope import envelope
 from bqsgd.privacy.pair import Floats, Pair, charged, on_grid
@@ -28,6 +29,8 @@ GRID_FRACTION = 0.07
 FINE_POINTS, MOST_POINTS = 1 << 16, 1 << 23
 TAIL = 1e-18
 NEGLIGIBLE_EXPONENT = -60.0
+NOTHING_HIDDEN = 1e-12
+"""A message that only one neighbour can send, but for so small a probability, counts as one that always tells."""
 Complexes = npt.NDArray[np.complex128]
 
 
@@ -120,6 +123,9 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
     With `attained` it is A^d alone, which real data attain: what is accounted from it is a lower bound on the truth
     (up to the grid), and quick.
     """
+    edge = coordinate_atoms(trials, shift).p_only
+    if edge == 1 or dimension * np.log1p(-edge) < np.log(NOTHING_HIDDEN):
+        return Pair(step=1.0, first=0, major=np.zeros(1), p_only=1.0, q_only=1.0)
     letters = _letters(trials, shift, dimension)
     points = fft.next_fast_len(2 * letters.half, real=True)
     logs = [_log_transform(pair, points, dimension) for pair in letters.pairs]
@@ -131,6 +137,7 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
         return np.maximum(mass, 0.0)
 
     halves: dict[tuple[int, int], Floats] = {}
+    uneven = 4 * dimension * mirror_distance(trials)  # the law is not quite symmetric: claim 1
 
     def block_pair(k1: int, k2: int) -> Pair:
         """P-mass at losses >= 0; below, the Q-mass, which is the P-mass of the block's mirror image."""
@@ -142,9 +149,8 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
         p_only = -np.expm1(sum(n * np.log1p(-x.p_only) for n, x in zip(counts, letters.pairs, strict=True)))
         q_only = -np.expm1(sum(n * np.log1p(-x.q_only) for n, x in zip(counts, letters.pairs, strict=True)))
         major = np.concatenate([below[:0:-1], above])
-        return charged(
-            Pair(step=letters.pairs[0].step, first=1 - letters.half, major=major, p_only=p_only, q_only=q_only)
-        )
+        pair = Pair(step=letters.pairs[0].step, first=1 - letters.half, major=major, p_only=p_only, q_only=q_only)
+        return charged(pair, uneven)
 
     if attained:
         return block_pair(dimension, dimension)

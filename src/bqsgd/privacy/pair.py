@@ -67,10 +67,10 @@ def checked(pair: Pair) -> Pair:
     return pair
 
 
-def charged(pair: Pair) -> Pair:
-    """The pair with its float error paid: FLOAT_CHARGE and whatever a law lacks to 1 become infinite loss."""
+def charged(pair: Pair, more: float = 0.0) -> Pair:
+    """The pair with its float error paid: FLOAT_CHARGE, `more` and what a law lacks to 1 become infinite loss."""
     gaps = [max(0.0, 1.0 - float(law.sum()) - only) for law, only in ((pair.p, pair.p_only), (pair.q, pair.q_only))]
-    p_only, q_only = pair.p_only + gaps[0] + FLOAT_CHARGE, pair.q_only + gaps[1] + FLOAT_CHARGE
+    p_only, q_only = (x + FLOAT_CHARGE + more for x in (pair.p_only + gaps[0], pair.q_only + gaps[1]))
     return replace(checked(pair), p_only=min(1.0, p_only), q_only=min(1.0, q_only))
 
 
