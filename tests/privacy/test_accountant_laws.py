@@ -178,6 +178,8 @@ def test_a_guarantee_states_everything_and_survives_json():
         assert word in text
     assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
     assert guarantee.method == METHOD_LINF
+    earlier = {**guarantee.to_dict(), "method": "exact: privacy loss distribution, L-infinity"}
+    assert Guarantee.from_dict(earlier) == guarantee  # as older ledgers and runs have it
     with_l2 = Accountant().compose(release(dimension=26010, l2=0.01), 100).guarantee(delta=1e-5)
     assert with_l2.method == METHOD_RENYI
 

@@ -33,7 +33,7 @@ def guarantee_lines(guarantee: Guarantee) -> dict[str, str]:
     """Everything that must be read beside an epsilon, in words."""
     return {
         "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds",
-        "neighbours": f"{guarantee.relation} {guarantee.unit}",
+        "neighbours": guarantee.neighbours,
         "trust": str(guarantee.trust),
         "sampling": guarantee.sampling,
         "method": guarantee.method,

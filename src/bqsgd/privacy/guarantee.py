@@ -13,6 +13,17 @@ from bqsgd.release import Relation, Trust, Unit
 MEANINGLESS_EPSILON = 1000.0
 """Beyond this figure no effort is spent: the bound is shown as "no meaningful guarantee"."""
 
+_EARLIER_METHODS = {
+    "exact: privacy loss distribution, L-infinity": "proven upper bound (loss distribution, L-infinity)",
+    "exact: Renyi moments, L2 and L-infinity": "proven upper bound (Renyi moments, L2 and L-infinity)",
+}
+"""What stored guarantees once called their method."""
+
+
+def method_name(stored: str) -> str:
+    """The name in use today of a method as an older file has it; any other text as it is."""
+    return _EARLIER_METHODS.get(stored, stored)
+
 
 def rounded_up(value: float, digits: int = 4) -> str:
     """An upper bound shown in a few significant digits stays an upper bound: rounded up, never to the nearest.
@@ -56,9 +67,16 @@ class Guarantee:
             return f"> {MEANINGLESS_EPSILON:.0f}: no meaningful guarantee"
         return rounded_up(self.epsilon)
 
+    @property
+    def neighbours(self) -> str:
+        """Which data sets cannot be told apart. The number of records is public, so a null record takes the place."""
+        if self.relation is Relation.ADD_REMOVE:
+            return f"{self.relation} {self.unit} (a null record in its place)"
+        return f"{self.relation} {self.unit}"
+
     def __str__(self) -> str:
         text = (
-            f"epsilon {self.epsilon_text} at delta {self.delta:g} ({self.relation} {self.unit}; {self.trust}; "
+            f"epsilon {self.epsilon_text} at delta {self.delta:g} ({self.neighbours}; {self.trust}; "
             f"{self.sampling}; {self.method})"
         )
         return f"{text} [seeded noise: no privacy claim]" if self.seeded else text
@@ -81,7 +99,7 @@ class Guarantee:
     def from_dict(cls, fields: dict[str, Any]) -> Guarantee:
         """The inverse of `to_dict`, re-checked."""
         try:
-            values = {**fields, "epsilon": float(fields["epsilon"])}
+            values = {**fields, "epsilon": float(fields["epsilon"]), "method": method_name(fields["method"])}
             return cls(
                 **{**values, "relation": Relation(fields["relation"]), "unit": Unit(fields["unit"])}
                 | {"trust": Trust(fields["trust"])}
