@@ -88,10 +88,11 @@ def _added(log_moments: Floats, rates: MomentRates, rate: float, edge: float, dr
     slack = (4 + 2 * rates.quartic) * (edge + drift)
     v = np.linspace(-3 * edge, largest, 2001)
     square, cube, fourth = (np.expm1(x) for x in (v[1:], rates.cubic * v[:-1] - slack, rates.quartic * v[1:] + slack))
+    bounded = np.isfinite(log_moments[ORDERS])
     best = np.full(ORDERS.size, math.inf)
     for split in SPLITS.tolist():
         with np.errstate(divide="ignore"):
-            rare = np.exp(min(0.0, float(np.min(log_moments[ORDERS] + n * np.log(split)))))
+            rare = np.exp(np.min((log_moments[ORDERS] + n * np.log(split))[bounded], initial=0.0))
         second = c2 * np.exp(-(n + 2) * math.log1p(-rate * (1 - split))) * (np.expm1(largest) + 2 * edge)
         second += c2 * np.exp(-(n + 2) * math.log1p(-rate)) * rare
         near, far = (c4 * np.exp(-(n + 4) * math.log1p(-rate * share)) for share in (1 - split, 1.0))
