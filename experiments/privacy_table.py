@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bqsgd.audit import audit
+from bqsgd.audit import EncoderRuns, audit
 from bqsgd.noise import privacy_rng
 from bqsgd.paper.nominal import NominalPrivacy
 from bqsgd.paper.published import ROWS, PublishedRow
@@ -44,7 +44,8 @@ def guarantee_fields(guarantee: Guarantee) -> dict[str, Any]:
 
 def audited(what: Release, *, rounds: int, samples: int) -> dict[str, Any]:
     """The lower bound of the real encoder, operating-system noise."""
-    result = audit(what, rounds=rounds, samples=samples, delta=DELTA, confidence=CONFIDENCE, rng=privacy_rng())
+    source = EncoderRuns(what, rng=privacy_rng(), rounds=rounds)
+    result = audit(source, claim=what, samples=samples, delta=DELTA, confidence=CONFIDENCE)
     fields = result.to_dict()
     del fields["release"], fields["note"]
     return fields | {"claimed": guarantee_fields(result.claimed)}

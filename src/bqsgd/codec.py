@@ -84,7 +84,7 @@ def _checked(frame: Buffer | Frame, **expected: Any) -> Frame:
     return frame.expect(**expected) if isinstance(frame, Frame) else read_frame(frame, **expected)
 
 
-def _codes(frame: Frame) -> Codes:
+def codes_of(frame: Frame) -> Codes:
     """All codes of a checked frame, each below the code count, as a read-only array."""
     header = frame.header
     if header.coding is Coding.FIXED:
@@ -113,7 +113,7 @@ def decode_frame(
         FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
     """
     checked = _checked(frame, dimension=dimension, mechanism=mechanism, range=range, client=client, round=round)
-    return decode(_codes(checked), checked.header.mechanism, range=range)
+    return decode(codes_of(checked), checked.header.mechanism, range=range)
 
 
 class Accumulator:
@@ -151,7 +151,7 @@ class Accumulator:
         checked = _checked(
             frame, dimension=self.total.size, mechanism=mechanism, range=range, client=client, round=round
         )
-        add_decoded(self.total, _codes(checked), checked.header.mechanism, range=range, weight=weight)
+        add_decoded(self.total, codes_of(checked), checked.header.mechanism, range=range, weight=weight)
         self.weight += weight
         self.frames += 1
         self.seeded |= checked.header.seeded

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bqsgd.audit import Inputs, audit, canary_inputs, worst_case_inputs
-from bqsgd.audit.scores import Encode, code_law, loss_table, scores, uniforms
+from bqsgd.audit import AuditResult, EncoderRuns, Inputs, audit, canary_inputs, worst_case_inputs
+from bqsgd.audit.encoder import Encode, uniforms
+from bqsgd.audit.likelihood import code_laws, loss_tables
 from bqsgd.errors import InvalidParameter
 from bqsgd.mechanism.encoder import encode as encode_values
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
@@ -38,6 +39,20 @@ def release_of(*, levels: int = 4, trials: int = 60, dimension: int = DIMENSION,
 
 
 RELEASE = release_of()
+
+
+def audit_encoder(
+    release: Release,
+    *,
+    seed: int,
+    samples: int,
+    rounds: int = 1,
+    delta: float = 1e-3,
+    inputs: Inputs | None = None,
+    encode: Encode | None = None,
+) -> AuditResult:
+    source = EncoderRuns(release, rng=seeded_rng(seed=seed), rounds=rounds, inputs=inputs, encode=encode)
+    return audit(source, claim=release, samples=samples, delta=delta, confidence=CONFIDENCE)
 
 
 # Clients: from per-sample gradients (records, dimension) to the encoder's input, clip 1.
@@ -83,7 +98,7 @@ def half_the_variance(values: Values, *, rng: NoiseSource) -> npt.NDArray[np.uns
     ],
 )
 def test_the_real_encoder_stays_below_the_exact_figure(release: Release, rounds: int, samples: int) -> None:
-    result = audit(release, rounds=rounds, samples=samples, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=1))
+    result = audit_encoder(release, rounds=rounds, samples=samples, seed=1)
     assert not result.violated
     assert result.lower.epsilon < result.claimed.epsilon
     assert "proves nothing" in result.verdict
@@ -91,14 +106,12 @@ def test_the_real_encoder_stays_below_the_exact_figure(release: Release, rounds:
 
 def test_the_bound_has_power() -> None:
     """With noise to spare the audit would be silent about everything; here it must see a good part of epsilon."""
-    result = audit(RELEASE, samples=20_000, delta=1e-2, confidence=CONFIDENCE, rng=seeded_rng(seed=2))
+    result = audit_encoder(RELEASE, samples=20_000, delta=1e-2, seed=2)
     assert 0.6 * result.claimed.epsilon < result.lower.epsilon <= result.claimed.epsilon
 
 
 def test_half_the_variance_is_caught() -> None:
-    result = audit(
-        RELEASE, samples=20_000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=3), encode=half_the_variance
-    )
+    result = audit_encoder(RELEASE, samples=4_000, seed=3, encode=half_the_variance)
     assert result.violated
     assert "VIOLATION" in result.verdict
 
@@ -114,23 +127,15 @@ FULL_BATCH = np.full((BATCH, DIMENSION), -1.0)
 def test_planted_client_faults_are_caught(
     client: Callable[[Values], Values], caught: bool, background: Values | None
 ) -> None:
-    result = audit(
-        RELEASE,
-        samples=8_000,
-        delta=1e-3,
-        confidence=CONFIDENCE,
-        rng=seeded_rng(seed=4),
-        inputs=canary_inputs(client, dimension=DIMENSION, background=background),
-    )
+    pair = canary_inputs(client, dimension=DIMENSION, background=background)
+    result = audit_encoder(RELEASE, samples=4_000, seed=4, inputs=pair)
     assert result.violated == caught
 
 
 def test_faults_are_caught_through_sampling_and_rounds() -> None:
     release = release_of(rate=0.25)
     pair = canary_inputs(batch_mean_clip, dimension=DIMENSION)
-    result = audit(
-        release, rounds=4, samples=2_000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=5), inputs=pair
-    )
+    result = audit_encoder(release, rounds=4, samples=2_000, seed=5, inputs=pair)
     assert result.violated
 
 
@@ -141,7 +146,7 @@ def test_a_batch_mean_clip_accounted_as_such_passes() -> None:
         sensitivity=Sensitivity(linf=2.0, relation=Relation.REPLACE),
         sampling=Sampling(scheme=Scheme.FULL),
     )
-    result = audit(release, samples=20_000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=6))
+    result = audit_encoder(release, samples=20_000, seed=6)
     assert not result.violated
     assert result.lower.epsilon > 0.4 * result.claimed.epsilon
 
@@ -156,7 +161,6 @@ def test_the_worst_case_pair_attains_the_shift() -> None:
         sampling=Sampling(scheme=Scheme.FULL),
     )
     pair = worst_case_inputs(wide)
-    assert pair.moved == 4
     assert (pair.with_record - pair.without).tolist() == [1.5] * 4 + [0.0] * 5
     assert np.abs(pair.with_record).max() <= 1
 
@@ -165,7 +169,7 @@ def test_the_code_law_is_the_encoders_law() -> None:
     mechanism, count = Mechanism(levels=3, trials=20), 400_000
     for value in (-1.0, 0.0, 0.21, 1.0):
         codes = encoder(mechanism)(np.full(count, value), rng=seeded_rng(seed=7))
-        law = code_law(mechanism, value)
+        (law,) = code_laws(mechanism, [value])
         assert law.sum() == pytest.approx(1, abs=1e-12)
         seen = np.bincount(codes, minlength=mechanism.code_count) / count
         # 5 standard errors for each of 4 x 27 codes: false alarm below 1e-4.
@@ -175,20 +179,8 @@ def test_the_code_law_is_the_encoders_law() -> None:
 def test_scores_are_log_likelihood_ratios() -> None:
     """E[e^score] = 1 without the record: the ratio's law, and the sampling rate, are as stated."""
     release = release_of(dimension=8, levels=4, trials=12, rate=0.3)
-    pair = worst_case_inputs(release)
-    found = {
-        present: scores(
-            pair,
-            release.mechanism,
-            encode=encoder(release.mechanism),
-            rate=0.3,
-            rounds=2,
-            samples=50_000,
-            present=present,
-            rng=seeded_rng(seed=12),
-        )
-        for present in (True, False)
-    }
+    source = EncoderRuns(release, rng=seeded_rng(seed=12), rounds=2)
+    found = {present: source.scores(50_000, present=present) for present in (True, False)}
     ratio = np.exp(found[False])
     assert abs(ratio.mean() - 1) < 5 * ratio.std() / math.sqrt(ratio.size)
     back = np.exp(-found[True])
@@ -197,7 +189,7 @@ def test_scores_are_log_likelihood_ratios() -> None:
 
 
 def test_a_code_that_only_one_side_gives_decides_the_run() -> None:
-    table = loss_table(Mechanism(levels=1, trials=2), without=0.0, with_record=0.5)
+    (table,) = loss_tables(Mechanism(levels=1, trials=2), without=[0.0], with_record=[0.5])
     assert table.tolist() == pytest.approx([0.0, math.log(0.5), math.log(0.75), math.log(1.5), 60.0][: table.size])
 
 
@@ -210,26 +202,44 @@ def test_uniforms_fill_the_unit_interval() -> None:
 
 
 def test_the_record_says_whether_the_noise_was_seeded_and_what_was_audited() -> None:
-    fields = audit(release_of(dimension=4), samples=50, delta=1e-3, rng=privacy_rng()).to_dict()
+    claim = release_of(dimension=4)
+    fields = audit(EncoderRuns(claim, rng=privacy_rng()), claim=claim, samples=50, delta=1e-3).to_dict()
     assert fields["seeded"] is False
     assert fields["audited_dimension"] == 4
     assert "proves nothing" in fields["note"]
-    assert fields["claimed"]["epsilon"] == Accountant().compose(release_of(dimension=4)).epsilon(1e-3)
+    assert fields["claimed"]["epsilon"] == Accountant().compose(claim).epsilon(1e-3)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"samples": 3},
-        {"rounds": 0},
-        {"confidence": 1.0},
-        {"inputs": Inputs(without=np.zeros(3), with_record=np.ones(3))},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"samples": 3}, {"confidence": 1.0}, {"confidence": 0.0}])
 def test_bad_arguments_are_refused(wrong: dict[str, object]) -> None:
-    arguments: dict[str, object] = {"samples": 100, "delta": 1e-3, "rng": privacy_rng(), **wrong}
+    arguments: dict[str, object] = {"claim": RELEASE, "samples": 100, "delta": 1e-3, **wrong}
     with pytest.raises(InvalidParameter):
-        audit(RELEASE, **arguments)  # type: ignore[arg-type]
+        audit(EncoderRuns(RELEASE, rng=privacy_rng()), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"inputs": Inputs(without=np.zeros(3), with_record=np.ones(3))}])
+def test_bad_sources_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidParameter):
+        EncoderRuns(RELEASE, rng=privacy_rng(), **wrong)  # type: ignore[arg-type]
+
+
+def test_worlds_that_do_not_differ_score_nothing() -> None:
+    same = Inputs(without=np.zeros(DIMENSION), with_record=np.zeros(DIMENSION))
+    result = audit_encoder(RELEASE, samples=100, seed=8, inputs=same)
+    assert not result.violated
+    assert result.lower.epsilon == 0
+
+
+def test_an_honest_encoder_is_hardly_ever_accused() -> None:
+    """100 audits at confidence 0.9: at most 10 % wrong, so 21 or more have probability below 0.001."""
+    release = release_of(dimension=16, levels=8)
+    accused = sum(
+        audit(
+            EncoderRuns(release, rng=seeded_rng(seed=seed)), claim=release, samples=400, delta=1e-3, confidence=0.9
+        ).violated
+        for seed in range(100)
+    )
+    assert accused < 21
 
 
 def coarse_release(**changes: float) -> Release:
@@ -239,10 +249,10 @@ def coarse_release(**changes: float) -> Release:
 
 def test_coarse_codes_are_audited_with_their_own_law() -> None:
     release = coarse_release()
-    law = code_law(release.mechanism, 0.3)
+    (law,) = code_laws(release.mechanism, [0.3])
     assert law.size == 8
     assert law.sum() == pytest.approx(1)
-    result = audit(release, samples=4000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=5))
+    result = audit_encoder(release, samples=4000, seed=5)
     assert not result.violated
     assert result.lower.epsilon > 0.2 * result.claimed.epsilon, "coarse codes still tell something"
 
@@ -256,5 +266,5 @@ def test_a_client_that_coarsens_before_the_noise_is_caught() -> None:
         assert codes.max() < release.mechanism.code_count
         return codes
 
-    result = audit(release, samples=4000, delta=1e-3, confidence=CONFIDENCE, rng=seeded_rng(seed=6), encode=too_little)
+    result = audit_encoder(release, samples=4000, seed=6, encode=too_little)
     assert result.violated

@@ -72,8 +72,30 @@ def test_a_curve_is_broken_only_where_the_runs_break_it() -> None:
     assert not check_curve(with_record, without, claimed=honest, confidence=0.99).broken
     check = check_curve(with_record, without, claimed={0.0: true_delta - 0.05, 1.0: 1.0}, confidence=0.99)
     assert check.broken
-    assert check.epsilon == 0.0
+    assert check.claimed_epsilon == 0.0
+    assert check.lower.delta == true_delta - 0.05
     assert true_delta - 0.05 < check.delta_lower <= true_delta
+
+
+def test_an_event_that_was_never_seen_in_one_world_does_not_decide_the_point() -> None:
+    """Total separation, and a claim that says next to nothing at its own epsilon.
+
+    At epsilon 7 a plug-in error calls the excess certain (no run without the record), yet e^7 times the Clopper-Pearson
+    bound of that "no run" is beyond 1. At epsilon 0 the same runs break the claim.
+    """
+    with_record, without = np.full(4000, 1.0), np.full(4000, -1.0)
+    check = check_curve(with_record, without, claimed={0.0: 0.9, 7.0: 1e-3}, confidence=0.99)
+    assert check.claimed_epsilon == 0.0
+    assert check.broken
+    assert check.delta_lower > 0.99
+
+
+def test_a_broken_point_reads_the_same_along_both_axes() -> None:
+    with_record, without = randomised_response(1.0, 20_000, seed=11)
+    for claimed in ({0.5: 0.1}, {0.5: 0.9}, {0.2: 0.3}, {0.9: 1e-9}):
+        check = check_curve(with_record, without, claimed=claimed, confidence=0.99)
+        ((epsilon, delta),) = claimed.items()
+        assert check.broken == (check.lower.epsilon > epsilon) == (check.delta_lower > delta)
 
 
 def test_events_split_the_runs() -> None:

@@ -1,4 +1,5 @@
-"""Every edge that docs/sharp_edges.md calls refused is refused, with the error it names."""
+"""Every edge that docs/sharp_edges.md calls refused is refused, with the error it names, and every edge that the audit
+is said to catch is a planted fault that `test_planted_faults` has caught."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import pickle
 import re
 import sqlite3
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +203,30 @@ def test_the_page_calls_refused_what_is_refused() -> None:
     assert called == REFUSALS.keys()
     for edge in called:
         assert f"`{REFUSALS[edge][1].__name__}`" in edges[edge], edge
+
+
+CAUGHT = {
+    "batch-mean-clip": "batch-mean clip",
+    "no-clip": "no clip",
+    "realised-batch-size": "realised batch size",
+    "data-set-size": "understated sampling rate",
+}
+"""Edge: the planted fault that shows it."""
+
+
+def test_the_audit_is_said_to_catch_what_a_planted_fault_shows() -> None:
+    pytest.importorskip("torch")
+    sys.path.insert(0, str(PAGE.parents[1]))
+    from experiments.audit_faults import FAULTS
+
+    edges = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    said = {
+        edge for edge, text in edges if re.search(r"audit (catches|finds|sees)|(caught|found|seen) by the audit", text)
+    }
+    assert said == CAUGHT.keys()
+    assert set(CAUGHT.values()) <= FAULTS.keys()
+    planted = (Path(__file__).parent / "test_planted_faults.py").read_text(encoding="utf-8")
+    assert '@pytest.mark.parametrize("fault", planted.FAULTS)\ndef test_the_audit_catches_the_fault(' in planted
 
 
 def test_what_is_marked_is_marked() -> None:

@@ -96,3 +96,42 @@ def test_audit_says_when_it_audits_fewer_coordinates(bqsgd) -> None:
     refused = bqsgd(*AUDIT, "--audit-dimension", 65)
     assert refused.code == 2
     assert "--audit-dimension" in refused.err
+
+
+END_TO_END = [
+    "audit",
+    "--end-to-end",
+    "--levels",
+    8,
+    "--trials",
+    60,
+    "--dimension",
+    16,
+    "--batch-size",
+    4,
+    "--dataset-size",
+    8,
+]
+END_TO_END += ["--delta", 1e-3, "--samples", 200, "--confidence", "0.9999"]
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
+def test_audit_runs_clients_from_end_to_end(bqsgd, sampling: str) -> None:
+    pytest.importorskip("torch")
+    result = bqsgd(*END_TO_END, "--sampling", sampling, "--json")
+    assert result.code == 0
+    fields = result.json
+    assert (fields["path"], fields["verdict"], fields["samples"]) == ("data to frame", "no violation found", 200)
+    assert fields["epsilon_lower"] <= fields["claimed"]["epsilon"]
+    same = bqsgd(*[word for word in END_TO_END if word != "--end-to-end"], "--sampling", sampling, "--json").json
+    assert same["path"] == "encoder"
+    assert same["claimed"]["epsilon"] == pytest.approx(fields["claimed"]["epsilon"])
+
+
+def test_audit_from_end_to_end_takes_the_sensitivity_from_the_client(bqsgd) -> None:
+    refused = bqsgd(*END_TO_END, "--linf", 0.5)
+    assert refused.code == 2
+    assert "--linf" in refused.err
+    fewer = bqsgd(*END_TO_END, "--audit-dimension", 4, "--json").json
+    assert (fewer["audited_dimension"], fewer["dimension"]) == (4, 16)
+    assert fewer["claimed"]["epsilon"] < fewer["claimed_whole"]["epsilon"]

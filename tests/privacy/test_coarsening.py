@@ -11,7 +11,7 @@ from enumeration import hockey_stick, product, subsampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd.audit.scores import code_law
+from bqsgd.audit.likelihood import code_laws
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Release, Sampling, Sensitivity
@@ -32,7 +32,7 @@ values = st.floats(-1, 1)
 
 @given(coarse_mechanisms, values, values)
 def test_one_coordinate_is_never_easier_to_tell_apart(mechanism: Mechanism, x: float, y: float) -> None:
-    fine, coarse = ((code_law(one, x), code_law(one, y)) for one in (mechanism.fine, mechanism))
+    fine, coarse = (code_laws(one, [x, y]) for one in (mechanism.fine, mechanism))
     for epsilon in EPSILONS:
         assert hockey_stick(coarse, epsilon) <= hockey_stick(fine, epsilon) + 1e-12
         assert hockey_stick(coarse[::-1], epsilon) <= hockey_stick(fine[::-1], epsilon) + 1e-12
@@ -42,7 +42,7 @@ def test_one_coordinate_is_never_easier_to_tell_apart(mechanism: Mechanism, x: f
 @given(coarse_mechanisms.filter(lambda m: m.fine_code_count <= 12), st.tuples(*[values] * 4), st.floats(0.05, 1))
 def test_nor_two_coordinates_sampled_over_two_rounds(mechanism: Mechanism, x: tuple[float, ...], rate: float) -> None:
     def two_rounds(used: Mechanism) -> tuple[np.ndarray, np.ndarray]:
-        first, second = ((code_law(used, x[i]), code_law(used, x[i + 2])) for i in (0, 1))
+        first, second = (code_laws(used, [x[i], x[i + 2]]) for i in (0, 1))
         message = subsampled(product(first, second), rate)
         return product(message, message)
 
@@ -57,7 +57,7 @@ def test_few_points_give_what_so_few_codes_never_could() -> None:
         Mechanism(levels=1, trials=1),
         Mechanism(levels=1, trials=100, coarsening=Coarsening(points=4, width=14)),
     )
-    pairs = [(code_law(one, 0.5), code_law(one, 0.0)) for one in (direct, coarse)]
+    pairs = [code_laws(one, [0.5, 0.0]) for one in (direct, coarse)]
     assert hockey_stick(pairs[0], 3.0) > 0.2
     assert hockey_stick(pairs[1], 0.2) < 1e-3
     assert hockey_stick(pairs[1], 0.0) > 0.01  # it still says something about the value

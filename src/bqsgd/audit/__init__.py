@@ -1,7 +1,40 @@
-"""An empirical lower bound on epsilon from the real encoder. Passing proves nothing; failing proves a fault."""
+"""An empirical lower bound on epsilon from the real code. Passing proves nothing; failing proves a fault.
+
+A source of observations runs two worlds that differ in one record: the encoder alone (`EncoderRuns`), or clients from
+their data to their frames (`ClientRuns`, which imports torch on first use). `audit` compares it with a claim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from bqsgd.audit.bound import LowerBound, epsilon_lower_bound
+from bqsgd.audit.encoder import EncoderRuns
 from bqsgd.audit.inputs import Inputs, canary_inputs, worst_case_inputs
-from bqsgd.audit.run import AuditResult, audit
+from bqsgd.audit.verdict import AuditResult, Source, audit
 
-__all__ = ["AuditResult", "Inputs", "LowerBound", "audit", "canary_inputs", "epsilon_lower_bound", "worst_case_inputs"]
+if TYPE_CHECKING:
+    from bqsgd.audit.client import ClientRuns, Neighbours, canary_runs
+
+__all__ = [
+    "AuditResult",
+    "ClientRuns",
+    "EncoderRuns",
+    "Inputs",
+    "LowerBound",
+    "Neighbours",
+    "Source",
+    "audit",
+    "canary_inputs",
+    "canary_runs",
+    "epsilon_lower_bound",
+    "worst_case_inputs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ClientRuns", "Neighbours", "canary_runs"):
+        from bqsgd.audit import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

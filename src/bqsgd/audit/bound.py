@@ -1,13 +1,19 @@
 """From scores of runs with and without the record to a lower bound on epsilon, with a stated confidence.
 
 If a mechanism is (epsilon, delta)-private, every event E has P(E) <= e^epsilon Q(E) + delta for P, Q = (with, without)
-the record, either way round. An event chosen on one half of the runs is counted on the other half; Clopper-Pearson
-bounds its two probabilities, and epsilon >= log((P(E) - delta) / Q(E)) follows.
+the record, either way round. Clopper-Pearson bounds P(E) from below and Q(E) from above, and
+epsilon >= log((P(E) - delta) / Q(E)) follows.
+
+The event, and the point of a claimed curve, are chosen on the first half of the runs and counted on the second. So
+however many were tried, the bound is one statement about one event that was fixed before its runs were looked at. The
+choice is made by the same Clopper-Pearson bounds: an event that is never seen in one world looks certain to a plug-in
+error, and times e^epsilon its true uncertainty is the whole figure.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +40,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """epsilon is at least this, with probability `confidence` over the audit's own runs."""
+    """epsilon at `delta` is at least this, with probability `confidence` over the audit's own runs.
+
+    likely, unlikely: the event's probability at least in one world, at most in the other.
+    """
 
     epsilon: float
     delta: float
@@ -42,6 +51,24 @@ class LowerBound:
     event: Event
     likely: float
     unlikely: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveCheck:
+    """The claimed curve at the one point chosen on the first half: `lower` is what the second half shows there."""
+
+    claimed_epsilon: float
+    lower: LowerBound
+
+    @property
+    def broken(self) -> bool:
+        """Epsilon at this delta is above the claimed one, beyond chance at this confidence."""
+        return self.lower.epsilon > self.claimed_epsilon
+
+    @property
+    def delta_lower(self) -> float:
+        """Delta at the claimed epsilon is at least this: the same statement read along the other axis."""
+        return max(0.0, self.lower.likely - math.exp(self.claimed_epsilon) * self.lower.unlikely)
 
 
 def at_least(successes: npt.ArrayLike, samples: int, *, confidence: float) -> Scores:
@@ -64,88 +91,89 @@ def halves(scores: Scores) -> tuple[Scores, Scores]:
     return scores[:middle], scores[middle:]
 
 
-def candidates(with_record: Scores, without: Scores) -> tuple[Scores, dict[bool, tuple[Scores, Scores]]]:
-    """Thresholds worth trying, and for either side of them how many runs (likely world, unlikely world) fall there."""
+@dataclass(frozen=True, kw_only=True)
+class _Candidates:
+    """Events on one side of every threshold: how often the choosing half saw them, and the bounds that follow."""
+
+    thresholds: Scores
+    above: bool
+    likely: Scores
+    unlikely: Scores
+    likely_low: Scores
+    unlikely_high: Scores
+
+    def event(self, index: int) -> Event:
+        return Event(threshold=float(self.thresholds[index]), above=self.above)
+
+
+def _candidates(with_record: Scores, without: Scores, *, confidence: float) -> Iterator[_Candidates]:
     pooled = np.unique(np.concatenate([with_record, without]))
     thresholds = np.unique(np.quantile(pooled, np.linspace(0, 1, MAX_CANDIDATES), method="nearest"))
-    inside, outside = np.sort(with_record), np.sort(without)
+    for above in (True, False):
+        likely, unlikely = (with_record, without) if above else (without, with_record)
+        seen = [_beyond(np.sort(scores), thresholds, above=above) for scores in (likely, unlikely)]
+        yield _Candidates(
+            thresholds=thresholds,
+            above=above,
+            likely=seen[0] / likely.size,
+            unlikely=seen[1] / unlikely.size,
+            likely_low=at_least(seen[0], likely.size, confidence=_each(confidence)),
+            unlikely_high=at_most(seen[1], unlikely.size, confidence=_each(confidence)),
+        )
 
-    def above(ordered: Scores) -> Scores:
+
+def _beyond(ordered: Scores, thresholds: Scores, *, above: bool) -> Scores:
+    """How many scores lie strictly beyond each threshold."""
+    if above:
         return (ordered.size - np.searchsorted(ordered, thresholds, side="right")).astype(np.float64)
-
-    def below(ordered: Scores) -> Scores:
-        return np.searchsorted(ordered, thresholds, side="left").astype(np.float64)
-
-    return thresholds, {True: (above(inside), above(outside)), False: (below(outside), below(inside))}
+    return np.searchsorted(ordered, thresholds, side="left").astype(np.float64)
 
 
-def _probabilities(event: Event, with_record: Scores, without: Scores, *, confidence: float) -> tuple[float, float]:
-    """Bounds (likely from below, unlikely from above) that hold together with the given confidence."""
+def _each(confidence: float) -> float:
+    """Two bounds that each hold with this confidence hold together with `confidence`."""
+    return 1 - (1 - confidence) / 2
+
+
+def _counted(event: Event, with_record: Scores, without: Scores, *, delta: float, confidence: float) -> LowerBound:
+    """What the counting half says about an event chosen without it."""
     likely, unlikely = (with_record, without) if event.above else (without, with_record)
-    each = 1 - (1 - confidence) / 2
-    low = at_least(int(event.holds(likely).sum()), likely.size, confidence=each)
-    high = at_most(int(event.holds(unlikely).sum()), unlikely.size, confidence=each)
-    return float(low), float(high)
+    low = float(at_least(int(event.holds(likely).sum()), likely.size, confidence=_each(confidence)))
+    high = float(at_most(int(event.holds(unlikely).sum()), unlikely.size, confidence=_each(confidence)))
+    epsilon = max(0.0, math.log((low - delta) / high)) if low > delta else 0.0
+    return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, event=event, likely=low, unlikely=high)
 
 
 def epsilon_lower_bound(with_record: Scores, without: Scores, *, delta: float, confidence: float) -> LowerBound:
     """The lower bound on epsilon at `delta`; 0 when nothing can be said."""
     (choose_in, count_in), (choose_out, count_out) = halves(with_record), halves(without)
-    thresholds, counts = candidates(choose_in, choose_out)
-    each = 1 - (1 - confidence) / 2
-    best, event = -math.inf, Event(threshold=float(thresholds[0]), above=True)
-    for side, (likely, unlikely) in counts.items():
-        sizes = (choose_in.size, choose_out.size) if side else (choose_out.size, choose_in.size)
-        low = at_least(likely, sizes[0], confidence=each)
-        high = at_most(unlikely, sizes[1], confidence=each)
-        ratio = np.maximum(low - delta, 1e-300) / high
+    best, event = -math.inf, Event(threshold=0.0, above=True)
+    for tried in _candidates(choose_in, choose_out, confidence=confidence):
+        ratio = (tried.likely_low - delta) / tried.unlikely_high
         index = int(np.argmax(ratio))
         if ratio[index] > best:
-            best, event = float(ratio[index]), Event(threshold=float(thresholds[index]), above=side)
-    low_p, high_p = _probabilities(event, count_in, count_out, confidence=confidence)
-    epsilon = max(0.0, math.log((low_p - delta) / high_p)) if low_p > delta else 0.0
-    return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, event=event, likely=low_p, unlikely=high_p)
+            best, event = float(ratio[index]), tried.event(index)
+    return _counted(event, count_in, count_out, delta=delta, confidence=confidence)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CurveCheck:
-    """Whether the runs break the claimed delta(epsilon) at the one point chosen on the first half."""
-
-    epsilon: float
-    claimed_delta: float
-    delta_lower: float
-    confidence: float
-
-    @property
-    def broken(self) -> bool:
-        """The measured delta is above the claimed one, beyond chance at this confidence."""
-        return self.delta_lower > self.claimed_delta
-
-
-def check_curve(with_record: Scores, without: Scores, *, claimed: dict[float, float], confidence: float) -> CurveCheck:
-    """Compare with the claimed curve {epsilon: delta} where the first half sees the largest excess.
+def check_curve(
+    with_record: Scores, without: Scores, *, claimed: Mapping[float, float], confidence: float
+) -> CurveCheck:
+    """Compare with the claimed curve {epsilon: delta} at the point where the first half breaks it most clearly.
 
     A guarantee is a whole curve. Faults that hardly show at a small delta (where runs are rare) show at epsilon near 0,
-    where delta is the total variation distance and a few thousand runs measure it well.
+    where delta is the total variation distance and a few thousand runs measure it well. Clearly means: the excess of
+    P(E) - e^epsilon Q(E) over the claimed delta, in widths of its own Clopper-Pearson bound; above 1 the first half
+    alone would break the claim.
     """
     (choose_in, count_in), (choose_out, count_out) = halves(with_record), halves(without)
-    thresholds, counts = candidates(choose_in, choose_out)
-    best, point, event = -math.inf, next(iter(claimed)), Event(threshold=float(thresholds[0]), above=True)
-    for side, (likely, unlikely) in counts.items():
-        sizes = (choose_in.size, choose_out.size) if side else (choose_out.size, choose_in.size)
-        p, q = likely / sizes[0], unlikely / sizes[1]
+    best, point, event = -math.inf, next(iter(claimed)), Event(threshold=0.0, above=True)
+    for tried in _candidates(choose_in, choose_out, confidence=confidence):
         for epsilon, delta in claimed.items():
-            # In standard errors, so that a large but uncertain excess does not hide a small and certain one.
-            noise = np.sqrt(p * (1 - p) / sizes[0] + math.exp(2 * epsilon) * q * (1 - q) / sizes[1]) + 1 / min(sizes)
-            excess = (p - math.exp(epsilon) * q - delta) / noise
+            times = math.exp(epsilon)
+            width = tried.likely - tried.likely_low + times * (tried.unlikely_high - tried.unlikely)
+            excess = (tried.likely - times * tried.unlikely - delta) / width
             index = int(np.argmax(excess))
             if excess[index] > best:
-                best, point = float(excess[index]), epsilon
-                event = Event(threshold=float(thresholds[index]), above=side)
-    low, high = _probabilities(event, count_in, count_out, confidence=confidence)
-    return CurveCheck(
-        epsilon=point,
-        claimed_delta=claimed[point],
-        delta_lower=max(0.0, low - math.exp(point) * high),
-        confidence=confidence,
-    )
+                best, point, event = float(excess[index]), epsilon, tried.event(index)
+    lower = _counted(event, count_in, count_out, delta=claimed[point], confidence=confidence)
+    return CurveCheck(claimed_epsilon=point, lower=lower)

@@ -33,12 +33,6 @@ class Inputs:
         if self.without.shape != self.with_record.shape:
             raise InvalidParameter(f"inputs differ in shape: {self.without.shape} and {self.with_record.shape}")
 
-    @property
-    def moved(self) -> int:
-        """Number of coordinates that the record moves: the first so many."""
-        different = np.flatnonzero(self.without != self.with_record)
-        return 0 if different.size == 0 else int(different[-1]) + 1
-
 
 def worst_case_inputs(release: Release) -> Inputs:
     """The pair on which the accountant's bound is attained: inputs at a whole step against `shift` steps above it.

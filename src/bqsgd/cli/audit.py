@@ -1,13 +1,18 @@
-"""`bqsgd audit`: run the real encoder many times and bound epsilon from below."""
+"""`bqsgd audit`: run the real encoder, or real clients from end to end, and bound epsilon from below."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bqsgd.cli import client_options as options
 from bqsgd.cli.output import Json, emit
+
+if TYPE_CHECKING:
+    from bqsgd.audit import ClientRuns, Source
+    from bqsgd.params import Mechanism
+    from bqsgd.planner.plan import ClientSetting
 
 
 def audit(
@@ -17,8 +22,16 @@ def audit(
     batch_size: options.BatchSize,
     dataset_size: options.DatasetSize,
     delta: Annotated[float, typer.Option(help="Delta at which epsilon is bounded.")],
+    end_to_end: Annotated[
+        bool,
+        typer.Option(
+            "--end-to-end",
+            help="Run real clients from their data to their frames (linear model, per-sample clamp), "
+            "not the encoder alone.",
+        ),
+    ] = False,
     rounds: Annotated[int, typer.Option(help="Messages in one run.", min=1)] = 1,
-    samples: Annotated[int, typer.Option(help="Runs with the record, and as many without.", min=4)] = 2000,
+    samples: Annotated[int, typer.Option(help="Runs with the record, and as many without.", min=4)] = 4000,
     confidence: Annotated[float, typer.Option(help="Probability that the audit's statements hold.")] = 0.99,
     audit_dimension: Annotated[
         int | None, typer.Option(help="Audit only so many coordinates: faster, and a weaker bound.", min=1)
@@ -29,13 +42,18 @@ def audit(
 ) -> None:
     """Bound epsilon from below by running the encoder on worst-case inputs with and without a record.
 
-    Exit code 1 means a violation: the encoder is less private than claimed. Passing proves nothing.
+    With --end-to-end everything before the encoder is run too: data, sampling, clip, frame. Exit code 1 means a
+    violation: what was run is less private than claimed. Passing proves nothing.
 
     Example: bqsgd audit --levels 2 --trials 251 --dimension 61706 --batch-size 32 --dataset-size 15000 --delta 1e-5
     --sampling none
+
+    Example: bqsgd audit --end-to-end --levels 8 --trials 60 --dimension 64 --batch-size 16 --dataset-size 64
+    --delta 1e-3
     """
     from dataclasses import replace
 
+    from bqsgd.audit import EncoderRuns
     from bqsgd.audit import audit as run_audit
     from bqsgd.errors import InvalidParameter
     from bqsgd.noise import privacy_rng
@@ -43,22 +61,56 @@ def audit(
     from bqsgd.planner.plan import ClientSetting
     from bqsgd.privacy.accountant import Accountant
 
-    setting = ClientSetting(
-        dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, scheme=sampling.scheme, linf=linf
-    )
-    release = setting.release(Mechanism(levels=levels, trials=trials))
     if audit_dimension is not None and audit_dimension > dimension:
         raise InvalidParameter(f"--audit-dimension must be at most --dimension ({dimension}), got {audit_dimension}")
-    audited = release if audit_dimension is None else replace(release, dimension=audit_dimension)
-    result = run_audit(audited, rounds=rounds, samples=samples, delta=delta, confidence=confidence, rng=privacy_rng())
-    fields = result.to_dict() | {"dimension": dimension}
+    if end_to_end and linf is not None:
+        raise InvalidParameter("--linf does not go with --end-to-end: there the sensitivity is that of the client")
+    mechanism = Mechanism(levels=levels, trials=trials)
+    setting = ClientSetting(
+        dimension=dimension if audit_dimension is None else audit_dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        scheme=sampling.scheme,
+        linf=linf,
+    )
+    source: Source
+    if end_to_end:
+        source = _clients(setting, mechanism, sampling=sampling, rounds=rounds)
+        claim = source.release
+    else:
+        claim = setting.release(mechanism)
+        source = EncoderRuns(claim, rng=privacy_rng(), rounds=rounds)
+    result = run_audit(source, claim=claim, samples=samples, delta=delta, confidence=confidence)
+    fields = {"path": "data to frame" if end_to_end else "encoder", **result.to_dict(), "dimension": dimension}
     notes = [result.verdict, f"Claimed for the audited coordinates: {result.claimed}."]
-    if audited is not release:
-        whole = Accountant().compose(release, rounds).guarantee(delta=delta)
+    if claim.dimension < dimension:
+        whole = Accountant().compose(replace(claim, dimension=dimension), rounds).guarantee(delta=delta)
         fields["claimed_whole"] = whole.to_dict()
-        notes.append(f"Only {audited.dimension} of {dimension} coordinates were audited. Claimed for all: {whole}.")
+        notes.append(f"Only {claim.dimension} of {dimension} coordinates were audited. Claimed for all: {whole}.")
     if not json:
         del fields["release"], fields["note"]
     emit(fields, as_json=json, title=f"Audit of levels {levels}, trials {trials}", notes=tuple(notes))
     if result.violated:
         raise typer.Exit(1)
+
+
+def _clients(
+    setting: ClientSetting, mechanism: Mechanism, *, sampling: options.SamplingChoice, rounds: int
+) -> ClientRuns:
+    """Clients with a per-sample clamp; what they state of themselves is the claim."""
+    import torch
+
+    from bqsgd.audit import canary_runs
+    from bqsgd.training.config import Config
+
+    torch.set_num_threads(1)  # the models are small: threads would only wait for one another
+    config = Config(
+        clients=1,
+        sampling="full" if sampling is options.SamplingChoice.NONE else sampling.value,
+        batch_size=setting.batch_size,
+        clip="clamp",
+        clip_bound=1.0,
+        levels=mechanism.levels,
+        trials=mechanism.trials,
+    )
+    return canary_runs(config, dimension=setting.dimension, dataset_size=setting.dataset_size, rounds=rounds)

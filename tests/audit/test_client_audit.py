@@ -1,0 +1,131 @@
+"""The audit of clients runs what a client runs, and reads what a server reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bqsgd.audit import ClientRuns, EncoderRuns, Neighbours, audit, canary_runs  # noqa: E402
+from bqsgd.audit.client import canary_neighbours, full_batch_inputs, linear_client  # noqa: E402
+from bqsgd.errors import InvalidParameter  # noqa: E402
+from bqsgd.ledger import Ledger  # noqa: E402
+from bqsgd.noise import seeded_rng  # noqa: E402
+from bqsgd.release import Scheme  # noqa: E402
+from bqsgd.training.client import Client  # noqa: E402
+from bqsgd.training.config import Config  # noqa: E402
+
+torch.set_num_threads(1)
+CONFIG = Config(
+    clients=1, sampling="full", batch_size=4, clip="clamp", clip_bound=0.5, levels=8, trials=40, seed=1, rounds=1
+)
+DIMENSION = 6
+
+
+def runs_of(config: Config, **changes: int) -> ClientRuns:
+    return canary_runs(config, **{"dimension": DIMENSION, "dataset_size": 8, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clip", ["clamp", "scale", "l2", "dual"])
+@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+def test_the_canary_moves_the_mean_as_far_as_the_clip_lets_it(sampling: str, clip: str) -> None:
+    config = replace(CONFIG, sampling=sampling, clip=clip, clip_norm=0.5, range=0.5)
+    source = runs_of(config)
+    move = source.inputs.with_record - source.inputs.without
+    stated = source.release.sensitivity
+    if clip in ("clamp", "scale"):
+        assert move == pytest.approx(stated.linf, rel=1e-3)
+    else:
+        assert stated.l2 is not None
+        assert np.linalg.norm(move) == pytest.approx(stated.l2, rel=1e-3)
+
+
+def test_the_client_states_the_claim() -> None:
+    release = runs_of(replace(CONFIG, sampling="poisson")).release
+    assert release.mechanism == CONFIG.mechanism
+    assert release.dimension == DIMENSION
+    assert (release.sampling.scheme, release.sampling.rate) == (Scheme.POISSON, 0.5)
+    assert release.sensitivity.linf == 0.25
+
+
+def test_scores_are_those_of_the_encoder_on_the_same_inputs() -> None:
+    """Without sampling the client is its encoder: both sources have the same law (5 standard errors of each mean)."""
+    source = runs_of(CONFIG)
+    encoder = EncoderRuns(source.release, rng=seeded_rng(seed=2), inputs=source.inputs)
+    for present in (True, False):
+        of_client, of_encoder = (one.scores(1500, present=present) for one in (source, encoder))
+        assert abs(of_client.mean() - of_encoder.mean()) < 5 * np.hypot(of_client.std(), of_encoder.std()) / 1500**0.5
+        assert of_client.std() == pytest.approx(of_encoder.std(), rel=0.15)
+
+
+def test_runs_are_independent_and_no_round_is_asked_for_twice() -> None:
+    source = runs_of(CONFIG, rounds=2)
+    first, second, other = source.scores(40, present=True), source.scores(40, present=True), runs_of(CONFIG)
+    assert len(np.unique(np.concatenate([first, second]))) > 70
+    assert not np.array_equal(other.scores(40, present=True), other.scores(40, present=False))
+    assert source.clients[True].spending.sent.total() == 160
+
+
+def test_a_seed_repeats_the_audit_and_without_one_it_differs() -> None:
+    again = [runs_of(CONFIG).scores(20, present=True) for _ in range(2)]
+    assert np.array_equal(*again)
+    fresh = [runs_of(replace(CONFIG, seed=None)).scores(20, present=True) for _ in range(2)]
+    assert not np.array_equal(*fresh)
+
+
+def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_system(tmp_path) -> None:
+    config = replace(CONFIG, seed=None, epsilon=1e3)
+    made = []
+
+    def make(settings: Config, data: object) -> Client:
+        if not settings.trials:
+            return linear_client(settings, data)  # type: ignore[arg-type]
+        ledger = Ledger.open(tmp_path / str(len(made)), client=0, budget_epsilon=1e3, budget_delta=settings.delta)
+        made.append(ledger)
+        plain = linear_client(replace(settings, seed=1), data)  # type: ignore[arg-type]
+        return Client(
+            client=0,
+            model=plain.model,
+            loss=plain.loss,
+            inputs=plain.inputs,
+            targets=plain.targets,
+            config=settings,
+            ledger=ledger,
+        )
+
+    neighbours = canary_neighbours(config, dimension=DIMENSION, dataset_size=4)
+    source = ClientRuns(make, config, neighbours=neighbours, model=np.zeros(DIMENSION, np.float32))
+    assert not source.seeded
+    result = audit(source, claim=source.release, samples=10, delta=1e-3)
+    assert not result.violated
+    assert not result.to_dict()["seeded"]
+    for ledger in made:
+        assert ledger.spent_rounds >= 10
+        ledger.close()
+
+
+def test_what_reaches_the_encoder_is_read_from_frames() -> None:
+    """Four records at the lower end of the range: -1 of it; with the canary's clip bound over L = 4 more, -3/4."""
+    neighbours = canary_neighbours(CONFIG, dimension=DIMENSION, dataset_size=4)
+    pair = full_batch_inputs(linear_client, CONFIG, neighbours=neighbours, model=np.zeros(DIMENSION, np.float32))
+    assert pair.without == pytest.approx(-1, abs=1e-5)
+    assert pair.with_record == pytest.approx(-0.75, abs=1e-5)
+
+
+def test_unusable_clients_are_refused() -> None:
+    planned = replace(CONFIG, levels=None, trials=None)
+    with pytest.raises(InvalidParameter, match="fixed levels and trials"):
+        runs_of(planned)
+    with pytest.raises(InvalidParameter, match="dataset_size"):
+        runs_of(CONFIG, dataset_size=3)
+    nothing = np.zeros((4, DIMENSION), np.float32), np.zeros(4, np.float32)
+    with pytest.raises(InvalidParameter, match="needs a ledger"):
+        ClientRuns(
+            linear_client,
+            replace(CONFIG, seed=None),
+            neighbours=Neighbours(without=nothing, with_record=nothing),
+            model=np.zeros(DIMENSION, np.float32),
+        ).scores(4, present=True)

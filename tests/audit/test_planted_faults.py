@@ -1,0 +1,89 @@
+"""Every planted fault is caught at 4,000 runs a side, honest clients pass, and the page says what was seen.
+
+Seeds are fixed, so the runs are the same each time; with fresh noise an honest client is accused in at most 1 % of
+audits, as the confidence is 0.99.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bqsgd.privacy.accountant import Accountant  # noqa: E402
+from experiments import audit_faults as planted  # noqa: E402
+
+torch.set_num_threads(1)
+RESULTS: dict[str, Any] = json.loads(planted.RESULTS.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("fault", planted.FAULTS)
+def test_the_audit_catches_the_fault(fault: str) -> None:
+    result = planted.run(planted.FAULTS[fault], seed=1)
+    assert result.samples == 4000
+    assert result.violated
+    lower = result.curve.lower
+    assert lower.epsilon > result.curve.claimed_epsilon
+    assert lower.likely - np.exp(result.curve.claimed_epsilon) * lower.unlikely > lower.delta
+
+
+@pytest.mark.parametrize(
+    ("client", "runs"), [(name, 4000 if name == "clamp, no sampling" else 1000) for name in planted.HONEST]
+)
+def test_the_audit_passes_an_honest_client(client: str, runs: int) -> None:
+    result = planted.run(planted.HONEST[client], seed=2, runs=runs)
+    assert not result.violated
+    assert result.lower.epsilon <= result.claimed.epsilon
+
+
+def test_an_honest_client_shows_what_its_encoder_shows() -> None:
+    """The audit of a client has power: it sees a good part of the claimed distance between the two worlds."""
+    result = planted.run(planted.HONEST["clamp, no sampling"], seed=3)
+    claimed = Accountant().compose(result.claim).delta(0.0)
+    lower = result.curve.lower
+    assert result.lower.epsilon > 0.3 * result.claimed.epsilon
+    assert 0 < lower.likely - lower.unlikely <= claimed
+
+
+def test_float32_sums_move_the_mean_beyond_its_bound_and_exact_sums_do_not() -> None:
+    addends = planted.chosen_addends().astype(np.float64)
+    assert addends.sum() - addends[1:].sum() == pytest.approx(1)
+    moves = planted.FAULTS["float32 sums"].moves
+    assert moves is not None
+    assert moves() > 200
+
+
+def test_the_cancelling_weights_leave_nothing_but_rounding_error() -> None:
+    weights, records = planted.cancelling_attack()
+    exact = records.astype(np.float64) @ weights.astype(np.float64)
+    terms = np.abs(records.astype(np.float64) * weights).sum(axis=1)
+    assert np.all(np.abs(exact) < 2.0**-23 * terms)
+    moves = planted.FAULTS["row dependence"].moves
+    assert moves is not None
+    assert moves() > 60
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    assert planted.PAGE.read_text(encoding="utf-8") == planted.page(RESULTS)
+
+
+def test_the_results_hold_every_case_with_its_own_claim() -> None:
+    assert (RESULTS["runs"], RESULTS["delta"], RESULTS["confidence"]) == (4000, planted.DELTA, planted.CONFIDENCE)
+    for group, cases in (("faults", planted.FAULTS), ("honest", planted.HONEST)):
+        assert list(RESULTS[group]) == list(cases)
+        for name, case in cases.items():
+            row = RESULTS[group][name]
+            assert row["violated"] == (group == "faults")
+            claim = case.claim()
+            assert row["release"] == json.loads(json.dumps(claim.to_dict()))
+            assert row["claimed_epsilon"] == pytest.approx(Accountant().compose(claim).epsilon(planted.DELTA), rel=1e-3)
+    alarms = RESULTS["false_alarms"]
+    assert alarms["alarms"] <= alarms["audits"] * (1 - alarms["confidence"])
