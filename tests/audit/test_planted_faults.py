@@ -35,22 +35,18 @@ def test_the_audit_catches_the_fault(fault: str) -> None:
     assert lower.likely - np.exp(result.curve.claimed_epsilon) * lower.unlikely > lower.delta
 
 
-@pytest.mark.parametrize(
-    ("client", "runs"), [(name, 4000 if name == "clamp, no sampling" else 1000) for name in planted.HONEST]
-)
-def test_the_audit_passes_an_honest_client(client: str, runs: int) -> None:
-    result = planted.run(planted.HONEST[client], seed=2, runs=runs)
+@pytest.mark.parametrize("client", [name for name in planted.HONEST if name != "clamp, no sampling"])
+def test_the_audit_passes_an_honest_client(client: str) -> None:
+    result = planted.run(planted.HONEST[client], seed=2, runs=1000)
     assert not result.violated
     assert result.lower.epsilon <= result.claimed.epsilon
 
 
-def test_an_honest_client_shows_what_its_encoder_shows() -> None:
-    """The audit of a client has power: it sees a good part of the claimed distance between the two worlds."""
-    result = planted.run(planted.HONEST["clamp, no sampling"], seed=3)
-    claimed = Accountant().compose(result.claim).delta(0.0)
-    lower = result.curve.lower
-    assert result.lower.epsilon > 0.3 * result.claimed.epsilon
-    assert 0 < lower.likely - lower.unlikely <= claimed
+def test_an_honest_client_passes_at_as_many_runs_and_shows_a_good_part_of_what_it_claims() -> None:
+    result = planted.run(planted.HONEST["clamp, no sampling"], seed=2)
+    assert result.samples == 4000
+    assert not result.violated
+    assert 0.3 * result.claimed.epsilon < result.lower.epsilon <= result.claimed.epsilon
 
 
 def test_float32_sums_move_the_mean_beyond_its_bound_and_exact_sums_do_not() -> None:
