@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from bqsgd import models
-from bqsgd.engines.distributed import DistributedSession, joined
-from bqsgd.engines.distributed.taking_part import Answering, answer_rounds, greeted
-from bqsgd.engines.session import Session, Task
+from bqsgd.engines.torch_distributed import join, torch_distributed
+from bqsgd.engines.torch_distributed.client import Answering, answer_rounds, joined_run
+from bqsgd.run import Run, run_round
 from bqsgd.training.client import Client, Declined
-from bqsgd.training.config import Config
-from bqsgd.training.rounds import run_round
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 RESULTS = Path(__file__).parent / "results" / "distributed.json"
 RANKS, BATCH, SAMPLES, TARGET_MS = 4, 64, 1024, 10.0
@@ -51,27 +51,27 @@ def task() -> Task:
 
 
 def settings(rounds: int) -> Config:
-    return Config(
+    return Config.of(
         clients=RANKS, rounds=rounds, batch_size=BATCH, levels=16, trials=203, epsilon=1e4, run="bench", workers=1
     )
 
 
 def without_model_work(client: Client) -> None:
     """The client's gradient is a fixed vector from now on."""
-    values = np.random.default_rng(client.client).normal(0, 1e-3, client.situation.dimension).astype(np.float32)
+    values = np.random.default_rng(client.client).normal(0, 1e-3, client.setting.dimension).astype(np.float32)
     client._values = lambda model, round: values  # type: ignore[method-assign]
 
 
-def timed_rounds(session: Session, cpu: list[float]) -> list[float]:
+def timed_rounds(run: Run, cpu: list[float]) -> list[float]:
     """Wall seconds of each round after the warm ones; `cpu` gets this process's CPU seconds of one of them."""
     seconds: list[float] = []
-    while session.server.round < session.config.rounds:
+    while run.server.round < run.config.run.rounds:
         if len(seconds) == WARM:
             cpu.append(time.process_time())
         started = time.perf_counter()
-        outcome = run_round(session.server, session.engine)
+        outcome = run_round(run.server, run.engine)
         seconds.append(time.perf_counter() - started)
-        assert all(receipt.status == "ok" for receipt in outcome.receipts), outcome
+        assert not outcome.trouble, outcome
     cpu[:] = [(time.process_time() - cpu[0]) / len(seconds[WARM:])]
     return seconds[WARM:]
 
@@ -91,19 +91,19 @@ def counting(client: Client, cpu: list[float], rounds: int) -> Answering:
 
 def rank(kind: str, rounds: int, folder: Path) -> None:
     cpu: list[float] = []
-    with joined() as group:
+    with join() as group:
         place = folder / f"disk-{group.rank}"
         if not group.serves:
-            with greeted(task(), settings(rounds), group=group, folder=place) as (client, channel, listener):
+            with joined_run(task(), settings(rounds), group=group, folder=place) as (client, channel, connection):
                 if kind == "carry":
                     without_model_work(client)
-                answer_rounds(counting(client, cpu, rounds), client.spending, channel, listener)
+                answer_rounds(counting(client, cpu, rounds), client.spending, channel, connection)
             (folder / f"cpu-{group.rank}.json").write_text(json.dumps(cpu[0]))
             return
-        with DistributedSession.start(task(), settings(rounds), folder=place, group=group) as session:
+        with Run.start(task(), settings(rounds), folder=place, engine=torch_distributed(group)) as run:
             if kind == "carry":
-                without_model_work(session.ranks.own.clients[0])
-            (folder / "seconds.json").write_text(json.dumps(timed_rounds(session, cpu)))
+                without_model_work(run.engine.own.clients[0])
+            (folder / "seconds.json").write_text(json.dumps(timed_rounds(run, cpu)))
         (folder / "cpu-0.json").write_text(json.dumps(cpu[0]))
 
 
@@ -133,13 +133,13 @@ def over_ranks(kind: str, rounds: int) -> dict[str, Any]:
 def in_process(kind: str, rounds: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        Session.start(task(), settings(rounds), folder=folder) as session,
+        Run.start(task(), settings(rounds), folder=folder) as run,
     ):
         if kind == "carry":
-            for client in session.engine.clients.values():
+            for client in run.engine.clients.values():
                 without_model_work(client)
         cpu: list[float] = []
-        found = figures(timed_rounds(session, cpu))
+        found = figures(timed_rounds(run, cpu))
         return found | {"cpu_ms": 1e3 * cpu[0]}
 
 

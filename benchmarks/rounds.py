@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from bqsgd import models
-from bqsgd.engines.session import Session, Task
-from bqsgd.training.config import Config
-from bqsgd.training.rounds import run_round
+from bqsgd.run import Run, run_round
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 RESULT = Path(__file__).parent / "results" / "rounds.json"
 
@@ -37,15 +37,15 @@ def task_of(clients: int, samples: int) -> Task:
 
 def overhead(rounds: int) -> dict[str, object]:
     """Least seconds of a round by stage over `rounds` rounds, and the share that is not gradients."""
-    config = Config(
+    config = Config.of(
         clients=4, rounds=rounds, batch_size=32, clip="clamp", clip_bound=0.0015, levels=2, trials=251, epsilon=900.0,
         reserve_rounds=50, workers=1, seed=1,
     )  # fmt: skip
     stages: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, Session.start(task_of(4, 1500), config, folder=folder) as session:
+    with tempfile.TemporaryDirectory() as folder, Run.start(task_of(4, 1500), config, folder=folder) as run:
         for _ in range(rounds):
             started = time.perf_counter()
-            outcome = run_round(session.server, session.engine)
+            outcome = run_round(run.server, run.engine)
             stages.setdefault("round", []).append(time.perf_counter() - started)
             for stage, seconds in outcome.seconds.items():
                 stages.setdefault(stage, []).append(seconds)
@@ -64,16 +64,16 @@ def overhead(rounds: int) -> dict[str, object]:
 
 def thousand() -> dict[str, object]:
     """One round each of 1,000 clients, after one round that compiles and plans."""
-    config = Config(
+    config = Config.of(
         clients=1000, rounds=3, batch_size=8, clip="clamp", clip_bound=0.0015, levels=2, trials=251, epsilon=900.0,
         workers=1, seed=1,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, Session.start(task_of(1000, 60), config, folder=folder) as session:
-        run_round(session.server, session.engine)
+    with tempfile.TemporaryDirectory() as folder, Run.start(task_of(1000, 60), config, folder=folder) as run:
+        run_round(run.server, run.engine)
         started = time.perf_counter()
-        outcome = run_round(session.server, session.engine)
+        outcome = run_round(run.server, run.engine)
         elapsed = time.perf_counter() - started
-    used = sum(receipt.status == "ok" for receipt in outcome.receipts)
+    used = outcome.used
     return {
         "what": "LeNet-5, 1,000 clients x 8 samples in one process, ledgers on disk",
         "frames_used": used,

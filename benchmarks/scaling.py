@@ -25,8 +25,8 @@ import numpy as np
 from bqsgd.codec import encode_frame
 from bqsgd.noise import privacy_rng
 from bqsgd.params import Mechanism
-from bqsgd.training.config import Config
 from bqsgd.training.server import Server
+from bqsgd.training.settings import Config
 from bqsgd.wire.model_message import read_model
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
@@ -38,7 +38,7 @@ LINKS_BITS_PER_SECOND = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
 
 def settings(clients: int) -> Config:
-    return Config(
+    return Config.of(
         clients=clients,
         levels=MECHANISM.levels,
         trials=MECHANISM.trials,

@@ -5,8 +5,9 @@ import sys
 import numpy as np
 from torch import nn
 
-from bqsgd.engines.session import Session, Task
-from bqsgd.training.config import Config
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 
 def data(samples, rng):
@@ -21,14 +22,14 @@ task = Task(
     make_model=lambda: nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)),
     shares=[data(3000, rng) for _ in range(4)],
     test=data(1000, rng),
-    loss=nn.CrossEntropyLoss(reduction="none"),  # one loss a sample: each is clipped on its own
+    loss=nn.CrossEntropyLoss(reduction="none"),  # one loss per sample: each is clipped on its own
 )
-config = Config(
+config = Config.of(
     clients=4, rounds=60, batch_size=300, clip_norm=1.0, clip_bound=0.5, bits=8, epsilon=3.0, delta=1e-5,
     learning_rate=1.0, evaluate_every=20, reserve_rounds=60,
 )  # fmt: skip
-with Session.start(task, config, folder=sys.argv[1] if len(sys.argv) > 1 else "runs/own_model") as session:
-    for record in session.rounds():
-        if record["test_accuracy"] is not None:
-            print(f"round {record['round'] + 1}: accuracy {record['test_accuracy']:.1%}")
-print(session.result().guarantee)
+with Run.start(task, config, folder=sys.argv[1] if len(sys.argv) > 1 else "runs/own_model") as run:
+    for record in run.rounds():
+        if record.test_accuracy is not None:
+            print(f"round {record.round + 1}: accuracy {record.test_accuracy:.1%}")
+print(run.summary.guarantee)

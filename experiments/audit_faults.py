@@ -26,7 +26,7 @@ from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 from bqsgd.training.client import Client
-from bqsgd.training.config import Config
+from bqsgd.training.settings import Config
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "audit_faults.json", HERE.parent / "docs" / "audit.md"
@@ -35,10 +35,10 @@ RUNS, DELTA, CONFIDENCE = 4000, 1e-3, 0.99
 DIMENSION = 64
 ALARM_AUDITS, ALARM_RUNS, ALARM_CONFIDENCE = 200, 400, 0.9
 
-FULL = Config(clients=1, sampling="full", batch_size=16, clip="clamp", clip_bound=1.0, levels=8, trials=60)
-POISSON = replace(FULL, sampling="poisson", batch_size=8, levels=6)
-FIXED = replace(FULL, sampling="fixed", batch_size=8, levels=3)
-DUAL = replace(FULL, clip="dual", clip_bound=0.25, clip_norm=1.0, range=0.25)
+FULL = Config.of(clients=1, sampling="none", batch_size=16, clip="clamp", clip_bound=1.0, levels=8, trials=60)
+POISSON = FULL.but(sampling="poisson", batch_size=8, levels=6)
+FIXED = FULL.but(sampling="fixed", batch_size=8, levels=3)
+DUAL = FULL.but(clip="dual", clip_bound=0.25, clip_norm=1.0, range=0.25)
 
 Values = npt.NDArray[np.float64]
 
@@ -67,7 +67,7 @@ def clients(
     """Real clients; `real`, `real_size` and `make` are what they do where it is not what they state."""
 
     def source(seed: int | None) -> Source:
-        config = replace(stated if real is None else real, seed=seed)
+        config = (stated if real is None else real).but(seed=seed)
         return canary_runs(config, dimension=DIMENSION, dataset_size=real_size or size, make=make)
 
     def claim() -> Release:
@@ -78,7 +78,7 @@ def clients(
 
 def realised_batch(config: Config, data: Data) -> Client:
     """A client that divides by the number of samples in its batch: without sampling, all it has."""
-    return linear_client(replace(config, batch_size=len(data[0])), data)
+    return linear_client(config.but(batch_size=len(data[0])), data)
 
 
 # Float32 sums: chosen data, honest model. In units of the clip bound, half of the records add 1 and take the sum S to
@@ -91,7 +91,7 @@ SUM_CLAIM = Release(
     mechanism=Mechanism(levels=8192, trials=20),
     dimension=SUM_DIMENSION,
     sensitivity=Sensitivity(linf=1 / SUMMED),
-    sampling=Sampling(scheme=Scheme.FULL),
+    sampling=Sampling(scheme=Scheme.NONE),
 )
 
 
@@ -119,7 +119,7 @@ ROW_CLAIM = Release(
     mechanism=Mechanism(levels=1, trials=180),
     dimension=FEATURES,
     sensitivity=Sensitivity(linf=1 / OTHERS),
-    sampling=Sampling(scheme=Scheme.FULL),
+    sampling=Sampling(scheme=Scheme.NONE),
 )
 
 
@@ -179,18 +179,20 @@ FAULTS = {
     "no clip": clients(
         "no sample is clipped; only the mean is held to the range",
         FULL,
-        real=replace(FULL, clip_bound=10 * CANARY_SIZE, range=1.0),
+        real=FULL.but(clip_bound=10 * CANARY_SIZE, range=1.0),
     ),
     "batch-mean clip": clients(
         "the mean is clipped, not the samples, and stated as a per-sample clip",
         FULL,
-        real=replace(FULL, clip="batch-mean"),
+        real=FULL.but(clip="batch-mean"),
     ),
     "realised batch size": clients(
         "the sum is divided by the samples in the batch, not by the public L", FULL, make=realised_batch
     ),
     "halved noise": clients(
-        "half the trials that are stated, so half the variance", FULL, real=replace(FULL, trials=FULL.trials // 2)
+        "half the trials that are stated, so half the variance",
+        FULL,
+        real=FULL.but(trials=(FULL.privacy.trials or 0) // 2),
     ),
     "understated sampling rate": clients(
         "a sample takes part with probability 1/2, stated is 1/4", POISSON, size=32, real_size=16

@@ -13,15 +13,14 @@ from typing import Any
 import dp_accounting
 import numpy as np
 from dp_accounting import pld
-from experiments.runs import EVALUATIONS, RESULTS, Job, provenance, task
+from experiments.runs import EVALUATIONS, RESULTS, Job, provenance, simulation, task
 
-from bqsgd.engines.session import Session
 from bqsgd.persample import L2, BatchMean, clipped_gradients
 from bqsgd.release import Scheme
 from bqsgd.training.batches import draw_batch
 from bqsgd.training.optimisers import schedule
+from bqsgd.training.parameters import load_vector
 from bqsgd.training.seeds import Purpose, derive
-from bqsgd.training.vector import load_vector
 from bqsgd.wire.model_message import read_model, write_model
 
 NO_CLIP = BatchMean(1e6)
@@ -62,40 +61,41 @@ def run_float32(job: Job, *, noise_multiplier: float, clip_norm: float | None) -
 def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[str, Any]:
     config, started, sent, frames = job.config, time.monotonic(), 0, 0
     clip = NO_CLIP if clip_norm is None else L2(clip_norm)
-    deviation = noise_multiplier * (clip_norm or 0.0) / config.batch_size
-    with Session(task(job), config, folder=None, resuming=False) as session:
-        model, optimiser = session.server.model, config.make_optimiser()
+    deviation = noise_multiplier * (clip_norm or 0.0) / config.privacy.batch_size
+    with simulation(task(job), config) as (server, engine, evaluate):
+        model, optimiser = server.model, config.server.make_optimiser()
         state = optimiser.init(model.size)
-        for round in range(config.rounds):
+        for round in range(config.run.rounds):
             total = np.zeros(model.size)
-            for client in session.engine.clients.values():
+            for client in engine.clients.values():
                 load_vector(client.model, model)
                 rows = draw_batch(
                     Scheme.POISSON,
-                    batch_size=config.batch_size,
+                    batch_size=config.privacy.batch_size,
                     dataset_size=len(client.inputs),
                     rng=client.sources.at(Purpose.BATCH, round),
                 )
                 batch = client.inputs[rows], client.targets[rows]
                 mean = clipped_gradients(
-                    client.model, client.loss, batch, clip=clip, batch_size=config.batch_size
+                    client.model, client.loss, batch, clip=clip, batch_size=config.privacy.batch_size
                 ).mean.numpy()
                 if deviation:
-                    seed = derive(int(config.seed or 0), Purpose.NOISE, client=client.client, round=round)
+                    seed = derive(int(config.privacy.seed or 0), Purpose.NOISE, client=client.client, round=round)
                     noise = np.random.default_rng(seed).standard_normal(mean.size, dtype=np.float32)
                     mean = mean + np.float32(deviation) * noise
                 message = write_model(mean, round=round)
                 sent, frames = sent + len(message), frames + 1
-                total += read_model(message, dimension=mean.size).model / len(session.engine.clients)
-            rate = config.learning_rate * schedule(config.schedule, round=round, rounds=config.rounds)
+                total += read_model(message, dimension=mean.size).model / len(engine.clients)
+            decay = schedule(config.server.schedule, round=round, rounds=config.run.rounds)
+            rate = config.server.learning_rate * decay
             state, step = optimiser.update(state, total, learning_rate=rate)
             model = (model - step).astype(np.float32)
-            if (round + 1) % max(1, config.rounds // EVALUATIONS) == 0:
+            if (round + 1) % max(1, config.run.rounds // EVALUATIONS) == 0:
                 seconds = time.monotonic() - started
-                left = seconds / (round + 1) * (config.rounds - round - 1)
-                print(f"{job.name}: round {round + 1}/{config.rounds}, {left:.0f} s left", file=sys.stderr, flush=True)
-        session.server.model = model
-        accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
+                left = seconds / (round + 1) * (config.run.rounds - round - 1)
+                done = f"{job.name}: round {round + 1}/{config.run.rounds}"
+                print(f"{done}, {left:.0f} s left", file=sys.stderr, flush=True)
+        accuracy, loss = evaluate(model)
     return {
         "name": job.name,
         "claim": "seeded: no privacy claim" if deviation else "no privacy",
@@ -108,6 +108,6 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
         "seconds": time.monotonic() - started,
         "noise_multiplier": noise_multiplier,
         "clip_norm": clip_norm,
-        "config": config.to_dict(),
+        "config": job.settings,
         **provenance(),
     }

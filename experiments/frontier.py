@@ -19,9 +19,12 @@ from typing import Any
 from experiments.frontier_figure import draw_frontier
 from experiments.runs import provenance
 
-from bqsgd.cli.training_run import run
-from bqsgd.training.config import Config
+from bqsgd.cli.progress import shown
+from bqsgd.records.summary import Summary
+from bqsgd.run import Run
+from bqsgd.tasks import NamedTask, plain_settings, settings_of
 from bqsgd.training.presets import preset
+from bqsgd.training.settings import Config
 
 HERE = Path(__file__).parent
 RUNS, FOLDERS = HERE / "results" / "frontier", HERE.parent / "runs" / "frontier"
@@ -43,10 +46,10 @@ class Point:
         """Of its runs."""
         return f"{self.preset}-{self.bits}bits"
 
-    def config(self, seed: int, *, quick: bool) -> Config:
+    def settings(self, seed: int, *, quick: bool) -> tuple[NamedTask, Config]:
         """Its settings with this seed."""
         settings = preset(self.preset) | {"bits": self.bits, "init_seed": seed, "run": f"{self.name}-seed{seed}"}
-        return Config.from_dict(settings | (QUICK if quick else {}))
+        return settings_of(**settings | (QUICK if quick else {}))
 
 
 POINTS = (
@@ -90,23 +93,33 @@ def _place(point: Point, seed: int) -> Path:
 
 def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
     """The run's fields, running it when there is none yet."""
-    config = point.config(seed, quick=quick)
+    named, config = point.settings(seed, quick=quick)
     if quick:
         with TemporaryDirectory() as scratch:
-            return _fields(run(config, folder=Path(scratch), resuming=False))
+            return _fields(_trained(named, config, Path(scratch)), named, config)
     place = _place(point, seed)
     if not place.exists():
         folder = FOLDERS / place.stem
-        found = _fields(run(config, folder=folder, resuming=(folder / "config.toml").exists()))
+        found = _fields(_trained(named, config, folder), named, config)
         RUNS.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(found | provenance(), indent=1) + "\n", encoding="utf-8")
         print(f"{place.stem}: {found['accuracy']:.2%} at epsilon {found['guarantee']['epsilon']:.4g}", flush=True)
     return dict(json.loads(place.read_text(encoding="utf-8")))
 
 
-def _fields(summary: dict[str, Any]) -> dict[str, Any]:
+def _trained(named: NamedTask, config: Config, folder: Path) -> Summary:
+    task = named.task(config)
+    resuming = (folder / "config.toml").exists()
+    with Run.resume(task, folder=folder) if resuming else Run.start(task, config, folder=folder) as run:
+        for _ in shown(run.rounds(), config=config, first_round=run.round):
+            pass
+    return run.close()
+
+
+def _fields(summary: Summary, named: NamedTask, config: Config) -> dict[str, Any]:
     kept = ("accuracy", "loss", "rounds", "guarantee", "bytes_up", "bytes_up_float32", "bits_per_coordinate")
-    return {name: summary[name] for name in (*kept, "seeded", "seconds", "config")}
+    fields = summary.to_dict()
+    return {name: fields[name] for name in (*kept, "seeded", "seconds")} | {"config": plain_settings(named, config)}
 
 
 def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -115,7 +128,7 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     worst = max(runs, key=lambda one: float(one["guarantee"]["epsilon"]), default=None)
     return {
         "preset": point.preset,
-        "dataset": point.config(0, quick=False).dataset,
+        "dataset": point.settings(0, quick=False)[0].dataset,
         "bits": point.bits,
         "target": point.target,
         "reference": point.reference,

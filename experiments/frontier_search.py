@@ -1,6 +1,6 @@
 """How the presets were chosen: each candidate trained on 50,000 samples and judged on the 10,000 held out.
 
-python -m experiments.frontier_search [QUESTION ...]   # goes on where it stopped; writes results/frontier_search.json
+python -m experiments.frontier_search [QUESTION ...]   # continues where it stopped; writes results/frontier_search.json
 
 One thing is varied at a time around a first guess, with one seed; differences below 0.2 points are noise. The noise is
 seeded, so no run makes a privacy claim, and the search is not charged to epsilon.
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from experiments.held_out import HELD_OUT, try_out
 
-from bqsgd.training.config import Config
+from bqsgd.tasks import plain_settings, settings_of
 
 RESULTS = Path(__file__).parent / "results" / "frontier_search.json"
 BASE: dict[str, Any] = {
-    "front_end": "scattering",
+    "features": "scattering",
     "clip": "l2",
     "clip_norm": 1.0,
     "range": 0.004,
@@ -69,12 +69,12 @@ def search(questions: dict[str, list[dict[str, Any]]]) -> None:
     """Try what has not been tried, keeping every answer as it comes."""
     for question, candidates in questions.items():
         for candidate in candidates:
-            config = Config.from_dict(BASE | candidate)
+            settings = plain_settings(*settings_of(**BASE | candidate))
             kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"held_out": HELD_OUT}
             rows = kept.setdefault(question, [])
-            if any(row["config"] == json.loads(json.dumps(config.to_dict())) for row in rows):
+            if any(row["config"] == settings for row in rows):
                 continue
-            found = try_out(config)
+            found = try_out(**BASE | candidate)
             rows.append({"varied": candidate, **found})
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
             print(f"{question} {candidate}: held-out accuracy {found['held_out_accuracy']:.2%}", flush=True)

@@ -14,9 +14,11 @@ from experiments.runs import provenance
 from bqsgd import data, models
 from bqsgd.data.dataset import Split
 from bqsgd.data.features import compute_features
-from bqsgd.engines.session import Session, Task
-from bqsgd.training.config import Config
+from bqsgd.run import train
+from bqsgd.tasks import NamedTask, plain_settings, settings_of
 from bqsgd.training.seeds import Purpose, derive
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 HELD_OUT, SPLIT_SEED = 10_000, 7
 
@@ -27,35 +29,32 @@ def _training(dataset: str, features: str) -> tuple[Split, int]:
     return compute_features(features, found.train, of=found, threads=2), found.classes
 
 
-def held_out_task(config: Config) -> Task:
+def held_out_task(named: NamedTask, config: Config) -> Task:
     """10,000 samples of the training split held out, the rest shared evenly among the clients."""
-    train, classes = _training(config.dataset, config.front_end)
+    train, classes = _training(named.dataset, named.features)
     rows = np.random.default_rng(SPLIT_SEED).permutation(len(train))
-    shares = [train.take(np.sort(part)) for part in np.array_split(rows[HELD_OUT:], config.clients)]
+    shares = [train.take(np.sort(part)) for part in np.array_split(rows[HELD_OUT:], config.clients.count)]
     held = train.take(np.sort(rows[:HELD_OUT]))
     shape = train.inputs.shape[1:]
-    name = config.model or models.default_for(shape, features=config.front_end)
-    seed = derive(config.init_seed, Purpose.MODEL)
+    name = named.model or models.default_for(shape, features=named.features)
+    seed = derive(named.init_seed, Purpose.MODEL)
     return Task(
         make_model=lambda: models.build(
-            name, input_shape=shape, classes=classes, seed=seed, activation=config.activation
+            name, input_shape=shape, classes=classes, seed=seed, activation=named.activation
         ),
         shares=[(share.inputs, share.labels) for share in shares],
         test=(held.inputs, held.labels),
     )
 
 
-def try_out(config: Config) -> dict[str, Any]:
+def try_out(**settings: Any) -> dict[str, Any]:
     """One run; its noise is seeded so that the search can be repeated (no privacy claim)."""
-    with Session.start(held_out_task(config), config) as session:
-        for _ in session.rounds():
-            pass
-        accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
-        guarantee = session.result().guarantee
+    named, config = settings_of(**settings)
+    summary = train(held_out_task(named, config), config)
     return {
-        "held_out_accuracy": accuracy,
-        "held_out_loss": loss,
-        "guarantee": None if guarantee is None else guarantee.to_dict(),
-        "config": config.to_dict(),
+        "held_out_accuracy": summary.accuracy,
+        "held_out_loss": summary.loss,
+        "guarantee": None if summary.guarantee is None else summary.guarantee.to_dict(),
+        "config": plain_settings(named, config),
         **provenance(),
     }

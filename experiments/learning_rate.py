@@ -13,7 +13,6 @@ from experiments.held_out import HELD_OUT, try_out
 from experiments.runs import provenance
 
 from bqsgd.cli.demo import DEMO
-from bqsgd.training.config import Config
 
 RESULTS = Path(__file__).parent / "results" / "learning_rate.json"
 RATES = (0.5, 1.0, 2.0, 4.0)
@@ -26,7 +25,7 @@ def main() -> None:
     rows = []
     for rate in RATES:
         settings = {"dataset": "mnist", **DEMO["mnist"], "learning_rate": rate, "seed": NOISE_SEED, "workers": 1}
-        found = {"learning_rate": rate, **try_out(Config.from_dict(settings))}
+        found = {"learning_rate": rate, **try_out(**settings)}
         print(f"learning rate {rate}: held-out accuracy {found['held_out_accuracy']:.2%}", flush=True)
         rows.append(found)
     best = max(rows, key=lambda row: float(row["held_out_accuracy"]))

@@ -7,19 +7,20 @@ from dataclasses import replace
 import numpy as np
 
 from bqsgd.data import load, partition
-from bqsgd.engines.session import Task
 from bqsgd.models import build
-from bqsgd.training.config import Config
+from bqsgd.tasks import NamedTask
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 
-def padded_digits(config: Config) -> Task:
+def padded_digits(named: NamedTask, config: Config) -> Task:
     """The task for `config` with digits for images: every layer and every frame has its real size."""
     found = load("digits")
     grown = {name: _grow(getattr(found, name).inputs) for name in ("train", "test")}
-    shares = partition(replace(found.train, inputs=grown["train"]), config.clients, seed=config.init_seed)
-    model = config.model or "lenet5"
+    shares = partition(replace(found.train, inputs=grown["train"]), config.clients.count, seed=named.init_seed)
+    model = named.model or "lenet5"
     return Task(
-        make_model=lambda: build(model, input_shape=(1, 28, 28), classes=10, seed=config.init_seed),
+        make_model=lambda: build(model, input_shape=(1, 28, 28), classes=10, seed=named.init_seed),
         shares=[(share.inputs, share.labels) for share in shares],
         test=(grown["test"], found.test.labels),
     )

@@ -1,7 +1,7 @@
 """One training run of the reproduction: clients and server of the library, every update a real frame, resumable.
 
-A finished run is one file under results/training/; a run that was stopped goes on from its checkpoint and ends with the
-same model bit for bit, because every seeded draw depends on (seed, purpose, client, round) alone. The noise is seeded:
+A finished run is one file under results/training/; a stopped run continues from its checkpoint and ends with the same
+model bit for bit, because every seeded draw depends on (seed, purpose, client, round) alone. The noise is seeded:
 that is right for a reproduction, and voids any privacy claim of the run itself.
 """
 
@@ -14,8 +14,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,11 +25,15 @@ from typing import Any
 import torch
 from experiments.padded_digits import padded_digits
 
-from bqsgd.cli.training_run import task_of
-from bqsgd.engines.session import Session, Task
-from bqsgd.training.checkpoint import load_checkpoint, save_checkpoint
-from bqsgd.training.config import Config
-from bqsgd.training.rounds import run_round
+from bqsgd.engines.engine import Setup, one_thread
+from bqsgd.engines.in_process import InProcess, in_process
+from bqsgd.records.checkpoint import load_checkpoint, save_checkpoint
+from bqsgd.run import run_round
+from bqsgd.tasks import NamedTask, plain_settings
+from bqsgd.training.parameters import to_vector
+from bqsgd.training.server import Server
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Evaluate, Task
 
 HERE = Path(__file__).parent
 RESULTS, CHECKPOINTS = HERE / "results" / "training", HERE.parent / "runs" / "reproduce"
@@ -40,8 +45,14 @@ class Job:
     """A run by name. quick: the digits of scikit-learn padded to 28 x 28 stand in for the data set, nothing is kept."""
 
     name: str
+    named: NamedTask
     config: Config
     quick: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting by name, for the record."""
+        return plain_settings(self.named, self.config)
 
     @property
     def result(self) -> Path:
@@ -81,18 +92,17 @@ def run(job: Job, *, left: int = 1) -> dict[str, Any]:
 def _train(job: Job, folder: Path | None, left: int) -> dict[str, Any]:
     config, started = job.config, time.monotonic()
     totals: dict[str, Any] = {"bytes_up": 0, "frames": 0, "seconds": 0.0, "curve": []}
-    with Session(task(job), config, folder=None, resuming=False) as session:
-        server = session.server
+    with simulation(task(job), config) as (server, engine, evaluate):
         if folder is not None and (found := load_checkpoint(folder)) is not None:
             server.restore(found[0], round=int(found[1]["round"]))
             totals = found[1]["totals"]
             started -= totals["seconds"]
-        while server.round < config.rounds:
-            outcome = run_round(server, session.engine)
+        while server.round < config.run.rounds:
+            outcome = run_round(server, engine)
             totals["bytes_up"] += outcome.bytes_up
-            totals["frames"] += sum(receipt.status == "ok" for receipt in outcome.receipts)
-            if server.round % max(1, config.rounds // EVALUATIONS) == 0 or server.round == config.rounds:
-                accuracy, loss = session.evaluate() or (float("nan"), float("nan"))
+            totals["frames"] += outcome.used
+            if server.round % max(1, config.run.rounds // EVALUATIONS) == 0 or server.round == config.run.rounds:
+                accuracy, loss = evaluate(server.best_model)
                 totals["seconds"] = time.monotonic() - started
                 totals["curve"].append({"round": server.round, "accuracy": accuracy, "loss": loss})
                 _show(job, totals, left)
@@ -102,29 +112,44 @@ def _train(job: Job, folder: Path | None, left: int) -> dict[str, Any]:
     return {
         "name": job.name,
         "quick": job.quick,
-        "claim": "seeded: no privacy claim" if config.seed is not None else "none",
+        "claim": "seeded: no privacy claim" if config.privacy.seed is not None else "none",
         "accuracy": totals["curve"][-1]["accuracy"],
         "loss": totals["curve"][-1]["loss"],
         "dimension": dimension,
         "bits_per_coordinate": 8 * totals["bytes_up"] / (dimension * totals["frames"]),
         **totals,
-        "config": config.to_dict(),
+        "config": job.settings,
         **provenance(),
     }
 
 
+@contextmanager
+def simulation(task: Task, config: Config) -> Iterator[tuple[Server, InProcess, Evaluate]]:
+    """Server, clients and evaluation of a run that keeps nothing, for experiments with a loop of their own."""
+    model = task.make_model()
+    initial = to_vector(model)
+    evaluate = task.evaluator(model)
+    assert evaluate is not None
+    engine = in_process(Setup(task=task, config=config, folder=None, resuming=False, dimension=initial.size))
+    try:
+        with one_thread():
+            yield Server(model=initial, weights=engine.samples, config=config), engine, evaluate
+    finally:
+        engine.close()
+
+
 def task(job: Job) -> Task:
     """The model and data of a job; channels last is the same mathematics in a third less time."""
-    found = padded_digits(job.config) if job.quick else task_of(job.config)
+    found = padded_digits(job.named, job.config) if job.quick else job.named.task(job.config)
     make = found.make_model
     return replace(found, make_model=lambda: make().to(memory_format=torch.channels_last))
 
 
 def _show(job: Job, totals: dict[str, Any], left: int) -> None:
     point, seconds = totals["curve"][-1], totals["seconds"]
-    remaining = seconds / point["round"] * (left * job.config.rounds - point["round"])
+    remaining = seconds / point["round"] * (left * job.config.run.rounds - point["round"])
     print(
-        f"{job.name}: round {point['round']}/{job.config.rounds}, test accuracy {point['accuracy']:.2%}, "
+        f"{job.name}: round {point['round']}/{job.config.run.rounds}, test accuracy {point['accuracy']:.2%}, "
         f"{seconds:.0f} s; {left} runs left, about {remaining / 60:.1f} min if alike",
         file=sys.stderr,
         flush=True,

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from experiments.runs import provenance, task
+from experiments.runs import provenance, simulation, task
 from experiments.tables import DATASETS, job
 
-from bqsgd.engines.session import Session
 from bqsgd.paper.published import FASHION_MNIST, MNIST, PublishedSetting
 from bqsgd.params import Mechanism
-from bqsgd.training.rounds import run_round
-from bqsgd.training.vector import load_vector
+from bqsgd.run import run_round
+from bqsgd.training.parameters import load_vector
 
 NAME = "table1"
 NOISELESS = Mechanism(levels=127, trials=0)
@@ -35,15 +34,15 @@ def column(setting: PublishedSetting, *, quick: bool) -> dict[str, Any]:
     training = job(setting, NOISELESS, clip="batch-mean", seed=0, quick=quick)
     after = MEASURED_AFTER[:1] if quick else MEASURED_AFTER
     found = []
-    with Session(task(training), training.config, folder=None, resuming=False) as session:
-        client = session.engine.clients[0]
+    with simulation(task(training), training.config) as (server, engine, _):
+        client = engine.clients[0]
         for rounds in after:
-            while session.server.round < rounds:
-                run_round(session.server, session.engine)
-            load_vector(client.model, session.server.model)
+            while server.round < rounds:
+                run_round(server, engine)
+            load_vector(client.model, server.model)
             norms = [_norm(client, number, setting.batch_size) for number in range(2 if quick else BATCHES)]
             found.append({"rounds": rounds, "nominal_dimension": float(np.mean(norms)) / setting.clip})
-        dimension = session.server.model.size
+        dimension = server.model.size
     return {
         "published": asdict(setting),
         "model": DATASETS[setting.dataset][1],

@@ -14,7 +14,7 @@ from bqsgd.paper.published import MNIST, ROWS, PublishedRow, PublishedSetting
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import ClientSetting
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.training.config import Config
+from bqsgd.tasks import settings_of
 
 RECIPE: dict[str, Any] = {"optimiser": "adam", "schedule": "linear", "activation": "tanh"}
 """What the paper leaves open, chosen once for every row; the reasons are on the page of results."""
@@ -27,7 +27,7 @@ QUICK_ROUNDS, DELTA = 2, 1e-5
 def job(setting: PublishedSetting, mechanism: Mechanism, *, clip: str, seed: int, quick: bool = False) -> Job:
     """One run of one row."""
     dataset, model, _ = DATASETS[setting.dataset]
-    config = Config(
+    named, config = settings_of(
         dataset=dataset,
         model=model,
         clients=setting.clients,
@@ -45,7 +45,12 @@ def job(setting: PublishedSetting, mechanism: Mechanism, *, clip: str, seed: int
         run="reproduction",
         **RECIPE,
     )
-    return Job(name=f"{dataset}-{clip}-s{mechanism.levels}-m{mechanism.trials}-seed{seed}", config=config, quick=quick)
+    return Job(
+        name=f"{dataset}-{clip}-s{mechanism.levels}-m{mechanism.trials}-seed{seed}",
+        named=named,
+        config=config,
+        quick=quick,
+    )
 
 
 def variants(row: PublishedRow) -> list[tuple[str, Mechanism]]:

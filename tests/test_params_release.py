@@ -48,7 +48,7 @@ def releases(draw: st.DrawFn) -> Release:
         sensitivity=Sensitivity(
             linf=draw(st.floats(1e-9, 2)), l2=draw(st.none() | st.floats(1e-9, 1e6)), relation=relation
         ),
-        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.FULL else draw(st.floats(1e-9, 1))),
+        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else draw(st.floats(1e-9, 1))),
         unit=draw(st.sampled_from(Unit)),
         trust=trust,
     )

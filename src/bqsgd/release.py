@@ -40,7 +40,7 @@ class Scheme(StrEnum):
 
     POISSON = "poisson"
     FIXED_SIZE = "fixed-size without replacement"
-    FULL = "no sampling"
+    NONE = "no sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Sampling:
         object.__setattr__(self, "scheme", Scheme(self.scheme))
         if check_positive("rate", self.rate) > 1:
             raise InvalidParameter(f"rate must be at most 1, got {self.rate}")
-        if self.scheme is Scheme.FULL and self.rate != 1:
+        if self.scheme is Scheme.NONE and self.rate != 1:
             raise InvalidParameter(f"no sampling means rate 1, got {self.rate}")
 
     @classmethod
@@ -66,7 +66,7 @@ class Sampling:
         scheme = Scheme(scheme)
         check_int("dataset_size", dataset_size, 1, 2**53)
         check_int("batch_size", batch_size, 1, dataset_size)
-        return cls(scheme=scheme, rate=1.0 if scheme is Scheme.FULL else batch_size / dataset_size)
+        return cls(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else batch_size / dataset_size)
 
 
 @dataclass(frozen=True, kw_only=True)

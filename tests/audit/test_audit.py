@@ -34,7 +34,7 @@ def release_of(*, levels: int = 4, trials: int = 60, dimension: int = DIMENSION,
         mechanism=Mechanism(levels=levels, trials=trials),
         dimension=dimension,
         sensitivity=Sensitivity(linf=1 / BATCH),
-        sampling=Sampling(scheme=Scheme.POISSON, rate=rate) if rate < 1 else Sampling(scheme=Scheme.FULL),
+        sampling=Sampling(scheme=Scheme.POISSON, rate=rate) if rate < 1 else Sampling(scheme=Scheme.NONE),
     )
 
 
@@ -144,7 +144,7 @@ def test_a_batch_mean_clip_accounted_as_such_passes() -> None:
         mechanism=Mechanism(levels=1, trials=60),
         dimension=1,
         sensitivity=Sensitivity(linf=2.0, relation=Relation.REPLACE),
-        sampling=Sampling(scheme=Scheme.FULL),
+        sampling=Sampling(scheme=Scheme.NONE),
     )
     result = audit_encoder(release, samples=20_000, seed=6)
     assert not result.violated
@@ -158,7 +158,7 @@ def test_the_worst_case_pair_attains_the_shift() -> None:
         mechanism=RELEASE.mechanism,
         dimension=9,
         sensitivity=Sensitivity(linf=1.5, l2=3.0),
-        sampling=Sampling(scheme=Scheme.FULL),
+        sampling=Sampling(scheme=Scheme.NONE),
     )
     pair = worst_case_inputs(wide)
     assert (pair.with_record - pair.without).tolist() == [1.5] * 4 + [0.0] * 5

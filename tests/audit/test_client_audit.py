@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -16,11 +14,11 @@ from bqsgd.ledger import Ledger  # noqa: E402
 from bqsgd.noise import seeded_rng  # noqa: E402
 from bqsgd.release import Scheme  # noqa: E402
 from bqsgd.training.client import Client  # noqa: E402
-from bqsgd.training.config import Config  # noqa: E402
+from bqsgd.training.settings import Config  # noqa: E402
 
 torch.set_num_threads(1)
-CONFIG = Config(
-    clients=1, sampling="full", batch_size=4, clip="clamp", clip_bound=0.5, levels=8, trials=40, seed=1, rounds=1
+CONFIG = Config.of(
+    clients=1, sampling="none", batch_size=4, clip="clamp", clip_bound=0.5, levels=8, trials=40, seed=1, rounds=1
 )
 DIMENSION = 6
 
@@ -30,9 +28,9 @@ def runs_of(config: Config, **changes: int) -> ClientRuns:
 
 
 @pytest.mark.parametrize("clip", ["clamp", "scale", "l2", "dual"])
-@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["none", "poisson", "fixed"])
 def test_the_canary_moves_the_mean_as_far_as_the_clip_lets_it(sampling: str, clip: str) -> None:
-    config = replace(CONFIG, sampling=sampling, clip=clip, clip_norm=0.5, range=0.5)
+    config = CONFIG.but(sampling=sampling, clip=clip, clip_norm=0.5, range=0.5)
     source = runs_of(config)
     move = source.inputs.with_record - source.inputs.without
     stated = source.release.sensitivity
@@ -44,8 +42,8 @@ def test_the_canary_moves_the_mean_as_far_as_the_clip_lets_it(sampling: str, cli
 
 
 def test_the_client_states_the_claim() -> None:
-    release = runs_of(replace(CONFIG, sampling="poisson")).release
-    assert release.mechanism == CONFIG.mechanism
+    release = runs_of(CONFIG.but(sampling="poisson")).release
+    assert release.mechanism == CONFIG.privacy.mechanism
     assert release.dimension == DIMENSION
     assert (release.sampling.scheme, release.sampling.rate) == (Scheme.POISSON, 0.5)
     assert release.sensitivity.linf == 0.25
@@ -72,12 +70,12 @@ def test_runs_are_independent_and_no_round_is_asked_for_twice() -> None:
 def test_a_seed_repeats_the_audit_and_without_one_it_differs() -> None:
     again = [runs_of(CONFIG).scores(20, present=True) for _ in range(2)]
     assert np.array_equal(*again)
-    fresh = [runs_of(replace(CONFIG, seed=None)).scores(20, present=True) for _ in range(2)]
+    fresh = [runs_of(CONFIG.but(seed=None)).scores(20, present=True) for _ in range(2)]
     assert not np.array_equal(*fresh)
 
 
 def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_system(tmp_path) -> None:
-    config = replace(CONFIG, seed=None, epsilon=1e3)
+    config = CONFIG.but(seed=None, epsilon=1e3)
     made = []
 
     def make(settings: Config, data: object) -> Client:
@@ -85,7 +83,7 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
             return linear_client(settings, data)  # type: ignore[arg-type]
         ledger = Ledger.open(tmp_path / str(len(made)), client=0, budget_epsilon=1e3, budget_delta=settings.delta)
         made.append(ledger)
-        plain = linear_client(replace(settings, seed=1), data)  # type: ignore[arg-type]
+        plain = linear_client(settings.but(seed=1), data)  # type: ignore[arg-type]
         return Client(
             client=0,
             model=plain.model,
@@ -116,7 +114,7 @@ def test_what_reaches_the_encoder_is_read_from_frames() -> None:
 
 
 def test_unusable_clients_are_refused() -> None:
-    planned = replace(CONFIG, levels=None, trials=None)
+    planned = CONFIG.but(levels=None, trials=None)
     with pytest.raises(InvalidParameter, match="fixed levels and trials"):
         runs_of(planned)
     with pytest.raises(InvalidParameter, match="dataset_size"):
@@ -125,7 +123,7 @@ def test_unusable_clients_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="needs a ledger"):
         ClientRuns(
             linear_client,
-            replace(CONFIG, seed=None),
+            CONFIG.but(seed=None),
             neighbours=Neighbours(without=nothing, with_record=nothing),
             model=np.zeros(DIMENSION, np.float32),
         ).scores(4, present=True)

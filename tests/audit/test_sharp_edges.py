@@ -29,7 +29,7 @@ RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
     dimension=1,
     sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.FULL),
+    sampling=Sampling(scheme=Scheme.NONE),
 )
 
 
@@ -141,15 +141,15 @@ def round_twice(folder: Path) -> None:
 
 def local_steps(folder: Path) -> None:
     pytest.importorskip("torch")
-    from bqsgd.training.config import Config
+    from bqsgd.training.settings import Config
 
-    Config(local_steps=2, unit="sample")
+    Config.of(local_steps=2, unit="sample")
 
 
 def training_loss(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     from bqsgd.training.client import Client
-    from bqsgd.training.config import Config
+    from bqsgd.training.settings import Config
 
     Client(
         client=0,
@@ -157,7 +157,7 @@ def training_loss(folder: Path) -> None:
         loss=torch.nn.CrossEntropyLoss(reduction="none"),
         inputs=np.zeros((8, 2), np.float32),
         targets=np.zeros(8, np.int64),
-        config=Config(batch_size=4, private_metrics=True),
+        config=Config.of(batch_size=4, private_metrics=True),
         ledger=None,
     )
 

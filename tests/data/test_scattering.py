@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd import data
-from bqsgd.cli.training_run import task_of
 from bqsgd.data.features import compute_features, features_shape
 from bqsgd.data.morlet import low_pass, wavelet_spectra
 from bqsgd.data.scattering import Scattering, features
-from bqsgd.engines.session import Session
 from bqsgd.errors import InvalidParameter, NonFiniteInput
-from bqsgd.training.config import Config
+from bqsgd.run import Run
+from bqsgd.tasks import NamedTask, settings_of
 
 
 def images(count, *shape, seed=0):
@@ -140,21 +139,26 @@ def test_shape_of_features_and_what_they_refuse():
         features_shape("scattering", (3, 32, 32))
     with pytest.raises(InvalidParameter, match="features must be one of none, scattering"):
         features_shape("fourier", (1, 8, 8))
-    with pytest.raises(InvalidParameter, match="front_end must be one of none, scattering"):
-        Config(front_end="fourier")
+    with pytest.raises(InvalidParameter, match="features must be one of none, scattering"):
+        NamedTask.of(features="fourier")
     digits = data.load("digits")
     assert compute_features("none", digits.test, of=digits) is digits.test
 
 
-def config(**settings):
-    chosen = {"dataset": "digits", "front_end": "scattering", "clients": 2, "rounds": 30, "batch_size": 64, "seed": 1}
-    return Config(**{**chosen, "learning_rate": 2.0, "levels": 100, "trials": 40, "epsilon": 1e6, **settings})
+def chosen(**settings):
+    chosen = {"dataset": "digits", "features": "scattering", "clients": 2, "rounds": 30, "batch_size": 64, "seed": 1}
+    return settings_of(**{**chosen, "learning_rate": 2.0, "levels": 100, "trials": 40, "epsilon": 1e6, **settings})
+
+
+def task_of(client=None, **settings):
+    named, config = chosen(**settings)
+    return named.task(config, client=client)
 
 
 def test_a_rank_has_the_same_share_as_it_has_among_all():
-    everybody = task_of(config())
+    everybody = task_of()
     for client in (0, 1):
-        own = task_of(config(), client=client)
+        own = task_of(client=client)
         assert (own.test is None) == (client == 1)
         assert len(own.shares) == 1
         for alone, among in zip(own.shares[0], everybody.shares[client], strict=True):
@@ -162,45 +166,48 @@ def test_a_rank_has_the_same_share_as_it_has_among_all():
 
 
 def test_runs_after_one_another_share_the_features():
-    first, second = task_of(config()), task_of(config(batch_size=32, learning_rate=1.0))
+    first, second = task_of(), task_of(batch_size=32, learning_rate=1.0)
     assert first.shares[0][0] is second.shares[0][0]
-    assert task_of(config(init_seed=5)).shares[0][0] is not first.shares[0][0]
+    assert task_of(init_seed=5).shares[0][0] is not first.shares[0][0]
 
 
 def test_training_end_to_end_on_features():
-    task = task_of(config())
+    task = task_of()
     assert all(float(parameter.detach().abs().max()) == 0 for parameter in task.make_model().parameters())
     assert sum(parameter.numel() for parameter in task.make_model().parameters()) == 81 * 4 * 10 + 10
-    with Session.start(task, config()) as session:
-        assert session.evaluate()[0] < 0.2
-        for record in session.rounds():
-            assert record["stepped"]
-        accuracy, _ = session.evaluate()
+    with Run.start(task, chosen()[1]) as run:
+        assert run.evaluate()[0] < 0.2
+        for record in run.rounds():
+            assert record.stepped
+        accuracy, _ = run.evaluate()
     assert accuracy > 0.85
 
 
-def test_another_model_on_the_features():
-    assert len(list(task_of(config(model="mlp")).make_model().parameters())) == 4
+def test_another_model_behind_the_features():
+    assert len(list(task_of(model="mlp").make_model().parameters())) == 4
     with pytest.raises(InvalidParameter, match="try mlp or linear"):
-        task_of(config(model="cnn")).make_model()
+        task_of(model="cnn").make_model()
 
 
 def test_the_flower_app_has_the_same_shares_test_data_and_model():
     app: dict = {}
-    template = files("bqsgd.engines.flower").joinpath("template", "task.py.in")
+    template = files("bqsgd.flower").joinpath("template", "task.py.in")
     exec(compile(template.read_text(), "task.py", "exec"), app)
-    everybody, chosen = task_of(config()), config()
+    everybody, (named, config) = task_of(), chosen()
+    options = vars(named)
     for client, expected in enumerate(everybody.shares):
-        place = SimpleNamespace(client=client, options={})
-        for alone, among in zip(app["load_share"](place, chosen), expected, strict=True):
+        own = app["task"](config, SimpleNamespace(client=client, options={}), options)
+        for alone, among in zip(own.shares[0], expected, strict=True):
             np.testing.assert_array_equal(alone, among)
-    for found, expected in zip(app["load_test"](chosen), everybody.test, strict=True):
+    server = app["task"](config, None, options)
+    assert not server.shares
+    for found, expected in zip(server.test, everybody.test, strict=True):
         np.testing.assert_array_equal(found, expected)
-    model = app["make_model"](chosen)
+    model = server.make_model()
     assert model(torch.from_numpy(everybody.test[0][:3])).shape == (3, 10)
     assert not any(parameter.any() for parameter in model.parameters())
 
 
 def test_a_client_that_is_none_of_the_run_is_refused():
     with pytest.raises(InvalidParameter, match="client"):
-        task_of(config(), client=2)
+        task_of(client=2)

@@ -7,12 +7,11 @@ import torch
 from fault_book import BOOK_VARIABLE, FaultBook
 
 from bqsgd import data, models
-from bqsgd.engines.session import Task
-from bqsgd.training.config import Config
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 torch.set_num_threads(1)
 BASE = {
-    "dataset": "digits",
     "clients": 4,
     "rounds": 12,
     "batch_size": 64,
@@ -41,7 +40,7 @@ def task():
 @pytest.fixture
 def settings():
     """Settings of the small task, with changes."""
-    return lambda **changes: Config(**{**BASE, **changes})
+    return lambda **changes: Config.of(**{**BASE, **changes})
 
 
 @pytest.fixture

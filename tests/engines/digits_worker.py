@@ -8,10 +8,10 @@ import numpy as np
 from distributed_worker import recording
 
 from bqsgd import data, models
-from bqsgd.engines.distributed import DistributedSession, joined
-from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
-from bqsgd.engines.session import Task
-from bqsgd.training.config import Config
+from bqsgd.engines.torch_distributed import join, torch_distributed, work
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 
 def digits_task(clients):
@@ -25,21 +25,16 @@ def digits_task(clients):
 
 def main():
     asked = json.loads(sys.argv[1])
-    folder, config = Path(asked["folder"]), Config(**asked["settings"])
-    task = digits_task(config.clients)
-    with joined(timeout_seconds=120) as group:
+    folder, config = Path(asked["folder"]), Config.of(**asked["settings"])
+    task = digits_task(config.clients.count)
+    with join(timeout_seconds=120) as group:
         if not group.serves:
-            with greeted(task, config, group=group, folder=folder / f"disk-{group.rank}", resuming=False) as (
-                client,
-                channel,
-                listener,
-            ):
-                answer_rounds(client.answer, client.spending, channel, listener)
+            work(task, config, group=group, folder=folder / f"disk-{group.rank}")
             return
-        with DistributedSession.start(task, config, folder=folder / "disk-0", group=group) as session:
-            recording(session.ranks, folder / "frames.jsonl")
-            list(session.rounds())
-        np.save(folder / "model.npy", session.result().model)
+        with Run.start(task, config, folder=folder / "disk-0", engine=torch_distributed(group)) as run:
+            recording(run.engine, folder / "frames.jsonl")
+            list(run.rounds())
+        np.save(folder / "model.npy", run.model)
 
 
 if __name__ == "__main__":

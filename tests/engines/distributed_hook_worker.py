@@ -14,7 +14,7 @@ from distributed_worker import points
 from torch.nn.parallel import DistributedDataParallel
 
 from bqsgd.codec import decode_frame, encode_frame
-from bqsgd.engines.distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, joined
+from bqsgd.engines.torch_distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, join
 from bqsgd.ledger import Ledger
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
@@ -246,7 +246,7 @@ def foreign(rank):
 def main():
     folder = Path(json.loads(sys.argv[1])["folder"])
     torch.set_num_threads(1)
-    with joined(timeout_seconds=120) as group:
+    with join(timeout_seconds=120) as group:
         found = {
             "compresses": compresses(group.rank, group.size),
             "private": is_private(group.rank, group.size, folder),

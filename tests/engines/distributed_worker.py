@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,13 @@ import torch
 from fault_book import write_down
 
 from bqsgd.codec import encode_frame
-from bqsgd.engines.distributed import DistributedSession, joined
-from bqsgd.engines.distributed.taking_part import answer_rounds, greeted
-from bqsgd.engines.session import Session, Task
+from bqsgd.engines.torch_distributed import join, torch_distributed
+from bqsgd.engines.torch_distributed.client import answer_rounds, joined_run
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
-from bqsgd.training.config import Config
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 from bqsgd.wire.model_message import read_model
 
 DIMENSION = 6
@@ -97,36 +97,36 @@ class Mischief:
 
 def warm(config, size):
     """One round in this process: what is done for the first time then falls in no round with a deadline."""
-    with tempfile.TemporaryDirectory() as folder, Session.start(task(size), config, folder=folder) as session:
-        next(session.rounds())
+    with tempfile.TemporaryDirectory() as folder, Run.start(task(size), config, folder=folder) as run:
+        next(run.rounds())
 
 
 def main():
     asked = json.loads(sys.argv[1])
-    folder, config = Path(asked["folder"]), Config(**asked["settings"])
-    if config.deadline_seconds is not None:
-        warm(replace(config, deadline_seconds=None), config.clients)
-    with joined(timeout_seconds=120) as group:
+    folder, config = Path(asked["folder"]), Config.of(**asked["settings"])
+    if config.server.deadline_seconds is not None:
+        warm(config.but(deadline_seconds=None), config.clients.count)
+    with join(timeout_seconds=120) as group:
         plan = asked["mischief"].get(str(group.rank), {})
         if not group.serves:
-            with greeted(
+            with joined_run(
                 task(group.size), config, group=group, folder=folder / f"disk-{group.rank}", resuming=asked["resume"]
-            ) as (client, channel, listener):
-                answer_rounds(Mischief(client, plan, folder), client.spending, channel, listener)
+            ) as (client, channel, connection):
+                answer_rounds(Mischief(client, plan, folder), client.spending, channel, connection)
             return
-        begin = DistributedSession.resume if asked["resume"] else DistributedSession.start
-        with begin(task(group.size), config, folder=folder / "disk-0", group=group) as session:
-            own = session.ranks.own.clients[0]
+        how = {"folder": folder / "disk-0", "engine": torch_distributed(group)}
+        with (
+            Run.resume(task(group.size), **how) if asked["resume"] else Run.start(task(group.size), config, **how)
+        ) as run:
+            own = run.engine.own.clients[0]
             own.answer = Mischief(own, plan, folder)
-            recording(session.ranks, folder / "frames.jsonl")
+            recording(run.engine, folder / "frames.jsonl")
             with (folder / "rounds.jsonl").open("a") as stream:
-                for record in session.rounds():
-                    stream.write(json.dumps(record) + "\n")
+                for record in run.rounds():
+                    stream.write(json.dumps(record.to_dict()) + "\n")
                     stream.flush()
-            session.checkpoint()
-        result = session.result()
-        np.save(folder / "model.npy", result.model)
-        print("finished after round", result.rounds, "guarantee", result.guarantee)
+        np.save(folder / "model.npy", run.model)
+        print("finished after round", run.round, "guarantee", run.summary.guarantee)
 
 
 if __name__ == "__main__":

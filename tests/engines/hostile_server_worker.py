@@ -3,18 +3,20 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from hostile_servers import LOSS, NETWORKS, NOT_FINITE, UNITS_AND_CLIPS, few_data_sets, finite_models, message, settings
 
-from bqsgd.engines.distributed import joined, take_part
-from bqsgd.engines.distributed.hello import hello_of
-from bqsgd.engines.distributed.transport import Kind
-from bqsgd.engines.session import Task
+from bqsgd.engines.torch_distributed import join, work
+from bqsgd.engines.torch_distributed.handshake import greeting
+from bqsgd.engines.torch_distributed.transport import MessageKind
 from bqsgd.ledger import Ledger
+from bqsgd.training.task import Task
 
+TASK = Task(make_model=NETWORKS["linear"], loss=LOSS)
 MODELS = [*finite_models(8).values(), *(np.full(8, value, np.float32) for value in NOT_FINITE.values())]
 
 
@@ -27,15 +29,15 @@ def cases():
 
 def serve(channel, config):
     """What the server sees of the client in one run."""
-    channel.send(Kind.HELLO, hello_of(config, resuming=False))
+    channel.send(MessageKind.GREETING, greeting(config, TASK, resuming=False))
     kind, _ = channel.receive(most_bytes=1 << 20)
-    assert kind is Kind.WELCOME, kind
+    assert kind is MessageKind.ACCEPTED, kind
     answers = []
     for round, model in enumerate(MODELS):
-        channel.send(Kind.MODEL, message(model, round=round))
+        channel.send(MessageKind.MODEL, message(model, round=round))
         kind, body = channel.receive(most_bytes=1 << 20)
-        answers.append([kind.name, len(body) if kind is Kind.FRAME else bytes(body).decode()])
-    channel.send(Kind.STOP)
+        answers.append([kind.name, len(body) if kind is MessageKind.FRAME else bytes(body).decode()])
+    channel.send(MessageKind.STOP)
     return answers
 
 
@@ -43,7 +45,7 @@ def main():
     folder = Path(json.loads(sys.argv[1])["folder"])
     torch.set_num_threads(1)
     logging.getLogger("bqsgd").setLevel(logging.ERROR)
-    with joined(timeout_seconds=600) as group:
+    with join(timeout_seconds=600) as group:
         seen = []
         for run, config, data in cases():
             place = folder / run
@@ -53,9 +55,8 @@ def main():
                 with Ledger(place / "ledgers" / "client-0001.ledger") as ledger:
                     seen.append({"run": run, "answers": answers, "spent": ledger.spent_rounds})
             else:
-                task = Task(make_model=NETWORKS["linear"], shares=[data], loss=LOSS)
-                take_part(task, config, group=group, folder=place)
-                group.channel(0).send(Kind.STOP)
+                work(replace(TASK, shares=[data]), config, group=group, folder=place)
+                group.channel(0).send(MessageKind.STOP)
         if group.serves:
             (folder / "seen.json").write_text(json.dumps(seen))
 

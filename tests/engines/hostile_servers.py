@@ -11,7 +11,7 @@ from torch import nn
 
 from bqsgd.persample import SlowGradientsWarning
 from bqsgd.training.client import Declined
-from bqsgd.training.config import Config
+from bqsgd.training.settings import Config
 from bqsgd.wire.frame import read_frame
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -24,7 +24,7 @@ BASE = {
     "clients": 2,
     "rounds": 1000,
     "batch_size": SAMPLES,
-    "sampling": "full",
+    "sampling": "none",
     "clip_bound": 0.1,
     "clip_norm": 0.5,
     "levels": 4,
@@ -76,7 +76,7 @@ def dimension(network):
 
 def settings(unit, clip, **changes):
     local = {"local_steps": 3, "local_learning_rate": 0.5} if unit == "client" else {}
-    return Config(**{**BASE, "unit": unit, "clip": clip, **local, **changes})
+    return Config.of(**{**BASE, "unit": unit, "clip": clip, **local, **changes})
 
 
 def finite_models(size):

@@ -1,12 +1,11 @@
-"""`torchrun -m bqsgd train --engine distributed`: the model is that of one process, bit for bit; a killed rank ends the
-job, which can go on. And what ranks say to each other before the first round."""
+"""`torchrun -m bqsgd train --engine torch-distributed`: the model of one process, bit for bit; a killed rank ends the
+job, which can be resumed. And what ranks say to each other before the first round."""
 
 import contextlib
 import os
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,21 @@ from distributed_processes import environment, finish, lines, processes
 from fault_book import counts, seen, together
 
 from bqsgd.cli.app import main
-from bqsgd.engines.distributed import joined
-from bqsgd.engines.distributed.hello import SettingsDiffer, hello_of, read_hello, read_welcome, welcome_of
-from bqsgd.engines.distributed.transport import PeerLost, as_tensor
+from bqsgd.engines.torch_distributed import join
+from bqsgd.engines.torch_distributed.handshake import (
+    SettingsDiffer,
+    greeting,
+    read_greeting,
+    read_reply,
+    reply_to_greeting,
+)
+from bqsgd.engines.torch_distributed.transport import PeerLost, as_tensor
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
-from bqsgd.training.checkpoint import load_checkpoint
-from bqsgd.training.config import Config
+from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd.tasks import NamedTask
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
 
 RANKS, ROUNDS = 4, 250
 SETTINGS = (
@@ -32,7 +39,7 @@ SETTINGS = (
 
 def torchrun(*arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return [*command, "-m", "bqsgd", "train", "--engine", "distributed", *arguments], environment()
+    return [*command, "-m", "bqsgd", "train", "--engine", "torch-distributed", *arguments], environment()
 
 
 def rank_process(parent, rank):
@@ -73,8 +80,8 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_
         [(code, output)] = finish(started)
     assert code != 0
     line = seen(output, "rank 2 is gone: the connection was closed by the other side")
-    assert "client 2: missing (rank 2 is gone" in output
-    assert f"go on with: bqsgd train --out {folder} --resume" in " ".join(output.split())
+    assert "client 2 missing: rank 2 is gone" in output
+    assert f"continue with: bqsgd train --out {folder} --resume" in " ".join(output.split())
     stopped = load_checkpoint(folder)[1]["round"]
     assert 3 <= stopped < ROUNDS
     found = [received_and_counted(folder, rank) for rank in range(RANKS)]
@@ -112,35 +119,40 @@ def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys):
 
 
 def test_ranks_agree_on_settings_before_anything_is_sent():
-    config = Config(clients=3, rounds=5, run="a", seed=1, data_folder="here")
-    hello = memoryview(hello_of(config, resuming=True))
-    assert read_hello(hello, replace(config, run=None, data_folder="there")) == ("a", True)
+    def task(**settings):
+        return Task(make_model=None, source=NamedTask.of(**settings))
+
+    config, here = Config.of(clients=3, rounds=5, run="a", seed=1), task(data_folder="here")
+    hello = memoryview(greeting(config, here, resuming=True))
+    assert read_greeting(hello, config.but(run=None), task(data_folder="there")) == ("a", True)
     with pytest.raises(SettingsDiffer, match="epsilon, rounds"):
-        read_hello(hello, replace(config, rounds=6, epsilon=2.0))
+        read_greeting(hello, config.but(rounds=6, epsilon=2.0), here)
+    with pytest.raises(SettingsDiffer, match=r"data\.dataset"):
+        read_greeting(hello, config, task(dataset="digits"))
     with pytest.raises(SettingsDiffer, match="'b'"):
-        read_hello(hello, replace(config, run="b"))
-    assert read_welcome(memoryview(welcome_of(samples=7))) == 7
+        read_greeting(hello, config.but(run="b"), here)
+    assert read_reply(memoryview(reply_to_greeting(samples=7))) == 7
 
 
 @pytest.mark.parametrize(
-    "message", [b"", b"[]", b"{", b"[" * 60000, b'{"format": "other"}', welcome_of(samples=0), b"\x80\x02"]
+    "message", [b"", b"[]", b"{", b"[" * 60000, b'{"format": "other"}', reply_to_greeting(samples=0), b"\x80\x02"]
 )
 def test_a_first_message_that_is_none_is_refused(message):
     with pytest.raises(PeerLost):
-        read_welcome(memoryview(message))
+        read_reply(memoryview(message))
     with pytest.raises(PeerLost):
-        read_hello(memoryview(message), Config())
+        read_greeting(memoryview(message), Config(), Task(make_model=None))
 
 
 def test_a_process_without_a_launcher_or_a_backend_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InvalidParameter, match="torchrun"), joined():
+    with pytest.raises(InvalidParameter, match="torchrun"), join():
         pass
-    with pytest.raises(InvalidParameter, match="gloo, nccl, mpi"), joined(backend="carrier-pigeon"):
+    with pytest.raises(InvalidParameter, match="gloo, nccl, mpi"), join(backend="carrier-pigeon"):
         pass
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidParameter, match="no mpi"), joined(backend="mpi"):
+    with pytest.raises(InvalidParameter, match="no mpi"), join(backend="mpi"):
         pass
 
 
@@ -148,10 +160,10 @@ def test_the_command_asks_for_a_folder_and_a_known_engine(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    assert main(["train", "--engine", "distributed"]) == 2
+    assert main(["train", "--engine", "torch-distributed"]) == 2
     assert "needs --out" in capsys.readouterr().err
     assert main(["train", "--engine", "abacus"]) == 2
-    assert "in-process or distributed" in capsys.readouterr().err
+    assert "in-process or torch-distributed" in capsys.readouterr().err
 
 
 def test_bytes_become_tensors_and_back():

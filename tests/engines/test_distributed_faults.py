@@ -8,10 +8,10 @@ from distributed_processes import lines, run_ranks
 from distributed_worker import recording, task
 from fault_book import counts, not_ok, seen, together, written_down
 
-from bqsgd.engines.session import Session
 from bqsgd.ledger import Ledger
-from bqsgd.training.checkpoint import load_checkpoint
-from bqsgd.training.config import Config
+from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
 
 ENGINE = "torch.distributed"
 SETTINGS = {
@@ -67,18 +67,18 @@ def test_a_round_survives_what_a_client_may_do_and_a_client_that_dies(tmp_path, 
     first = statuses(records, 1)
     assert [first[round] for round in range(5)] == [["ok"], ["refused"], ["ok"], ["ok"], ["ok"]]
     assert all(first[round] == ["missing"] for round in range(5, 9))
-    damaged = seen(log, "round 1, client 1: refused (ChecksumMismatch")
+    damaged = seen(log, "round 1: client 1 refused: ChecksumMismatch")
     gone = seen(log, "rank 1 is gone: the connection was closed by the other side")
 
     second = statuses(records, 2)
     assert second == {round: ["refused"] if round == 2 else ["ok"] for round in range(9)}
-    foreign = seen(log, "round 2, client 2: refused (WrongOrigin")
+    foreign = seen(log, "round 2: client 2 refused: WrongOrigin")
 
     third = statuses(records, 3)
     assert third[0] == third[1] == third[2] == ["ok"]
     assert third[3] == ["missing"]
-    overdue = seen(log, "round 3, client 3: missing (no frame within 6 s)")
-    late = [entry for record in records for entry in record["clients"] if "a replay or late" in (entry["reason"] or "")]
+    overdue = seen(log, "round 3: client 3 missing: no frame within 6 s")
+    late = [entry for record in records for entry in record["clients"] if "a replay or late" in (entry.reason or "")]
     assert [entry["client"] for entry in late] == [3]
     assert third[6] == third[7] == ["ok"]
     assert third[8] == ["missing"]
@@ -86,7 +86,7 @@ def test_a_round_survives_what_a_client_may_do_and_a_client_that_dies(tmp_path, 
 
     assert all(statuses(records, 0)[round] == ["ok"] for round in range(9)), "no other client is made late"
     assert len(records) == 9, "two of four are left and the quorum is three: the run stops, with a checkpoint"
-    stopped = seen(log, "2 of 4 clients are left and a round needs 3: stopping")
+    stopped = seen(log, "2 clients are left and a round needs 3 frames: stopping")
     assert load_checkpoint(tmp_path / "disk-0")[1]["round"] == 9
 
     frames = lines(tmp_path / "frames.jsonl")
@@ -125,11 +125,11 @@ def test_a_killed_server_goes_on_from_its_checkpoint_to_the_model_of_one_process
     line = killed_and_resumed(tmp_path, settings)
     one = tmp_path / "one"
     one.mkdir()
-    with Session.start(task(3), Config(**settings), folder=one) as session:
-        recording(session.engine, one / "frames.jsonl")
-        for _ in session.rounds():
+    with Run.start(task(3), Config.of(**settings), folder=one) as run:
+        recording(run.engine, one / "frames.jsonl")
+        for _ in run.rounds():
             pass
-    assert np.load(tmp_path / "model.npy").tobytes() == session.result().model.tobytes()
+    assert np.load(tmp_path / "model.npy").tobytes() == run.model.tobytes()
     expected = lines(one / "frames.jsonl")
     assert len(expected) == 24
     found = lines(tmp_path / "frames.jsonl")

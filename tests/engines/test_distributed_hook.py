@@ -8,7 +8,7 @@ import pytest
 import torch
 from distributed_processes import run_ranks
 
-from bqsgd.engines.distributed import BQHookState, bq_hook
+from bqsgd.engines.torch_distributed import BQHookState, bq_hook
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism

@@ -1,6 +1,7 @@
 """The same seed gives the same frames and the same final model, bit for bit, on every engine."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,30 +10,30 @@ from digits_worker import digits_task
 from distributed_processes import lines, run_ranks
 from distributed_worker import recording
 
-from bqsgd.engines.session import Session
-from bqsgd.training.config import Config
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
 
 SETTINGS = {
-    "dataset": "digits", "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,
+    "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,
     "seed": 11, "coding": "entropy", "optimiser": "adam", "subtract_noise": True, "learning_rate": 0.01,
     "average": 0.5, "evaluate_every": 5,
 }  # fmt: skip
 
 
 def noted(folder):
-    return {(line["round"], line["client"]): line["sha"] for line in lines(folder / "frames.jsonl")}
+    return {(line.round, line.client): line["sha"] for line in lines(folder / "frames.jsonl")}
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """Frames by (round, client) and the final model, all clients in this process."""
     folder = tmp_path_factory.mktemp("one")
-    with Session.start(digits_task(4), Config(**SETTINGS)) as session:
-        recording(session.engine, folder / "frames.jsonl")
-        list(session.rounds())
+    with Run.start(digits_task(4), Config.of(**SETTINGS)) as run:
+        recording(run.engine, folder / "frames.jsonl")
+        list(run.rounds())
     frames = noted(folder)
     assert len(frames) == len(set(frames.values())) == 20
-    return frames, session.result().model
+    return frames, run.model
 
 
 def test_torch_distributed_sends_the_same_bytes(one_process, tmp_path):
@@ -47,10 +48,10 @@ def test_flower_sends_the_same_bytes(one_process, tmp_path):
     from flwr.app import MessageType
     from loop_grid import LoopGrid
 
-    from bqsgd.engines.flower import client_app
     from bqsgd.engines.flower.messages import FRAME, data_of
-    from bqsgd.engines.flower.serving import serve
-    from bqsgd.engines.flower.settings import Service, read_settings
+    from bqsgd.flower import client_app
+    from bqsgd.flower.server_app import serve
+    from bqsgd.flower.settings import Service, read_settings
 
     task, frames = digits_task(4), {}
 
@@ -60,12 +61,10 @@ def test_flower_sends_the_same_bytes(one_process, tmp_path):
             frames[int(message.metadata.group_id), client] = hashlib.sha256(frame).hexdigest()
         return reply
 
-    app = client_app(
-        make_model=lambda config: task.make_model(), load_share=lambda place, config: task.shares[place.client]
-    )
+    app = client_app(lambda config, node, options: replace(task, shares=[task.shares[node.client]]))
     nodes = [{"client": client, "ledger-folder": str(tmp_path), "allow-no-privacy": True} for client in range(4)]
     grid = LoopGrid(app, SETTINGS, nodes, note)
-    config, _ = read_settings(SETTINGS)
-    strategy = serve(grid, config, Service(join_seconds=5.0), model=task.make_model(), evaluate=None)
+    config, _, _ = read_settings(SETTINGS)
+    run = serve(grid, config, Service(join_seconds=5.0), replace(task, shares=()))
     assert frames == one_process[0]
-    np.testing.assert_array_equal(strategy.server.best_model, one_process[1])
+    np.testing.assert_array_equal(run.model, one_process[1])

@@ -13,17 +13,16 @@ from fault_book import counts, not_ok, seen, together, written_down
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
+
 from bqsgd.cli.flower import demo_settings, run_demo
-from bqsgd.cli.training_run import task_of
-from bqsgd.engines.flower.app_folder import write_app
-from bqsgd.engines.flower.onemachine import make_federation
-from bqsgd.engines.flower.place import LEDGER_FOLDER_VARIABLE
-from bqsgd.engines.flower.processes import Processes, free_port
-from bqsgd.engines.session import Session
+from bqsgd.flower.app_template import write_app
+from bqsgd.flower.local_federation import Processes, free_port, make_federation
+from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.entries import EntryKind
-from bqsgd.training.checkpoint import load_checkpoint
-from bqsgd.training.config import Config
+from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd.run import Run
+from bqsgd.tasks import settings_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -39,18 +38,18 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from bqsgd.codec import encode_frame
-from bqsgd.engines.flower import client_app
-from bqsgd.engines.flower.messages import FRAME, data_of, parcel
+from bqsgd.flower import client_app
+from bqsgd.engines.flower.messages import FRAME, data_of, pack
 from bqsgd.noise import privacy_rng
 from bqsgd.wire.frame import read_frame
-from private_app.task import load_share, make_model
+from private_app.task import task
 
-honest = client_app(make_model=make_model, load_share=load_share)
+honest = client_app(task)
 app = ClientApp()
 
 
 @app.query()
-def hello(message, context):
+def join(message, context):
     return honest(message, context)
 
 
@@ -64,12 +63,12 @@ def train(message, context):
     if fault == "corrupted":
         damaged = bytearray(frame)
         damaged[len(damaged) // 2] ^= 1
-        reply.content = parcel(damaged, kind=FRAME)
+        reply.content = pack(damaged, kind=FRAME)
     if fault == "foreign":
         header = read_frame(frame).header
-        false = encode_frame(np.zeros(header.dimension), header.mechanism, clip=0.03125, rng=privacy_rng(), client=0,
+        false = encode_frame(np.zeros(header.dimension), header.mechanism, range=0.03125, rng=privacy_rng(), client=0,
                              round=header.round)
-        reply.content = parcel(false, kind=FRAME)
+        reply.content = pack(false, kind=FRAME)
     if fault == "killed":
         (folder / "in-mid-round").write_text("the frame is made and not yet sent")
         time.sleep(600)
@@ -86,10 +85,10 @@ def train(message, context):
 
 
 def in_process(clients=4, **changes):
-    config = Config(dataset="digits", clients=clients, **{**SETTINGS, **changes})
-    with Session.start(task_of(config), config) as session:
-        list(session.rounds())
-    return session.server.model
+    named, config = settings_of(dataset="digits", clients=clients, **{**SETTINGS, **changes})
+    with Run.start(named.task(config), config) as run:
+        list(run.rounds())
+    return run.server.model
 
 
 def model_in(folder):
@@ -235,7 +234,7 @@ def test_faults_of_clients(deployment, fault_book):
     processes.kill("node-1")
     log = processes.finish("run", seconds=900)
     records = records_in(server)
-    became = [{entry["client"]: entry["status"] for entry in reversed(record["clients"])} for record in records]
+    became = [{entry.client: entry.status for entry in reversed(record.clients)} for record in records]
     assert became[0] == {0: "ok", 1: "refused", 2: "refused", 3: "ok"}
     assert became[1] == {0: "ok", 1: "missing", 2: "ok", 3: "missing"}
     assert (became[2][0], became[2][1], became[2][2]) == ("ok", "missing", "ok")
@@ -250,7 +249,7 @@ def test_faults_of_clients(deployment, fault_book):
             "round 2: client 1 missing: ",
         )
     )
-    assert all(record["stepped"] for record in records)
+    assert all(record.stepped for record in records)
     # Nothing counted less than sent: client 1 made a frame in round 1 that never left, and it is counted.
     assert deployment.ledgers("faults") == {0: 3, 1: 2, 2: 3, 3: 3}
     found = deployment.books("faults")
@@ -285,8 +284,8 @@ def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deploy
     deployment.federation.start_superlink()
     log = processes.run("run-again", *command, seconds=900)
     line = seen(log, f"resumed from the checkpoint: {done} rounds were done")
-    assert [record["round"] for record in records_in(server)] == [0, 1, 2]
-    assert [entry["status"] for record in records_in(server) for entry in record["clients"]] == ["ok"] * 12
+    assert [record.round for record in records_in(server)] == [0, 1, 2]
+    assert [entry.status for record in records_in(server) for entry in record.clients] == ["ok"] * 12
     np.testing.assert_array_equal(model_in(server), in_process(rounds=3, seed=5, learning_rate=1.0))
     found = deployment.books("killed")
     assert all(entry["counted"] >= 3 for entry in found)

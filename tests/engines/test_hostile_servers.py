@@ -1,5 +1,6 @@
 """Once a round is counted there is a frame: no model that a server sends lets it see anything of the data but codes."""
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -28,14 +29,15 @@ from hostile_servers import (
 from torch import nn
 
 from bqsgd.codec import decode_frame, encode_frame
-from bqsgd.engines.distributed import PrivateSteps
-from bqsgd.engines.inprocess import InProcess
+from bqsgd.engines.in_process import InProcess
+from bqsgd.engines.torch_distributed import PrivateSteps
 from bqsgd.errors import InvalidParameter, ModelMessageError, NonFiniteInput
 from bqsgd.ledger import Ledger
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
 from bqsgd.training.client import Client
+from bqsgd.training.task import Task
 from bqsgd.training.values import sample_values
 
 every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
@@ -163,7 +165,7 @@ def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
 def test_what_cannot_be_computed_is_sent_as_zero(unit, clip):
     client = make_client("linear", unit, clip, data_sets()["all nan"], levels=1000, trials=0)
     frame = client.answer(message(np.ones(8, np.float32), round=0))
-    assert not decode_frame(frame, range=client.situation.range).any()
+    assert not decode_frame(frame, range=client.range).any()
 
 
 def test_private_figures_are_written_whatever_the_data(tmp_path):
@@ -181,7 +183,7 @@ def test_private_figures_are_written_whatever_the_data(tmp_path):
 @every_unit_and_clip
 def test_the_in_process_engine_carries_a_frame(unit, clip):
     for data in few_data_sets().values():
-        with InProcess([make_client("linear", unit, clip, data)]) as engine:
+        with contextlib.closing(InProcess([make_client("linear", unit, clip, data)])) as engine:
             for round, model in enumerate(finite_models(8).values()):
                 (answer,) = engine.exchange(message(model, round=round), round=round)
                 assert (answer.declined, answer.reason, seen(answer.frame)[0]) == (False, None, "frame")
@@ -231,30 +233,30 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
     from flwr.app import Message, MessageType
     from loop_grid import LoopGrid
 
-    from bqsgd.engines.flower import client_app
-    from bqsgd.engines.flower.messages import FRAME, MODEL, data_of, parcel, word
+    from bqsgd.engines.flower.messages import FRAME, MODEL, data_of, field_of, pack
+    from bqsgd.flower import client_app
 
     sets = few_data_sets()
     names = list(sets)
     app = client_app(
-        make_model=lambda config: NETWORKS["linear"](), load_share=lambda place, config: sets[names[place.client]]
+        lambda config, node, options: Task(make_model=NETWORKS["linear"], shares=[sets[names[node.client]]], loss=LOSS)
     )
     config = settings(unit, clip, clients=len(sets), seed=None)
-    run_config = {name: value for name, value in config.to_dict().items() if name != "budgets"}
+    run_config = {name: value for name, value in config.flat().items() if name != "budgets" and value is not None}
     nodes = [{"client": number, "ledger-folder": str(tmp_path / str(number))} for number in range(len(sets))]
     grid = LoopGrid(app, run_config, nodes)
     models = {**finite_models(8), **{name: np.full(8, value) for name, value in NOT_FINITE.items()}}
     for round, (label, model) in enumerate(models.items()):
-        content = parcel(message(model, round=round), kind=MODEL, run="r", books=False)
+        content = pack(message(model, round=round), kind=MODEL, run="r", report=False)
         asked = [Message(content, node, MessageType.TRAIN, ttl=60.0, group_id=str(round)) for node in grid.contexts]
         answers = grid.send_and_receive(asked)
         assert len(answers) == len(sets)
         if label in NOT_FINITE:  # a property of the model: declined by all, with one reason
-            assert {word(reply, "declined", str) for reply in answers} == {
+            assert {field_of(reply, "declined", str) for reply in answers} == {
                 "the client could not answer; its own log says why"
             }
             continue
-        assert [word(reply, "declined", str) for reply in answers] == [None] * len(sets)
+        assert [field_of(reply, "declined", str) for reply in answers] == [None] * len(sets)
         frames = [seen(data_of(reply, kind=FRAME)) for reply in answers]
         assert len({(kind, length) for kind, length, _ in frames}) == 1
         assert len({str(reply.content.config_records) for reply in answers}) == 1

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from fault_book import counts, not_ok, together
 
-from bqsgd.engines.session import Session, named
 from bqsgd.ledger import Ledger
-from bqsgd.reports.folder import RunWriter, read_rounds
+from bqsgd.records.folder import read_rounds
+from bqsgd.run import Run, named
 
 KILLS = 20
 
@@ -20,10 +20,9 @@ KILLS = 20
 def work(task, config, folder):
     """What `bqsgd train --resume` does, with every message that leaves written down first thing."""
     resuming = (folder / "config.toml").exists()
-    begin = Session.resume if resuming else Session.start
-    with begin(task, config, folder=folder) as session:
+    with Run.resume(task, folder=folder) if resuming else Run.start(task, config, folder=folder) as run:
         log = os.open(folder / "sent.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        for client in session.engine.clients.values():
+        for client in run.engine.clients.values():
 
             def answer(message, client=client, ask=client.answer):
                 frame = ask(message)
@@ -31,13 +30,9 @@ def work(task, config, folder):
                 return frame
 
             client.answer = answer
-        with RunWriter(folder, keep_through=session.server.round - 1) as writer:
-            if not resuming:
-                writer.config(session.config.to_dict())
-            for record in session.rounds():
-                writer.append(record)
+        list(run.rounds())
         os.close(log)
-    return session
+    return run
 
 
 def killed_run(task, config, folder, kills):
@@ -74,9 +69,9 @@ def test_same_model_after_twenty_kills(task, config, tmp_path):
         (tmp_path / name).mkdir()
     whole = work(task, config, tmp_path / "whole")
     at_work = killed_run(task, config, tmp_path / "killed", KILLS)
-    session = work(task, config, tmp_path / "killed")
+    run = work(task, config, tmp_path / "killed")
     assert at_work >= KILLS // 2
-    np.testing.assert_array_equal(session.server.model, whole.server.model)
+    np.testing.assert_array_equal(run.server.model, whole.server.model)
     assert [record.round for record in read_rounds(tmp_path / "killed")] == list(range(250))
     messages = sent(tmp_path / "killed")
     assert set(messages) == {(client, round_) for client in range(4) for round_ in range(250)}
@@ -94,14 +89,14 @@ def test_no_uncounted_message_with_fresh_noise(task, settings, tmp_path, fault_b
     )
     at_work = killed_run(task, config, tmp_path, KILLS)
     assert at_work > 0
-    session = work(task, config, tmp_path)
+    run = work(task, config, tmp_path)
     messages, found = sent(tmp_path), []
     for number in range(4):
         by_client = sum(count for (client, _), count in messages.items() if client == number)
         with Ledger(tmp_path / f"ledgers/client-{number:04}.ledger") as ledger:
             found.append(counts((by_client, by_client), ledger.spent_rounds))
             assert by_client <= ledger.spent_rounds
-            assert ledger.guarantee() == session.engine.clients[number].spending.guarantee(delta=1e-5)
+            assert ledger.guarantee() == run.engine.clients[number].spending.guarantee(delta=1e-5)
     records = [record.to_dict() for record in read_rounds(tmp_path)]
     assert len(records) == 60
     fault_book.row(

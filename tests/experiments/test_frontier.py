@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bqsgd.errors import InvalidParameter  # noqa: E402
-from bqsgd.training.config import Config  # noqa: E402
+from bqsgd.tasks import plain_settings, settings_of  # noqa: E402
 from bqsgd.training.presets import preset, presets  # noqa: E402
 from experiments import frontier, page  # noqa: E402
 
@@ -29,11 +29,11 @@ def table() -> dict[str, Any]:
 def test_presets_are_settings_with_a_guarantee_to_plan_for() -> None:
     assert set(presets()) == {"mnist-eps3", "mnist-eps1", "fashion-eps3", "mnist-eps3-4bit"}
     for name in presets():
-        config = Config.from_dict(preset(name))
-        assert config.seed is None, "a seed would void the claim"
-        assert config.mechanism is None, "planned, so that the budget holds"
-        assert config.sampling == "poisson"
-        assert config.clip in ("l2", "dual")
+        _, config = settings_of(**preset(name))
+        assert config.privacy.seed is None, "a seed would void the claim"
+        assert config.privacy.mechanism is None, "planned, so that the budget holds"
+        assert config.privacy.sampling == "poisson"
+        assert config.clip.rule in ("l2", "dual")
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
@@ -62,8 +62,9 @@ def test_the_table_holds_what_the_runs_measured(table: dict[str, Any]) -> None:
         assert row["mean"] == statistics.mean(row["accuracies"])
         assert row["guarantee"]["epsilon"] == max(run["guarantee"]["epsilon"] for run in runs)
         for run, seed in zip(runs, range(3), strict=True):
-            settings = point.config(seed, quick=False).to_dict()
-            assert run["config"] == json.loads(json.dumps(settings)), "a run of other settings than the preset's"
+            settings = plain_settings(*point.settings(seed, quick=False))
+            recorded = {("features" if name == "front_end" else name): value for name, value in run["config"].items()}
+            assert recorded == json.loads(json.dumps(settings)), "a run of other settings than the preset's"
             assert not run["seeded"]
             assert run["guarantee"]["epsilon"] <= settings["epsilon"]
             assert run["bits_per_coordinate"] <= point.bits + 0.02

@@ -127,12 +127,13 @@ KILLED = """
 import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from bqsgd.training.config import Config
+from bqsgd.tasks import settings_of
 from experiments import runs
 runs.RESULTS, runs.CHECKPOINTS = Path({folder!r}) / "results", Path({folder!r}) / "checkpoints"
-config = Config(dataset="digits", model="mlp", clients=2, rounds=200, batch_size=32, clip="clamp", clip_bound=0.05,
-                levels=2, trials=251, optimiser="adam", learning_rate=0.006, seed=3, workers=1, run="test")
-runs.run(runs.Job(name="killed", config=config))
+named, config = settings_of(dataset="digits", model="mlp", clients=2, rounds=200, batch_size=32, clip="clamp",
+                clip_bound=0.05, levels=2, trials=251, optimiser="adam", learning_rate=0.006, seed=3, workers=1,
+                run="test")
+runs.run(runs.Job(name="killed", named=named, config=config))
 """
 
 

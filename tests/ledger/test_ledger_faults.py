@@ -24,7 +24,7 @@ RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
     dimension=1,
     sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.FULL),
+    sampling=Sampling(scheme=Scheme.NONE),
 )
 KILLS = 50
 FORK = multiprocessing.get_context("fork")

@@ -68,7 +68,7 @@ def test_budgets_are_checked(wrong):
     [
         (Scheme.POISSON, Relation.ADD_REMOVE, 1 / 32, 32 / 15000),
         (Scheme.FIXED_SIZE, Relation.REPLACE, 2 / 32, 32 / 15000),
-        (Scheme.FULL, Relation.ADD_REMOVE, 1 / 32, 1.0),
+        (Scheme.NONE, Relation.ADD_REMOVE, 1 / 32, 1.0),
     ],
 )
 def test_default_sensitivity_follows_the_sampling(scheme, relation, linf, rate):
@@ -79,5 +79,5 @@ def test_default_sensitivity_follows_the_sampling(scheme, relation, linf, rate):
 def test_given_sensitivities_win():
     release = replace(SETTING, linf=0.5, l2=0.7).release(MECHANISM)
     assert (release.sensitivity.linf, release.sensitivity.l2, release.shift) == (0.5, 0.7, 1.0)
-    full = replace(SETTING, scheme=Scheme.FULL, relation="replace one").release(MECHANISM)
+    full = replace(SETTING, scheme=Scheme.NONE, relation="replace one").release(MECHANISM)
     assert full.sensitivity.linf == 2 / 32

@@ -45,7 +45,7 @@ def releases(draw: st.DrawFn, most_trials: int, most_coordinates: int) -> Releas
             l2=draw(st.one_of(st.none(), magnitudes(1e-4, 100.0).map(lambda x: x / levels), magnitudes(1e-300, 1e300))),
             relation=relation or draw(st.sampled_from(list(Relation))),
         ),
-        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.FULL else draw(RATES)),
+        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else draw(RATES)),
         trust=draw(st.sampled_from(list(Trust))),
     )
 
@@ -129,7 +129,7 @@ def test_a_sampled_figure_is_never_above_the_unsampled_one(
         ),
         sampling=Sampling(scheme=Scheme.FIXED_SIZE if fixed else Scheme.POISSON, rate=rate),
     )
-    whole = replace(what, sampling=Sampling(scheme=Scheme.FULL))
+    whole = replace(what, sampling=Sampling(scheme=Scheme.NONE))
     figure, without = (Accountant().compose(x, rounds).epsilon(1e-5) for x in (what, whole))
     assert figure <= without
 

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bqsgd.reports.folder import RunWriter
+from bqsgd.records.folder import RunWriter
+from bqsgd.records.round import RoundRecord
+from bqsgd.records.summary import Summary
 
 GUARANTEE = {
     "epsilon": 2.913,
@@ -19,7 +21,7 @@ GUARANTEE = {
     "unit": "sample",
     "trust": "server sees each client's messages",
     "sampling": "poisson, rate 0.0341",
-    "method": "exact composition, upper bound",
+    "method": "proven upper bound (loss distribution, L-infinity)",
     "delta_floor": 3.2e-9,
 }
 
@@ -102,20 +104,23 @@ def synthetic_run(tmp_path: Path) -> Callable[..., Path]:
                 }
             )
             for record in records:
-                run.append(record)
+                run.append(RoundRecord.from_dict(record))
             if finished:
                 totals = {n: sum(r[n] for r in records) for n in ("bytes_up", "bytes_down", "bytes_up_float32")}
+                stated = {"seeded": seeded, **(GUARANTEE if guarantee is None else guarantee)}
                 run.summary(
-                    {
-                        "accuracy": records[-1]["test_accuracy"],
-                        "rounds": rounds,
-                        "guarantee": GUARANTEE if guarantee is None else guarantee,
-                        "nominal": {"epsilon": 295.3, "delta": 0.1, "method": "Theorem 1 of the paper"},
-                        "seeded": seeded,
-                        "seconds": records[-1]["time"],
-                        "versions": {"bqsgd": "0.1.0", "python": "3.11", "torch": "2.13.0"},
-                        **totals,
-                    }
+                    Summary.from_dict(
+                        {
+                            "accuracy": records[-1]["test_accuracy"],
+                            "rounds": rounds,
+                            "guarantee": stated,
+                            "nominal_epsilon": 295.3,
+                            "seeded": seeded,
+                            "seconds": records[-1]["time"],
+                            "versions": {"bqsgd": "0.1.0", "python": "3.11", "torch": "2.13.0"},
+                            **totals,
+                        }
+                    )
                 )
         return folder
 

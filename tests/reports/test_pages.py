@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from html import unescape
 from html.parser import HTMLParser
@@ -13,10 +12,10 @@ import pytest
 
 from bqsgd.cli.app import main
 from bqsgd.errors import InvalidParameter
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.records.history import read_history
 from bqsgd.reports.compare import comparison_page
 from bqsgd.reports.page import epsilon_text, run_page, write_report
-from bqsgd.reports.run import read_run
-from bqsgd.reports.summary import Claim
 
 
 def words(page: str) -> str:
@@ -46,7 +45,7 @@ def test_the_report_is_small_self_contained_and_says_everything_beside_its_epsil
     assert addresses.found == [("link", "data:,")]
     assert "url(" not in page
     text = words(page)
-    for said in ("ε = 2.913 at δ = 1e-5", "add/remove one", "server sees each client", "poisson", "exact composition"):
+    for said in ("ε = 2.913 at δ = 1e-5", "add/remove one", "server sees each client", "poisson", "proven upper bound"):
         assert said in text
     assert "Nominal epsilon (as published; not a guarantee): 295 at δ = 0.1" in text
     assert "seeded noise" not in text
@@ -80,20 +79,19 @@ def test_a_meaningless_epsilon_is_not_dressed_up(synthetic_run, stated_guarantee
         assert "ε > 1000" in text
 
 
-def test_a_shown_bound_is_rounded_up() -> None:
-    assert epsilon_text(Claim(epsilon=2.9131, delta=1e-5)) == "= 2.914"
-    assert epsilon_text(Claim(epsilon=2.913, delta=1e-5)) == "= 2.913"
-    assert epsilon_text(Claim(epsilon=math.inf, delta=1e-5)) == "> 1000"
+def test_a_shown_bound_is_rounded_up(stated_guarantee) -> None:
+    for epsilon, shown in ((2.9131, "= 2.914"), (2.913, "= 2.913"), ("inf", "> 1000")):
+        assert epsilon_text(Guarantee.from_dict({**stated_guarantee, "epsilon": epsilon})) == shown
 
 
 def test_every_text_of_the_folder_is_escaped(synthetic_run, stated_guarantee) -> None:
     attack = "<img src=x onerror=alert(1)></script>'\"&"
-    folder = synthetic_run("<i>name", guarantee={**stated_guarantee, "method": attack, "unit": attack})
+    folder = synthetic_run("<i>name", guarantee={**stated_guarantee, "method": attack, "sampling": attack})
     with (folder / "rounds.jsonl").open("a") as rounds:
         entry = {"client": 9, "status": "refused", "reason": attack}
         rounds.write(json.dumps({"round": 401, "clients": [entry], "seconds": {attack: 1.0}}) + "\n")
     (folder / "config.toml").write_text(f"dataset = '''{attack}'''\n\"{attack[:4]}\" = 1\n")
-    run = read_run(folder)
+    run = read_history(folder)
     for page in (run_page(run), comparison_page([run, run])):
         assert "<img" not in page
         assert "<i>name" not in page
@@ -104,21 +102,21 @@ def test_every_text_of_the_folder_is_escaped(synthetic_run, stated_guarantee) ->
 def test_many_clients_are_cut_to_those_with_trouble(tmp_path: Path) -> None:
     clients = [{"client": i, "status": "refused" if i == 777 else "ok", "levels": 1, "trials": 3} for i in range(1000)]
     (tmp_path / "rounds.jsonl").write_text(json.dumps({"round": 1, "clients": clients}) + "\n")
-    page = run_page(read_run(tmp_path))
+    page = run_page(read_history(tmp_path))
     assert "<td>777</td>" in page
     assert page.count("<tr>") == 41
     assert "The 40 with most trouble of 1000" in page
 
 
 def test_a_comparison_warns_when_epsilons_do_not_compare(synthetic_run, stated_guarantee) -> None:
-    one, same = read_run(synthetic_run("one")), read_run(synthetic_run("same", shape=2))
-    other = read_run(synthetic_run("other", guarantee={**stated_guarantee, "delta": 1e-6, "unit": "client"}))
+    one, same = read_history(synthetic_run("one")), read_history(synthetic_run("same", shape=2))
+    other = read_history(synthetic_run("other", guarantee={**stated_guarantee, "delta": 1e-6, "unit": "client"}))
     assert "do not compare" not in comparison_page([one, same])
     assert "The guarantees differ in delta, unit." in words(comparison_page([one, other]))
 
 
 def test_a_comparison_takes_2_to_16_runs_and_tells_equal_names_apart(synthetic_run) -> None:
-    run = read_run(synthetic_run(rounds=12))
+    run = read_history(synthetic_run(rounds=12))
     page = comparison_page([run] * 16)
     assert "mnist-4-clients (16)" in page
     for runs in ([run], [run] * 17):

@@ -96,7 +96,7 @@ def test_the_report_loads_cleanly_and_shows_its_charts(synthetic_run, visit, see
     assert "96.82 %" in page.inner_text(".tile .figure")
     assert "ε = 2.913" in words
     assert "at δ = 1e-5" in words
-    for term in ("add/remove one", "sample", "server sees each client's messages", "poisson", "exact composition"):
+    for term in ("add/remove one", "sample", "server sees each client's messages", "poisson", "proven upper bound"):
         assert term in page.inner_text("#guarantee")
     assert "not a guarantee" in page.inner_text("#guarantee")
     assert "3.99× fewer" in page.inner_text("#traffic")

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import BqsgdError
-from bqsgd.reports import folder as folders
-from bqsgd.reports.folder import RunWriter, read_config, read_rounds, read_summary
+from bqsgd.records import folder as folders
+from bqsgd.records.folder import RunWriter, read_config, read_rounds, read_summary
+from bqsgd.records.history import read_history
+from bqsgd.records.round import RoundRecord, RunFolderError, Status
+from bqsgd.records.summary import Summary
 from bqsgd.reports.page import run_page
-from bqsgd.reports.records import RunFolderError, Status
-from bqsgd.reports.run import read_run
 
 
 def test_what_a_run_writes_is_read_back(synthetic_run) -> None:
-    run = read_run(synthetic_run(rounds=60))
+    run = read_history(synthetic_run(rounds=60))
     assert [record.round for record in run.rounds] == list(range(1, 61))
     assert run.round_count == 60
     assert run.summary is not None
@@ -39,7 +40,7 @@ def test_what_a_run_writes_is_read_back(synthetic_run) -> None:
 
 
 def test_a_run_without_summary_claims_nothing_and_sums_its_rounds(synthetic_run) -> None:
-    run = read_run(synthetic_run(rounds=20, finished=False))
+    run = read_history(synthetic_run(rounds=20, finished=False))
     assert run.summary is None
     assert run.round_count == 20
     assert run.total("bytes_down") == 20 * 5 * (4 * 26_010 + 96)
@@ -48,9 +49,9 @@ def test_a_run_without_summary_claims_nothing_and_sums_its_rounds(synthetic_run)
 
 def test_one_seeded_round_is_enough_and_idle_rounds_are_told(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as run:
-        run.append({"round": 0})
-        run.append({"round": 1, "seeded": True, "stepped": False})
-    seeded = read_run(tmp_path)
+        run.append(RoundRecord.from_dict({"round": 0}))
+        run.append(RoundRecord.from_dict({"round": 1, "seeded": True, "stepped": False}))
+    seeded = read_history(tmp_path)
     assert seeded.seeded
     assert seeded.round_count == 2
     page = run_page(seeded)
@@ -58,13 +59,15 @@ def test_one_seeded_round_is_enough_and_idle_rounds_are_told(tmp_path: Path) -> 
     assert "Too few clients answered in 1 round" in page
 
 
-def test_bits_a_coordinate_count_only_the_frames_used(tmp_path: Path) -> None:
+def test_bits_per_coordinate_count_only_the_frames_used(tmp_path: Path) -> None:
     used = {"client": 0, "status": "ok", "frame_bytes": 250, "levels": 1, "trials": 1}
     refused = {"client": 1, "status": "refused", "frame_bytes": 250}
     with RunWriter(tmp_path) as run:
-        run.append({"round": 1, "bytes_up": 500, "bytes_up_float32": 1000, "clients": [used, refused]})
-    assert read_run(tmp_path).bits_per_coordinate == 8
-    assert read_run(tmp_path).saving == 2
+        run.append(
+            RoundRecord.from_dict({"round": 1, "bytes_up": 500, "bytes_up_float32": 1000, "clients": [used, refused]})
+        )
+    assert read_history(tmp_path).bits_per_coordinate == 8
+    assert read_history(tmp_path).saving == 2
 
 
 @pytest.mark.parametrize("cut", [1, 40, 300])
@@ -74,14 +77,17 @@ def test_a_half_written_last_line_is_dropped_by_readers_and_cut_by_the_writer(sy
     os.truncate(lines, lines.stat().st_size - cut)
     assert [record.round for record in read_rounds(path)] == list(range(1, 8))
     with RunWriter(path) as run:
-        run.append({"round": 8})
+        run.append(RoundRecord.from_dict({"round": 8}))
     assert [record.round for record in read_rounds(path)] == list(range(1, 9))
 
 
 def test_a_killed_writer_leaves_every_appended_round(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom bqsgd.reports.folder import RunWriter\nrun = RunWriter(sys.argv[1])\nnumber = 0\n"
-        "while True:\n    number += 1\n    run.append({'round': number, 'bytes_up': 7})\n"
+        "import sys\n"
+        "from bqsgd.records.folder import RunWriter\n"
+        "from bqsgd.records.round import RoundRecord\n"
+        "run = RunWriter(sys.argv[1])\nnumber = 0\n"
+        "while True:\n    number += 1\n    run.append(RoundRecord(round=number, bytes_up=7))\n"
         "    print(number, flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -97,28 +103,25 @@ def test_a_killed_writer_leaves_every_appended_round(tmp_path: Path) -> None:
 def test_a_resumed_run_drops_what_the_checkpoint_does_not_know(synthetic_run) -> None:
     path = synthetic_run(rounds=9, finished=False)
     with RunWriter(path, keep_through=4) as run:
-        run.append({"round": 5, "bytes_up": 1})
+        run.append(RoundRecord.from_dict({"round": 5, "bytes_up": 1}))
     assert [record.round for record in read_rounds(path)] == [1, 2, 3, 4, 5]
 
 
 def test_a_round_run_again_replaces_the_earlier_one_and_is_counted(synthetic_run) -> None:
     path = synthetic_run(rounds=6, finished=False)
     with RunWriter(path) as run:
-        run.append({"round": 4, "bytes_up": 11})
-        run.append({"round": 5, "bytes_up": 12})
-    run_again = read_run(path)
+        run.append(RoundRecord.from_dict({"round": 4, "bytes_up": 11}))
+        run.append(RoundRecord.from_dict({"round": 5, "bytes_up": 12}))
+    run_again = read_history(path)
     assert [record.round for record in run_again.rounds] == [1, 2, 3, 4, 5]
     assert [record.bytes_up for record in run_again.rounds[3:]] == [11, 12]
     assert run_again.repeated_rounds == 3
     assert "3 rounds were run again" in run_page(run_again)
 
 
-def test_the_writer_refuses_what_it_could_not_read_back(tmp_path: Path) -> None:
-    with RunWriter(tmp_path) as run:
-        with pytest.raises(RunFolderError):
-            run.append({"round": "one"})
-        with pytest.raises(RunFolderError, match="object"):
-            run.summary({"accuracy": object()})
+def test_nothing_is_written_that_could_not_be_read_back(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run, pytest.raises(RunFolderError, match="object"):
+        run.summary(Summary(accuracy=object()))  # type: ignore[arg-type]
     assert list(read_rounds(tmp_path)) == []
     assert read_summary(tmp_path) is None
     assert not list(tmp_path.glob(".*"))
@@ -138,7 +141,7 @@ def test_links_pipes_and_devices_are_refused(synthetic_run, name: str) -> None:
         path.unlink()
         make()
         with pytest.raises(RunFolderError, match=name):
-            read_run(path.parent)
+            read_history(path.parent)
         if path.is_dir():
             path.rmdir()
             path.touch()
@@ -163,7 +166,7 @@ def test_hostile_content_is_one_clear_error(synthetic_run, name: str, content: b
     path = synthetic_run(rounds=2)
     (path / name).write_bytes(content)
     with pytest.raises(RunFolderError, match=words) as caught:
-        read_run(path)
+        read_history(path)
     assert name in str(caught.value)
     assert "secret-of-the-reader" not in str(caught.value)
 
@@ -179,19 +182,19 @@ def test_sizes_are_bounded_before_reading(synthetic_run, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:
             patch.setattr(folders, limit, value)
             with pytest.raises(RunFolderError):
-                read_run(path)
-    read_run(path)
+                read_history(path)
+    read_history(path)
     with (path / "config.toml").open("ab") as sparse:
         sparse.truncate(1 << 33)  # 8 GiB without a block of disk
     with pytest.raises(RunFolderError, match="regular file of at most"):
-        read_run(path)
+        read_history(path)
 
 
 def test_no_folder_and_an_empty_folder_say_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="not a folder"):
-        read_run(tmp_path / "nowhere")
+        read_history(tmp_path / "nowhere")
     with pytest.raises(RunFolderError, match="nothing to report"):
-        read_run(tmp_path)
+        read_history(tmp_path)
 
 
 values = st.recursive(
@@ -211,7 +214,7 @@ def test_any_json_is_either_reported_or_refused(tmp_path_factory: pytest.TempPat
     keys = st.sampled_from(["accuracy", "rounds", "guarantee", "nominal", "bytes_up", "seeded", "versions", "seconds"])
     (path / "summary.json").write_text(json.dumps(data.draw(st.dictionaries(keys, values))))
     try:
-        page = run_page(read_run(path))
+        page = run_page(read_history(path))
     except BqsgdError:
         return
     assert page.startswith("<!doctype html>")

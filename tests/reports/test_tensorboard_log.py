@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.reports.records import ClientRecord, RoundRecord, Status
-from bqsgd.reports.tensorboard import TensorBoardLog, scalars
+from bqsgd.records.round import ClientRecord, RoundRecord, Status
+from bqsgd.records.tensorboard import TensorBoardLog, scalars
 
 
 def test_rounds_are_read_back_from_the_event_file(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     with TensorBoardLog(tmp_path) as log:
-        log.append({"round": 1, "test_accuracy": 0.5, "bytes_up": 10})
+        log.append(RoundRecord(round=1, test_accuracy=0.5, bytes_up=10))
         log.append(RoundRecord(round=2, test_accuracy=0.75, bytes_up=20, seconds={"encode": 0.25}))
     (file,) = tmp_path.iterdir()
     seen = {
@@ -36,7 +36,7 @@ def test_what_cannot_be_drawn_is_left_out_and_the_nominal_figure_is_named_as_suc
         RoundRecord(round=1, test_loss=math.nan, epsilon_max=math.inf, nominal_epsilon=3.0, clients=clients)
     )
     assert "test/loss" not in figures
-    assert "privacy/exact_epsilon_max" not in figures
+    assert "privacy/epsilon_max" not in figures
     assert figures["privacy/nominal_epsilon_not_a_guarantee"] == 3.0
     assert figures["clients/ok"] == 2
     assert figures["clients/missing"] == pytest.approx(1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bqsgd.training.client import Client
-from bqsgd.training.config import Config
+from bqsgd.training.settings import Config
 
 torch.set_num_threads(1)
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")
@@ -43,7 +43,7 @@ def points(samples, seed):
 @pytest.fixture
 def settings():
     """Settings of the tiny task, with changes."""
-    return lambda **changes: Config(**{**BASE, **changes})
+    return lambda **changes: Config.of(**{**BASE, **changes})
 
 
 @pytest.fixture

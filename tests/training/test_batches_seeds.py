@@ -42,7 +42,7 @@ def test_fixed_size_subsets_are_uniform():
 
 def test_edges():
     rng = privacy_rng()
-    assert draw_batch(Scheme.FULL, batch_size=3, dataset_size=7, rng=rng).tolist() == list(range(7))
+    assert draw_batch(Scheme.NONE, batch_size=3, dataset_size=7, rng=rng).tolist() == list(range(7))
     assert draw_batch(Scheme.POISSON, batch_size=7, dataset_size=7, rng=rng).tolist() == list(range(7))
     assert draw_batch(Scheme.FIXED_SIZE, batch_size=7, dataset_size=7, rng=rng).tolist() == list(range(7))
     with pytest.raises(InvalidParameter, match="batch_size"):

@@ -11,9 +11,9 @@ from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Relation, Scheme, Unit
 from bqsgd.training.client import Declined
-from bqsgd.training.config import BudgetChange
 from bqsgd.training.local import clip_update
 from bqsgd.training.seeds import Purpose
+from bqsgd.training.settings import BudgetChange
 from bqsgd.wire.frame import read_frame
 from bqsgd.wire.model_message import write_model
 
@@ -30,7 +30,7 @@ def oracle_mean(client, rows, bound, batch_size):
     return (total / batch_size).numpy()
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "fixed", "full"])
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
 def test_the_frame_carries_the_clipped_mean_of_the_drawn_batch(settings, make_client, sampling):
     config = settings(sampling=sampling, levels=100_000)
     client = make_client(config)
@@ -38,14 +38,14 @@ def test_the_frame_carries_the_clipped_mean_of_the_drawn_batch(settings, make_cl
     from bqsgd.training.batches import draw_batch
 
     rng = client.sources.at(Purpose.BATCH, 2)
-    rows = draw_batch(Scheme(client.situation.scheme), batch_size=20, dataset_size=60, rng=rng)
+    rows = draw_batch(Scheme(client.setting.scheme), batch_size=20, dataset_size=60, rng=rng)
     expected = np.clip(oracle_mean(client, rows, 0.5, 20), -0.5, 0.5)
     np.testing.assert_allclose(values, expected, atol=1.01 * 0.5 / 100_000)
     assert np.abs(expected).max() > 0.01
 
 
 def test_a_batch_beyond_the_public_size_is_clamped_to_the_range(settings, make_client):
-    config = settings(sampling="full", batch_size=1, levels=100_000, clip_bound=0.2)
+    config = settings(sampling="none", batch_size=1, levels=100_000, clip_bound=0.2)
     values = decode_frame(make_client(config).update(MODEL, 0), range=0.2)
     assert np.abs(values).max() == pytest.approx(0.2)
 
@@ -87,14 +87,14 @@ def test_the_spend_is_durable_before_the_frame_exists(settings, make_client, tmp
         assert client.spending.sent.total() == 6
     with Ledger(tmp_path / "a") as again:
         assert again.spent_rounds == 6  # a clean end gives back what was not sent
-        release = client.situation.release(config.mechanism)
+        release = client.setting.release(config.privacy.mechanism)
         assert again.guarantee().epsilon == Accountant().compose(release, 6).epsilon(1e-5)
         assert client.spending.guarantee(delta=1e-5) == again.guarantee()
 
 
 def test_a_spent_budget_declines_and_records_nothing(settings, make_client, tmp_path):
     config = settings(trials=2000, levels=20, epsilon=50.0, seed=None)
-    release = make_client(config).situation.release(config.mechanism)
+    release = make_client(config).setting.release(config.privacy.mechanism)
     enough_for_three = Accountant().compose(release, 3).epsilon(1e-5) * 1.0001
     config = settings(trials=2000, levels=20, epsilon=enough_for_three, seed=None)
     with Ledger.open(tmp_path / "a", client=0, budget_epsilon=enough_for_three, budget_delta=1e-5) as ledger:
@@ -139,13 +139,13 @@ def test_damaged_messages_cost_nothing(settings, make_client, tmp_path):
 
 
 def test_several_local_steps_are_clipped_whole_and_hide_the_client(settings, make_client):
-    changes = {"unit": "client", "local_steps": 3, "local_learning_rate": 0.5, "sampling": "full", "batch_size": 60}
+    changes = {"unit": "client", "local_steps": 3, "local_learning_rate": 0.5, "sampling": "none", "batch_size": 60}
     config = settings(**changes, clip="l2", clip_norm=0.1, range=0.1, levels=100_000)
     client = make_client(config)
-    release = client.situation.release(config.mechanism)
+    release = client.setting.release(config.privacy.mechanism)
     assert (release.unit, release.sensitivity.relation) == (Unit.CLIENT, Relation.REPLACE)
     assert release.sensitivity.l2 == pytest.approx(2.0)
-    assert release.sampling.scheme is Scheme.FULL
+    assert release.sampling.scheme is Scheme.NONE
     values = decode_frame(client.update(MODEL, 0), range=0.1)
     oracle = torch.nn.Linear(2, 2)
     oracle.load_state_dict({"weight": torch.tensor(MODEL[:4]).view(2, 2), "bias": torch.tensor(MODEL[4:])})

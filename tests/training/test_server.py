@@ -8,8 +8,8 @@ from bqsgd.errors import BqsgdError, InvalidParameter
 from bqsgd.mechanism.encoder import decode, encode
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Coarsening, Mechanism
+from bqsgd.records.checkpoint import CheckpointError
 from bqsgd.training import aggregation
-from bqsgd.training.checkpoint import CheckpointError
 from bqsgd.training.server import Server
 from bqsgd.wire.frame import checksum
 from bqsgd.wire.model_message import read_model
@@ -118,8 +118,8 @@ def test_bad_frames_are_reported_skipped_and_change_nothing(make_server, rule):
     outcome = server.close_round()
     clean.close_round()
     np.testing.assert_array_equal(server.model, clean.model)
-    assert sum(receipt.status == "refused" for receipt in outcome.receipts) == len(bad)
-    assert {receipt.client: receipt.status for receipt in outcome.receipts[:3]} == {0: "ok", 1: "missing", 2: "missing"}
+    assert sum(receipt.status == "refused" for receipt in outcome.clients) == len(bad)
+    assert {receipt.client: receipt.status for receipt in outcome.clients[:3]} == {0: "ok", 1: "missing", 2: "missing"}
 
 
 def coarse(levels, trials, points, width):
@@ -170,7 +170,7 @@ def test_a_frame_must_be_of_the_client_the_engine_heard(make_server):
     assert receipt.status == "refused"
     assert receipt.client == 2
     assert server.receive(frame_of(1), sender=1).status == "ok"
-    statuses = {receipt.client: receipt.status for receipt in server.close_round().receipts}
+    statuses = {receipt.client: receipt.status for receipt in server.close_round().clients}
     assert statuses == {0: "missing", 1: "ok", 2: "refused"}
 
 
@@ -184,7 +184,7 @@ def test_quorum_and_silence(make_server):
     assert not outcome.stepped
     assert server.round == 1
     np.testing.assert_array_equal(server.model, MODEL)
-    assert [(r.status, r.reason) for r in outcome.receipts[1:]] == [
+    assert [(r.status, r.reason) for r in outcome.clients[1:]] == [
         ("declined", "the privacy budget is spent"),
         ("missing", "the process died"),
     ]
@@ -245,7 +245,7 @@ def test_checkpoint_and_restore_give_the_same_future(make_server):
     for wrong in ({"model": MODEL}, {**first.arrays(), "more": MODEL}, {**first.arrays(), "model": MODEL[:5]}):
         with pytest.raises(CheckpointError):
             first.restore(wrong, round=2)
-    with pytest.raises(CheckpointError, match="cannot go on"):
+    with pytest.raises(CheckpointError, match="cannot continue"):
         first.restore(first.arrays(), round=99)
 
 

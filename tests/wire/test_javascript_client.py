@@ -28,8 +28,8 @@ from bqsgd.mechanism.coarsening import coarse_law
 from bqsgd.mechanism.encoder import decode
 from bqsgd.noise import ROUND_BITS
 from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
-from bqsgd.training.config import Config
 from bqsgd.training.server import Server
+from bqsgd.training.settings import Config
 from bqsgd.wire.fixed import MAX_CODE_COUNT, FixedWidth
 from bqsgd.wire.frame import Coding, FrameWriter, read_frame
 from bqsgd.wire.model_message import write_model
@@ -588,7 +588,7 @@ def test_without_randomness_there_is_no_frame(run):
 def test_a_round_with_the_server_over_http(run, site):
     """Two rounds of least squares: the model comes down, gradients go up, and the server steps by what they say."""
     target = np.linspace(-0.4, 0.4, 64).astype(np.float32)
-    config = Config(
+    config = Config.of(
         clients=2,
         rounds=3,
         batch_size=1,

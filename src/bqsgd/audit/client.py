@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,8 @@ from bqsgd.codec import codes_of, decode_frame
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.training.client import Client, Declined
-from bqsgd.training.config import Config
-from bqsgd.training.vector import Vector
+from bqsgd.training.parameters import Vector
+from bqsgd.training.settings import Config
 from bqsgd.wire.frame import read_frame
 
 Data = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
@@ -53,12 +53,12 @@ class ClientRuns:
     def __init__(
         self, make: MakeClient, config: Config, *, neighbours: Neighbours, model: Vector, rounds: int = 1
     ) -> None:
-        if config.mechanism is None:
+        if config.privacy.mechanism is None:
             raise InvalidParameter("an audit of a client needs fixed levels and trials: a plan depends on the rounds")
         self.model, self.rounds = model, check_int("rounds", rounds, 1, 2**31)
-        mechanism, config = config.mechanism, replace(config, rounds=MOST_ROUNDS)
+        mechanism, config = config.privacy.mechanism, config.but(rounds=MOST_ROUNDS)
         self.clients = {present: make(config, data) for present, data in _worlds(neighbours)}
-        self.release = self.clients[True].situation.release(mechanism)
+        self.release = self.clients[True].setting.release(mechanism)
         """What the client itself states for one message. The claim to audit may be another: see `audit`."""
         self.inputs = full_batch_inputs(make, config, neighbours=neighbours, model=model)
         self.score = LikelihoodRatio(self.inputs, self.release.mechanism, rate=self.release.sampling.rate)
@@ -83,7 +83,7 @@ class ClientRuns:
                 bytes(_frame(client, self.model, round)),
                 dimension=self.release.dimension,
                 mechanism=self.release.mechanism,
-                range=client.situation.range,
+                range=client.range,
                 client=client.client,
                 round=round,
             )
@@ -95,11 +95,11 @@ def full_batch_inputs(make: MakeClient, config: Config, *, neighbours: Neighbour
 
     It tells a server where to look. The finest quantiser leaves 1e-6 of the range.
     """
-    plain = replace(config, sampling="full", levels=FINEST_LEVELS, trials=0)
+    plain = config.but(sampling="none", levels=FINEST_LEVELS, trials=0)
     found = {}
     for present, data in _worlds(neighbours):
         client = make(plain, data)
-        reach = client.situation.range
+        reach = client.range
         found[present] = decode_frame(bytes(_frame(client, model, 0)), range=reach) / reach
     return Inputs(without=found[False], with_record=found[True])
 
@@ -142,14 +142,14 @@ def canary_neighbours(config: Config, *, dimension: int, dataset_size: int) -> N
     No sampling: it comes after a full batch of records at the lower end of the encoder's range. Poisson: it replaces a
     record without a gradient, among others like that. Fixed size: it replaces its own opposite.
     """
-    check_int("dataset_size", dataset_size, config.batch_size, 2**31)
+    check_int("dataset_size", dataset_size, config.privacy.batch_size, 2**31)
     canary, nothing = np.full((1, dimension), -2 * CANARY_SIZE, np.float32), np.zeros((1, dimension), np.float32)
-    if config.sampling == "full":
+    if config.privacy.sampling == "none":
         rest = nothing.repeat(dataset_size, axis=0)
-        rest[: config.batch_size] = 2 * config.encoder_range
+        rest[: config.privacy.batch_size] = 2 * config.range
         return _neighbours(rest, np.concatenate([rest, canary]))
     rest = nothing.repeat(dataset_size - 1, axis=0)
-    instead = -canary if config.sampling == "fixed" else nothing
+    instead = -canary if config.privacy.sampling == "fixed" else nothing
     return _neighbours(np.concatenate([instead, rest]), np.concatenate([canary, rest]))
 
 
@@ -166,8 +166,8 @@ def canary_runs(
     Without a seed the noise is keyed by one that the operating system draws for this audit: it is as random, and unlike
     a client without a seed it needs no ledger with room for thousands of messages.
     """
-    if config.seed is None:
-        config = replace(config, seed=secrets.randbits(63))
+    if config.privacy.seed is None:
+        config = config.but(seed=secrets.randbits(63))
     return ClientRuns(
         make,
         config,

@@ -101,12 +101,12 @@ def _clients(
     import torch
 
     from bqsgd.audit import canary_runs
-    from bqsgd.training.config import Config
+    from bqsgd.training.settings import Config
 
     torch.set_num_threads(1)  # the models are small: threads would only wait for one another
-    config = Config(
+    config = Config.of(
         clients=1,
-        sampling="full" if sampling is options.SamplingChoice.NONE else sampling.value,
+        sampling=sampling.value,
         batch_size=setting.batch_size,
         clip="clamp",
         clip_bound=1.0,

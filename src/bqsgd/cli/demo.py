@@ -27,11 +27,11 @@ def demo(
 
     Noise comes from the operating system. The server sees every client's messages and is not trusted.
     """
-    from bqsgd.cli.train import finish, fitted
+    from bqsgd.cli.train import Shown, begin, fit
     from bqsgd.errors import InvalidParameter
 
-    chosen = fitted({} if dataset is None else {"dataset": dataset})["dataset"]
+    chosen = fit({} if dataset is None else {"dataset": dataset})["dataset"]
     if chosen not in DEMO:
         raise InvalidParameter(f"the demo trains on {' or '.join(DEMO)}, got {chosen!r}; use bqsgd train")
     given = {"dataset": chosen, **DEMO[chosen]} | ({} if rounds is None else {"rounds": rounds})
-    finish(given, config=None, out=out, resume=False, tensorboard=False, json=json)
+    begin(given, out=out, shown=Shown(json=json))

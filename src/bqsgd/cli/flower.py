@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_format
+import hashlib
 import re
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; ne
 
     Example: bqsgd flower init my-app
     """
-    from bqsgd.engines.flower.app_folder import write_app
+    from bqsgd.flower.app_template import write_app
 
     for path in write_app(folder):
         typer.echo(path)
@@ -41,7 +41,7 @@ def demo(
     ] = False,
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
     rounds: Annotated[int | None, typer.Option(help="Rounds. Default: 30, with --tls 4.")] = None,
-    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (exact).")] = 3.0,
+    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client .")] = 3.0,
     seed: Annotated[int | None, typer.Option(help="Reproducible noise: voids the privacy claim.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep everything here. Default: a folder deleted at the end.")
@@ -78,7 +78,7 @@ def superlink(context: typer.Context) -> None:
 
     Example: bqsgd flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
     """
-    from bqsgd.engines.flower.superlink import superlink as serve
+    from bqsgd.flower.deployment import superlink as serve
 
     serve(context.args)
 
@@ -98,11 +98,12 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
     """The whole demo in `folder`; when this returns no process of it is left."""
     import time
 
-    from bqsgd.engines.flower import serving
-    from bqsgd.engines.flower.app_folder import write_app
-    from bqsgd.engines.flower.onemachine import make_federation
-    from bqsgd.engines.flower.place import LEDGER_FOLDER_VARIABLE
-    from bqsgd.engines.flower.processes import FlowerFailed, Processes
+    from bqsgd.flower.app_template import write_app
+    from bqsgd.flower.local_federation import FlowerFailed, Processes, make_federation
+    from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
+    from bqsgd.records.checkpoint import load_checkpoint
+    from bqsgd.records.history import read_history
+    from bqsgd.records.round import Status
 
     started = time.monotonic()
 
@@ -131,19 +132,23 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
 
         federation.submit(folder / "app", settings=asked, clients=clients, seconds=limit_seconds, heard=heard)
         say("done; stopping all processes")
-        if not (folder / "server" / serving.RESULT_FILE).exists():
-            raise FlowerFailed(f"the run ended without a result\n{processes.tail('run')}")
-    result = json_format.loads((folder / "server" / serving.RESULT_FILE).read_text())
-    records = [json_format.loads(line) for line in (folder / "server" / serving.ROUNDS_FILE).read_text().splitlines()]
+        if not (folder / "server" / "summary.json").exists():
+            raise FlowerFailed(f"the run ended without a summary\n{processes.tail('run')}")
+    history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
+    assert history.summary is not None
+    assert checkpoint is not None
+    summary, model = history.summary.to_dict(), checkpoint[0].get("averaged", checkpoint[0]["model"])
     return {
-        **{name: result[name] for name in ("accuracy", "rounds", "guarantee", "seeded", "model_sha256")},
+        **{name: summary[name] for name in ("accuracy", "rounds", "guarantee", "seeded")},
+        "model_sha256": hashlib.sha256(model.astype("<f4").tobytes()).hexdigest(),
         "clients": clients,
-        "bytes_up": sum(record["bytes_up"] for record in records),
-        "bytes_up_float32": sum(record["bytes_up_float32"] for record in records),
-        "frames_received": sum(entry["status"] == "ok" for record in records for entry in record["clients"]),
+        "bytes_up": summary["bytes_up"],
+        "bytes_up_float32": summary["bytes_up_float32"],
+        "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
         "rounds_in_ledgers": _ledgers(folder / "nodes"),
         "processes_left": len(processes.left_over()),
         "seconds": time.monotonic() - started,
+        "report": str(folder / "server" / "report.html"),
     }
 
 

@@ -31,8 +31,9 @@ def show(title: str, lines: Mapping[str, str]) -> None:
 
 def guarantee_lines(guarantee: Guarantee) -> dict[str, str]:
     """Everything that must be read beside an epsilon, in words."""
+    void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
     return {
-        "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds",
+        "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
         "neighbours": guarantee.neighbours,
         "trust": str(guarantee.trust),
         "sampling": guarantee.sampling,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bqsgd.training.config import Config
+    from bqsgd.records.round import RoundRecord
+    from bqsgd.training.settings import Config
 
 
-def shown(records: Iterable[dict[str, Any]], *, config: Config, first_round: int) -> Iterator[dict[str, Any]]:
-    """Pass the records on; on stderr show round, test accuracy and loss, exact epsilon, bytes and the time left."""
+def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -> Iterator[RoundRecord]:
+    """Pass the records on; on stderr show round, test accuracy and loss, epsilon, bytes and the time left."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -36,35 +37,35 @@ def shown(records: Iterable[dict[str, Any]], *, config: Config, first_round: int
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("planning and compiling", total=config.rounds, completed=first_round)
-        last: dict[str, Any] = {}
+        task = bar.add_task("planning and compiling", total=config.run.rounds, completed=first_round)
+        last: RoundRecord | None = None
         sent = 0
         for record in records:
-            sent += record["bytes_up"]
-            if record["test_accuracy"] is not None:
+            sent += record.bytes_up
+            if record.test_accuracy is not None:
                 last = record
-            bar.update(task, completed=record["round"] + 1, description=_line(last, sent, config))
+            bar.update(task, completed=record.round + 1, description=_line(last, sent, config))
             yield record
 
 
-def _plain(records: Iterable[dict[str, Any]], config: Config) -> Iterator[dict[str, Any]]:
+def _plain(records: Iterable[RoundRecord], config: Config) -> Iterator[RoundRecord]:
     sent = 0
     for record in records:
-        sent += record["bytes_up"]
-        if record["test_accuracy"] is not None:
-            done = record["round"] + 1
-            left = record["time"] / done * (config.rounds - done)
-            line = f"round {done}/{config.rounds}  {_line(record, sent, config)}  {left:.0f} s left"
+        sent += record.bytes_up
+        if record.test_accuracy is not None:
+            done = record.round + 1
+            left = record.time / done * (config.run.rounds - done)
+            line = f"round {done}/{config.run.rounds}  {_line(record, sent, config)}  {left:.0f} s left"
             print(line, file=sys.stderr, flush=True)
         yield record
 
 
-def _line(record: dict[str, Any], sent: int, config: Config) -> str:
-    if not record:
+def _line(record: RoundRecord | None, sent: int, config: Config) -> str:
+    if record is None:
         return f"{sent / 1e6:.1f} MB up"
-    epsilon = record["epsilon_max"]
-    privacy = "no privacy" if epsilon is None else f"exact epsilon {epsilon:.3g} at delta {config.delta:g}"
-    if config.seed is not None:
+    epsilon = record.epsilon_max
+    privacy = "no privacy" if epsilon is None else f"epsilon {epsilon:.3g} at delta {config.privacy.delta:g}"
+    if config.privacy.seed is not None:
         privacy += " (seeded: no claim)"
-    test = f"test accuracy {record['test_accuracy']:.2%}  loss {record['test_loss']:.3f}"
+    test = f"test accuracy {record.test_accuracy:.2%}  loss {record.test_loss:.3f}"
     return f"{test}  {privacy}  {sent / 1e6:.1f} MB up"

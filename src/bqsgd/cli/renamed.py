@@ -24,6 +24,7 @@ OPTIONS = {
         "--method": "`bqsgd plan` (proven) and `bqsgd paper plan` (as published)",
     },
     "audit": _DIMENSION_AND_BATCH | {"--audit-dim": "--audit-dimension"},
+    "train": {"--front-end": "--features"},
     "paper tradeoffs": _DIMENSION_AND_BATCH | {"--nominal-dim": "--nominal-dimension"},
 }
 """Command -> its old options -> the new option, or the command that took over."""

@@ -1,161 +1,181 @@
-"""`bqsgd train`: a private training run over simulated clients, every setting an option."""
+"""`bqsgd train`: a private training run, every setting an option.
+
+The options are made from the settings' own table (`bqsgd.training.settings`), so they cannot drift from it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, emit
+from bqsgd.cli.output import Json, guarantee_lines, show, to_json
 from bqsgd.errors import DataUnavailable, InvalidParameter
+from bqsgd.tasks import ALL_GROUPS, NamedTask, plain_settings, settings_of
+from bqsgd.training.settings import Config, group_from_dict, options, read_toml
 
-Option = typer.Option
+if TYPE_CHECKING:
+    from bqsgd.engines.engine import MakeEngine
+    from bqsgd.records.summary import Summary
+    from bqsgd.run import Run
+
+ENGINES = ("in-process", "torch-distributed")
 DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
 """What fits the 1,437 training samples of `digits` better than the defaults, which are for MNIST."""
 
 
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for every setting; those that are given reach it in its `**settings`."""
+    own = [
+        each for each in inspect.signature(command, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD
+    ]
+    made = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                _type(str(each.type)) | None, typer.Option(help=_help(each), rich_help_panel=group.title)
+            ],
+        )
+        for group in ALL_GROUPS.values()
+        for name, each in options(group)
+    ]
+    command.__signature__ = inspect.Signature([*made, *own])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return command
+
+
+def _type(name: str) -> Any:
+    return {"int": int, "float": float, "str": str, "bool": bool}[name.removesuffix(" | None")]
+
+
+def _help(each: Any) -> str:
+    text: str = each.metadata["help"]
+    if each.default is None or each.default is False or "Default" in text:
+        return text
+    return f"{text} Default: {each.default}."
+
+
+@with_settings
 def train(
-    dataset: Annotated[str | None, Option(help="mnist, fashion-mnist or digits. Default: mnist, else digits.")] = None,
-    data_folder: Annotated[str | None, Option(help="Folder that holds the data set's files.")] = None,
-    front_end: Annotated[str | None, Option(help="none, or scattering: fixed wavelet features of the images.")] = None,
-    model: Annotated[str | None, Option(help="lenet5, cnn, alexnet28, alexnet227, mlp or linear.")] = None,
-    activation: Annotated[str | None, Option(help="tanh or relu.")] = None,
-    clients: Annotated[int | None, Option(help="Number of clients.")] = None,
-    concentration: Annotated[float | None, Option(help="Label skew: Dirichlet concentration. Default: even.")] = None,
-    rounds: Annotated[int | None, Option(help="Rounds to train.")] = None,
-    batch_size: Annotated[int | None, Option(help="Public batch size a client divides by, L.")] = None,
-    sampling: Annotated[str | None, Option(help="poisson (add/remove one), fixed (replace one) or full.")] = None,
-    clip: Annotated[str | None, Option(help="dual, clamp, l2, scale or batch-mean (no per-sample guarantee).")] = None,
-    clip_bound: Annotated[float | None, Option(help="Per-sample bound of one coordinate, C.")] = None,
-    clip_norm: Annotated[float | None, Option(help="Per-sample Euclidean bound, for dual and l2.")] = None,
-    range: Annotated[float | None, Option(help="Range of the encoder; the mean is clamped to it.")] = None,
-    bits: Annotated[int | None, Option(help="Most bits a coordinate.")] = None,
-    epsilon: Annotated[float | None, Option(help="Total privacy budget of each client (exact).")] = None,
-    delta: Annotated[float | None, Option(help="Delta of the budget.")] = None,
-    levels: Annotated[int | None, Option(help="Fix the levels instead of planning them; needs --trials.")] = None,
-    trials: Annotated[int | None, Option(help="Fix the trials instead of planning them; needs --levels.")] = None,
-    coding: Annotated[str | None, Option(help="fixed (equal frames) or entropy (shorter).")] = None,
-    optimiser: Annotated[str | None, Option(help="The server's: sgd or adam.")] = None,
-    learning_rate: Annotated[float | None, Option(help="The server's learning rate.")] = None,
-    momentum: Annotated[float | None, Option(help="Of sgd.")] = None,
-    subtract_noise: Annotated[bool | None, Option(help="adam: take the known noise out of its second moment.")] = None,
-    schedule: Annotated[str | None, Option(help="constant, linear or cosine.")] = None,
-    average: Annotated[float | None, Option(help="Decay of the model's exponential average; 0 for none.")] = None,
-    aggregation: Annotated[str | None, Option(help="mean, median, trimmed-mean, krum or multi-krum.")] = None,
-    byzantine: Annotated[int | None, Option(help="Adversarial clients a robust rule must bear.")] = None,
-    quorum: Annotated[int | None, Option(help="Fewest frames a round needs to count.")] = None,
-    deadline_seconds: Annotated[float | None, Option(help="Frames after this are refused.")] = None,
-    unit: Annotated[str | None, Option(help="Whom the guarantee hides: sample or client.")] = None,
-    local_steps: Annotated[
-        int | None, Option(help="Steps a client takes a round; above 1 needs --unit client.")
-    ] = None,
-    local_learning_rate: Annotated[float | None, Option(help="Of the local steps.")] = None,
-    seed: Annotated[int | None, Option(help="Reproducible noise and batches: voids the privacy claim.")] = None,
-    init_seed: Annotated[int | None, Option(help="Of the initial model and the shares of data; public.")] = None,
-    evaluate_every: Annotated[int | None, Option(help="Rounds between evaluations on the test split.")] = None,
-    checkpoint_every: Annotated[int | None, Option(help="Rounds between checkpoints.")] = None,
-    reserve_rounds: Annotated[int | None, Option(help="Rounds the ledger records ahead in one write.")] = None,
-    private_metrics: Annotated[
-        bool | None, Option(help="Keep training loss and batch sizes on the clients: outside the guarantee.")
-    ] = None,
-    workers: Annotated[int | None, Option(help="Clients that work at the same time.")] = None,
+    *,
     engine: Annotated[
-        str, Option(help="in-process, or distributed (start it with torchrun; each rank is a client).")
+        str, typer.Option(help="in-process, or torch-distributed (start it with torchrun; each rank is a client).")
     ] = "in-process",
-    backend: Annotated[str, Option(help="Of the distributed engine: gloo, nccl or mpi.")] = "gloo",
+    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl or mpi.")] = "gloo",
     preset: Annotated[
-        str | None, Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
+        str | None, typer.Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
     ] = None,
-    config: Annotated[Path | None, Option(help="TOML file of these settings; options win over it.")] = None,
-    out: Annotated[Path | None, Option(help="Run folder. Default: a new one under runs/.")] = None,
-    resume: Annotated[bool, Option("--resume", help="Go on with the run in --out.")] = False,
-    tensorboard: Annotated[bool, Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings; options win over it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder. Default: a new one under runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
+    nominal: Annotated[
+        bool, typer.Option("--nominal", help="Record the paper's nominal epsilon as well (not a guarantee).")
+    ] = False,
     json: Json = False,
+    **settings: Any,
 ) -> None:
     """Train a model across clients that each keep a differential privacy guarantee of their own.
 
-    The defaults give an exact total epsilon of at most 3 at delta 1e-5 for every client. Ctrl-C stops after the
-    round in hand; --resume goes on.
+    The defaults give every client a proven total epsilon of at most 3 at delta 1e-5. Ctrl-C stops after the current
+    round; --resume continues.
 
     Examples: bqsgd train --preset mnist-eps3
               bqsgd train --dataset mnist --epsilon 3 --out runs/first
     """
-    given = {name: value for name, value in locals().items() if value is not None and name not in _NOT_SETTINGS}
+    given = {name: value for name, value in settings.items() if value is not None}
     if engine not in ENGINES:
         raise InvalidParameter(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
-    ranks = backend if engine == "distributed" else None
-    finish(
-        given,
-        preset=preset,
-        config=config,
-        out=out,
-        resume=resume,
-        tensorboard=tensorboard,
-        json=json,
-        backend=ranks,
-    )
+    if resume and out is None:
+        raise InvalidParameter("--resume needs --out, the folder of the run to continue")
+    shown = Shown(tensorboard=tensorboard, nominal=nominal, json=json)
+    if engine == "torch-distributed":
+        as_rank(given, preset=preset, file=config, out=out, resume=resume, backend=backend, shown=shown)
+    elif resume and out is not None:
+        named, chosen = resumed(out, given)
+        lead(named, chosen, folder=out, resuming=True, shown=shown)
+    else:
+        begin(given, preset=preset, file=config, out=out, shown=shown)
 
 
-ENGINES = ("in-process", "distributed")
-_NOT_SETTINGS = ("engine", "backend", "preset", "config", "out", "resume", "tensorboard", "json")
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What is shown of a run besides its progress."""
+
+    tensorboard: bool = False
+    nominal: bool = False
+    json: bool = False
 
 
-def finish(
+def begin(
     given: dict[str, Any],
     *,
-    config: Path | None,
-    out: Path | None,
-    resume: bool,
-    tensorboard: bool,
-    json: bool,
+    shown: Shown,
     preset: str | None = None,
-    backend: str | None = None,
+    file: Path | None = None,
+    out: Path | None = None,
 ) -> None:
-    """Run with the settings given on the command line, and print what came of it.
+    """Start a run in this process with the settings given on the command line, and print what came of it."""
+    named, chosen = new_settings(given, preset=preset, file=file)
+    folder = out or new_folder(named.dataset)
+    refuse_run_in(folder)
+    lead(named, chosen, folder=folder, resuming=False, shown=shown)
 
-    preset, config: settings by name and from a file; the file wins over the name, what is given over both.
-    backend: of torch.distributed when this process is one rank of many, None when all clients are in this process.
-    """
-    from bqsgd.cli.distributed_run import as_rank, run_rank
-    from bqsgd.cli.training_run import PRIVATE_NOTE, run, stored
+
+def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask, Config]:
+    """The settings of a new run: defaults, then the preset, then the file, then what is given."""
     from bqsgd.training import presets
-    from bqsgd.training.config import Config, read_settings
 
-    if backend is not None:
-        given = as_rank(given, out=out)
-    if resume and out is None:
-        raise InvalidParameter("--resume needs --out, the folder of the run to go on with")
-    found = stored(out, given) if resume and out is not None else None
-    if found is None:
-        named = {} if preset is None else presets.preset(preset)
-        settings = named | ({} if config is None else read_settings(config)) | given
-        chosen = Config.from_dict(fitted(settings))
-        folder = out or new_folder(chosen.dataset)
-        if (folder / "config.toml").exists():
-            raise InvalidParameter(f"{folder} holds a run already; add --resume to go on or name another folder")
-    else:
-        chosen, folder = found, out or Path()
-    if backend is None:
-        fields = run(chosen, folder=folder, resuming=found is not None, tensorboard=tensorboard)
-    else:
-        led = run_rank(
-            chosen, folder=folder, found=found is not None, resume=resume, tensorboard=tensorboard, backend=backend
-        )
-        if led is None:
-            return  # the serving rank prints
-        fields = led
-    notes = [PRIVATE_NOTE] if chosen.private_metrics else []
-    emit(outline(fields), as_json=json, title=f"Run {folder}", notes=(*claim(fields), *notes))
-    if not fields["finished"]:
-        print(
-            f"stopped after round {fields['rounds']}; go on with: bqsgd train --out {folder} --resume", file=sys.stderr
-        )
-        raise typer.Exit(130)
+    settings = {} if preset is None else presets.preset(preset)
+    if file is not None:
+        settings |= _flat(read_toml(file))
+    return settings_of(**fit(settings | given))
 
 
-def fitted(settings: dict[str, Any]) -> dict[str, Any]:
+def _flat(tables: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a TOML file by their own names; every table is checked as a whole first."""
+    data = tables.pop("data", {})
+    group_from_dict(NamedTask, "data", data)
+    Config.from_dict(tables)
+    return {
+        name: table[each.name]
+        for group, table in (("data", data), *tables.items())
+        for name, each in ALL_GROUPS[group].settings().items()
+        if each.name in table
+    }
+
+
+def resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask, Config]:
+    """The settings of the run in `folder`; one that is given and differs is refused."""
+    from bqsgd.run import stored_settings
+
+    chosen, data = stored_settings(folder)
+    named: NamedTask = group_from_dict(NamedTask, "data", data)
+    stored = plain_settings(named, chosen)
+    for name, value in given.items():
+        if stored.get(name) != value:
+            raise InvalidParameter(
+                f"{folder} was started with {name}={stored.get(name)!r}, not {value!r}; resume it without that option "
+                "or start a new run in another folder"
+            )
+    return named, chosen
+
+
+def refuse_run_in(folder: Path) -> None:
+    """Raise when `folder` holds a run."""
+    if (folder / "config.toml").exists():
+        raise InvalidParameter(f"{folder} holds a run already; add --resume to continue it or name another folder")
+
+
+def fit(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with a data set that is there: MNIST unless named, `digits` when no source of MNIST answers."""
     from bqsgd import data
 
@@ -165,7 +185,7 @@ def fitted(settings: dict[str, Any]) -> dict[str, Any]:
             data.load("mnist", folder=chosen.get("data_folder"))
             chosen["dataset"] = "mnist"
         except DataUnavailable as error:
-            print(f"{error}\nMNIST is not to be had, so this run takes digits instead.", file=sys.stderr)
+            print(f"{error}\nMNIST is unavailable, so this run uses digits instead.", file=sys.stderr)
             chosen["dataset"] = "digits"
     return DIGITS | chosen if chosen["dataset"] == "digits" else chosen
 
@@ -179,22 +199,124 @@ def new_folder(name: str) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def outline(fields: dict[str, Any]) -> dict[str, Any]:
-    """What is printed of summary.json."""
-    kept = ("accuracy", "loss", "rounds", "guarantee", "nominal", "bytes_up", "bytes_up_float32", "bytes_down")
-    return {name: fields[name] for name in (*kept, "bits_per_coordinate", "seeded", "seconds", "report")}
+def as_rank(
+    given: dict[str, Any],
+    *,
+    preset: str | None,
+    file: Path | None,
+    out: Path | None,
+    resume: bool,
+    backend: str,
+    shown: Shown,
+) -> None:
+    """Lead the run on rank 0, and be a client of it on every other rank of those that torchrun started.
+
+    A client on a machine of its own has no settings file to resume from, only its ledger: its settings are those given.
+    """
+    from bqsgd.engines.torch_distributed import join, torch_distributed, work
+    from bqsgd.engines.torch_distributed.transport import world_size
+
+    size = world_size()
+    if out is None:
+        raise InvalidParameter("--engine torch-distributed needs --out: all ranks must name the same run folder")
+    continues = resume and (out / "config.toml").exists()
+    if continues:
+        named, chosen = resumed(out, given)
+    else:
+        named, chosen = new_settings({"clients": size} | given, preset=preset, file=file)
+        refuse_run_in(out)
+    with join(backend=backend) as group:
+        if group.serves:
+            if resume and not continues:
+                raise InvalidParameter(f"{out} holds no run to resume")
+            lead(named, chosen, folder=out, resuming=continues, shown=shown, engine=torch_distributed(group), client=0)
+        else:
+            work(named.task(chosen, client=group.rank), chosen, group=group, folder=out, resuming=resume)
 
 
-def claim(fields: dict[str, Any]) -> tuple[str, ...]:
-    """The guarantee in words, with everything that belongs beside the figure; and the bytes."""
-    from bqsgd.privacy.guarantee import Guarantee
+def lead(
+    named: NamedTask,
+    chosen: Config,
+    *,
+    folder: Path,
+    resuming: bool,
+    shown: Shown,
+    engine: MakeEngine | None = None,
+    client: int | None = None,
+) -> None:
+    """Train to the end, or to Ctrl-C, and print what came of it. Everything about the run is in `folder` then.
 
-    guarantee = fields["guarantee"]
-    saved = fields["bytes_up_float32"] / fields["bytes_up"] if fields["bytes_up"] else 0.0
-    privacy = "Nothing private was sent." if guarantee is None else f"Guarantee: {Guarantee.from_dict(guarantee)}."
-    return (
-        f"Test accuracy {fields['accuracy']:.2%} after {fields['rounds']} rounds.",
-        f"{privacy} The search for hyper-parameters is not charged to epsilon.",
-        f"Sent up: {fields['bytes_up']:,} bytes, {saved:.2f} times less than float32.",
-        f"Report: {fields['report']}",
-    )
+    client: the only one whose data this process holds, None when it holds all.
+    """
+    from bqsgd.engines.in_process import in_process
+    from bqsgd.paper.nominal import nominal_epsilon_after
+    from bqsgd.run import Run
+
+    task = named.task(chosen, client=client)
+    how: dict[str, Any] = {"engine": engine or in_process, "nominal": nominal_epsilon_after if shown.nominal else None}
+    run = Run.resume(task, folder=folder, **how) if resuming else Run.start(task, chosen, folder=folder, **how)
+    with run:
+        _train(run, tensorboard=shown.tensorboard)
+    summary = run.close()
+    _print(summary, folder=folder, chosen=chosen, json=shown.json)
+    if summary.rounds < chosen.run.rounds:
+        print(
+            f"stopped after round {summary.rounds}; continue with: bqsgd train --out {folder} --resume", file=sys.stderr
+        )
+        raise typer.Exit(130)
+
+
+def _train(run: Run, *, tensorboard: bool) -> None:
+    from contextlib import nullcontext
+
+    from bqsgd.cli.progress import shown
+    from bqsgd.records.tensorboard import TensorBoardLog
+
+    assert run.folder is not None
+    log = TensorBoardLog(run.folder / "tensorboard") if tensorboard else None
+    with log or nullcontext(), _interrupts() as asked_to_stop:
+        for record in shown(run.rounds(), config=run.config, first_round=run.round):
+            if log is not None:
+                log.append(record)
+            if asked_to_stop:
+                break
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that fills at the first Ctrl-C or SIGTERM: the current round is finished; the second one interrupts it."""
+    from bqsgd.engines.stopping import stop_signals
+
+    asked: list[int] = []
+
+    def note(number: int) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    with stop_signals(note):
+        yield asked
+
+
+def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> None:
+    """What a person wants to know in a few lines; with --json all of summary.json."""
+    from bqsgd.privacy.guarantee import rounded_up
+
+    report = str(folder / "report.html")
+    if json:
+        typer.echo(to_json(summary.to_dict() | {"report": report}))
+        return
+    lines = {"accuracy": f"{summary.accuracy or 0.0:.2%} on the test data, after {summary.rounds} rounds"}
+    if summary.guarantee is None:
+        lines["guarantee"] = "nothing private was sent"
+    else:
+        lines |= guarantee_lines(summary.guarantee)
+        lines["not charged"] = "the search for hyper-parameters"
+    bits = "" if summary.bits_per_coordinate is None else f", {summary.bits_per_coordinate:.2f} bits per coordinate"
+    saved = "" if summary.saving is None else f", {summary.saving:.2f} times less than float32"
+    lines["sent up"] = f"{summary.bytes_up / 1e6:.2f} MB{saved}{bits}"
+    if summary.nominal_epsilon is not None:
+        lines["nominal"] = f"epsilon {rounded_up(summary.nominal_epsilon)} (as published; not a guarantee)"
+    if chosen.privacy.private_metrics:
+        lines["private metrics"] = "outside the guarantee; they stay in the clients' own files"
+    show(f"Run {folder}", lines | {"report": report})

@@ -54,7 +54,7 @@ class Scattering:
             check_int(name, side, REDUCTION, _MOST_PIXELS)
             if side % REDUCTION:
                 raise InvalidParameter(
-                    f"{name} must be a multiple of {REDUCTION} for the scattering front end, got {side}; "
+                    f"{name} must be a multiple of {REDUCTION} for the scattering features, got {side}; "
                     "pad or crop the images"
                 )
         if height * width > _MOST_PIXELS:

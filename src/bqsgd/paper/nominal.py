@@ -21,8 +21,8 @@ from bqsgd.params import Mechanism, check_delta, check_int, check_positive
 from bqsgd.release import Scheme, Unit
 
 if TYPE_CHECKING:
-    from bqsgd.training.config import Config
-    from bqsgd.training.plans import Situation
+    from bqsgd.planner.plan import ClientSetting
+    from bqsgd.training.settings import Config
 
 CAVEAT = "as published; not a guarantee"
 REMARK_1_FACTOR = 6.4
@@ -186,26 +186,26 @@ class NominalPrivacy:
         return {**asdict(self), "caveat": CAVEAT}
 
 
-def nominal_epsilon_after(config: Config, situation: Situation) -> Callable[[int], float | None]:
+def nominal_epsilon_after(config: Config, setting: ClientSetting) -> Callable[[int], float | None]:
     """rounds -> Theorem 1's total for client 0, or None where the paper's formulas do not cover such a run.
 
     They assume a per-coordinate clip at the encoder's range, samples as the unit, batches, and one budget throughout.
     """
-    from bqsgd.training.plans import release_in  # here: the figures above do without the training layer
+    from bqsgd.training.client_plan import release_in  # here: the figures above do without the training layer
 
-    covered = config.clip in ("clamp", "scale", "batch-mean") and config.encoder_range == config.clip_bound
-    if not covered or situation.unit is not Unit.SAMPLE or situation.scheme is Scheme.FULL or config.budgets:
+    covered = config.clip.rule in ("clamp", "scale", "batch-mean") and config.range == config.clip.bound
+    if not covered or setting.unit is not Unit.SAMPLE or setting.scheme is Scheme.NONE or config.privacy.budgets:
         return lambda rounds: None
     try:
-        mechanism = release_in(config, situation, client=0, round=0).mechanism
+        mechanism = release_in(config, setting, client=0, round=0).mechanism
     except BqsgdError:
         return lambda rounds: None
     if mechanism.trials == 0:
         return lambda rounds: None
-    setting = NominalSetting(
-        dimension=situation.dimension,
-        batch_size=situation.batch_size,
-        dataset_size=situation.dataset_size,
-        delta=config.delta,
+    nominal = NominalSetting(
+        dimension=setting.dimension,
+        batch_size=setting.batch_size,
+        dataset_size=setting.dataset_size,
+        delta=config.privacy.delta,
     )
-    return lambda rounds: NominalPrivacy.of(mechanism, setting, rounds=rounds).epsilon_total
+    return lambda rounds: NominalPrivacy.of(mechanism, nominal, rounds=rounds).epsilon_total

@@ -11,7 +11,7 @@ from typing import Any
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism, check_delta, check_int, check_positive
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
+from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Unit
 
 MAX_BITS = 20
 
@@ -50,6 +50,7 @@ class ClientSetting:
     relation: Relation | str | None = None
     linf: float | None = None
     l2: float | None = None
+    unit: Unit = Unit.SAMPLE
 
     def release(self, mechanism: Mechanism) -> Release:
         """What one message made by `mechanism` reveals.
@@ -70,6 +71,7 @@ class ClientSetting:
             dimension=self.dimension,
             sensitivity=Sensitivity(linf=linf, l2=self.l2, relation=Relation(relation)),
             sampling=sampling,
+            unit=self.unit,
         )
 
 

@@ -172,7 +172,7 @@ def _laws(spent: Spent) -> Iterator[tuple[composition.Law, composition.Law]]:
     """The composed laws, and those without sampling where the rate is near 1: a sampled record reveals no more."""
     yield _composed(spent)
     if any(NEARLY_WHOLE < release.sampling.rate < 1 for release, _ in spent):
-        whole = Sampling(scheme=Scheme.FULL)
+        whole = Sampling(scheme=Scheme.NONE)
         yield _composed(tuple((replace(release, sampling=whole), rounds) for release, rounds in spent))
 
 
@@ -204,7 +204,7 @@ def _l2_decides(spent: Spent) -> bool:
 def _sampling_text(spent: Spent) -> str:
     texts = {
         str(release.sampling.scheme)
-        + ("" if release.sampling.scheme is Scheme.FULL else f" rate {release.sampling.rate:.6g}")
+        + ("" if release.sampling.scheme is Scheme.NONE else f" rate {release.sampling.rate:.6g}")
         for release, _ in spent
     }
     rounds = sum(count for _, count in spent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from bqsgd.errors import InvalidParameter
 from bqsgd.release import Relation, Trust, Unit
 
+_LARGEST = 10**300
+_MAX_TEXT = 4096
 MEANINGLESS_EPSILON = 1000.0
 """Beyond this figure no effort is spent: the bound is shown as "no meaningful guarantee"."""
 
@@ -96,13 +99,46 @@ class Guarantee:
         }
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Guarantee:
-        """The inverse of `to_dict`, re-checked."""
+    def from_dict(cls, fields: Mapping[str, Any]) -> Guarantee:
+        """The inverse of `to_dict`. The fields may be a stranger's: every one is checked for kind, range and length."""
+        unknown = sorted(str(name)[:40] for name in fields if name not in cls.__dataclass_fields__)
+        if unknown:
+            raise InvalidParameter(f"not a guarantee: it has no field {unknown[0]!r}")
         try:
-            values = {**fields, "epsilon": float(fields["epsilon"]), "method": method_name(fields["method"])}
             return cls(
-                **{**values, "relation": Relation(fields["relation"]), "unit": Unit(fields["unit"])}
-                | {"trust": Trust(fields["trust"])}
+                epsilon=_figure("epsilon", fields["epsilon"]),
+                delta=_figure("delta", fields["delta"]),
+                relation=Relation(fields["relation"]),
+                unit=Unit(fields["unit"]),
+                trust=Trust(fields["trust"]),
+                sampling=_words("sampling", fields["sampling"]),
+                method=method_name(_words("method", fields["method"])),
+                delta_floor=_figure("delta_floor", fields["delta_floor"]),
+                seeded=_flag("seeded", fields.get("seeded", False)),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidParameter(f"not a guarantee: {error}") from error
+        except InvalidParameter:
+            raise
+        except KeyError as error:
+            raise InvalidParameter(f"not a guarantee: {error} is missing") from error
+        except ValueError as error:  # an enumeration's refusal may quote the value at any length
+            raise InvalidParameter(f"not a guarantee: {str(error)[:200]}") from error
+
+
+def _figure(name: str, value: object) -> float:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > _LARGEST:
+        raise InvalidParameter(f"not a guarantee: {name} must be a number or 'inf'")
+    return float(value)
+
+
+def _words(name: str, value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise InvalidParameter(f"not a guarantee: {name} must be text of at most {_MAX_TEXT} characters")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidParameter(f"not a guarantee: {name} must be true or false")
+    return value

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.records.folder import SHOWN
+from bqsgd.records.history import History, read_history
 from bqsgd.reports.chart import Chart, Point, Series
 from bqsgd.reports.figures import measured, running_total
-from bqsgd.reports.folder import SHOWN
 from bqsgd.reports.page import claim_terms, epsilon_text, render
-from bqsgd.reports.run import Run, read_run
 from bqsgd.reports.units import Unit, short
 from bqsgd.storage import write_atomic
 
@@ -32,11 +32,11 @@ COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Read the run folders and write one page that compares them."""
-    write_atomic(Path(out), comparison_page([read_run(folder) for folder in folders]).encode(), mode=SHOWN)
+    write_atomic(Path(out), comparison_page([read_history(folder) for folder in folders]).encode(), mode=SHOWN)
     return Path(out)
 
 
-def comparison_page(runs: Sequence[Run]) -> str:
+def comparison_page(runs: Sequence[History]) -> str:
     """The comparison of 2 to 16 runs as HTML."""
     if not 2 <= len(runs) <= MAX_RUNS:
         raise InvalidParameter(f"a comparison takes 2 to {MAX_RUNS} runs, got {len(runs)}")
@@ -51,7 +51,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
     )
 
 
-def comparison_figures(runs: Sequence[Run]) -> list[Chart]:
+def comparison_figures(runs: Sequence[History]) -> list[Chart]:
     """Accuracy against rounds, bytes and epsilon; loss, epsilon and bytes against rounds."""
     draw = _Overlay(runs)
     return [
@@ -88,10 +88,10 @@ def comparison_figures(runs: Sequence[Run]) -> list[Chart]:
     ]
 
 
-def differing_terms(runs: Sequence[Run]) -> list[str]:
+def differing_terms(runs: Sequence[History]) -> list[str]:
     """The terms (delta, neighbours, unit, trust) in which the runs' guarantees differ; then epsilons do not compare."""
     claims = [run.summary.guarantee for run in runs if run.summary is not None and run.summary.guarantee is not None]
-    terms: dict[str, set[float] | set[str]] = {
+    terms: dict[str, set[object]] = {
         "delta": {claim.delta for claim in claims},
         "neighbours": {claim.relation for claim in claims},
         "unit": {claim.unit for claim in claims},
@@ -103,11 +103,11 @@ def differing_terms(runs: Sequence[Run]) -> list[str]:
 class _Overlay:
     """Draws one figure of every run in the run's colour; beyond eight runs the curves are dashed."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[History]) -> None:
         self.runs = runs
 
     def __call__(
-        self, key: str, title: str, x_label: str, y_label: str, points: Callable[[Run], list[Point]], **options: Any
+        self, key: str, title: str, x_label: str, y_label: str, points: Callable[[History], list[Point]], **options: Any
     ) -> Chart:
         series = [
             Series(label=run.name, points=points(run), colour=COLOURS[i % 8], dashed=i >= 8)
@@ -117,21 +117,21 @@ class _Overlay:
         return Chart(key=key, title=title, x_label=x_label, y_label=y_label, series=series, **options)
 
 
-def _named(name: str) -> Callable[[Run], list[Point]]:
+def _named(name: str) -> Callable[[History], list[Point]]:
     return lambda run: measured(run.rounds, name)
 
 
-def _against(name: str) -> Callable[[Run], list[Point]]:
+def _against(name: str) -> Callable[[History], list[Point]]:
     """(what was spent when, accuracy) over the rounds where both are known."""
 
-    def points(run: Run) -> list[Point]:
+    def points(run: History) -> list[Point]:
         spent = dict(running_total(run.rounds, name) if name.startswith("bytes") else measured(run.rounds, name))
         return [(spent[at], value) for at, value in measured(run.rounds, "test_accuracy") if at in spent]
 
     return points
 
 
-def _row(index: int, run: Run) -> dict[str, Any]:
+def _row(index: int, run: History) -> dict[str, Any]:
     claim = run.summary.guarantee if run.summary is not None else None
     return {
         "name": run.name,
@@ -149,7 +149,7 @@ def _row(index: int, run: Run) -> dict[str, Any]:
     }
 
 
-def _distinct(runs: Sequence[Run]) -> list[Run]:
+def _distinct(runs: Sequence[History]) -> list[History]:
     """Runs whose folders share a name get a number."""
     shared, seen = Counter(run.name for run in runs), Counter[str]()
     named = []

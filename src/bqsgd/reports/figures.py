@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from bqsgd.params import Mechanism
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.records.history import History
+from bqsgd.records.round import STAGES, RoundRecord
 from bqsgd.reports.chart import MAX_POINTS, Chart, Point, Series
-from bqsgd.reports.records import STAGES, RoundRecord
-from bqsgd.reports.run import Run
-from bqsgd.reports.summary import Claim
 from bqsgd.reports.units import Unit, short
 
 NOMINAL = "nominal epsilon (as published; not a guarantee)"
@@ -22,7 +22,7 @@ MAX_STAGE_SECONDS = 1e9
 STAGE_COLOURS = (0, 1, 2, 7, 4, 5, 6, 3)
 
 
-def run_figures(run: Run) -> list[Chart]:
+def run_figures(run: History) -> list[Chart]:
     """The charts that the run's records can fill, in reading order."""
     return [accuracy(run), loss(run), epsilon(run), traffic(run), *stages(run), *noise(run)]
 
@@ -38,7 +38,7 @@ def running_total(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
     return [(float(r.round), float(total)) for r, total in zip(rounds, totals, strict=True)]
 
 
-def accuracy(run: Run) -> Chart:
+def accuracy(run: History) -> Chart:
     """Test accuracy against rounds."""
     points = measured(run.rounds, "test_accuracy")
     best = max((y for _, y in points if math.isfinite(y)), default=None)
@@ -54,7 +54,7 @@ def accuracy(run: Run) -> Chart:
     )
 
 
-def loss(run: Run) -> Chart:
+def loss(run: History) -> Chart:
     """Test loss against rounds."""
     return Chart(
         key="loss",
@@ -67,13 +67,13 @@ def loss(run: Run) -> Chart:
     )
 
 
-def terms(claim: Claim) -> str:
+def terms(claim: Guarantee) -> str:
     """What an epsilon must be stated with, in one line."""
     stated = (claim.relation, f"unit: {claim.unit}", claim.trust, f"sampling: {claim.sampling}", claim.method)
     return ", ".join((f"δ = {short(claim.delta)}", *stated))
 
 
-def epsilon(run: Run) -> Chart:
+def epsilon(run: History) -> Chart:
     """Exact epsilon of the client that spent most, and the paper's figure, against rounds."""
     exact, nominal = measured(run.rounds, "epsilon_max"), measured(run.rounds, "nominal_epsilon")
     claim = run.summary.guarantee if run.summary is not None else None
@@ -99,7 +99,7 @@ def epsilon(run: Run) -> Chart:
     )
 
 
-def traffic(run: Run) -> Chart:
+def traffic(run: History) -> Chart:
     """Bytes sent up so far, beside the same updates as 32-bit floats."""
     saved = "" if run.saving is None else f" {short(run.saving)} times fewer than as 32-bit floats."
     return Chart(
@@ -119,7 +119,7 @@ def traffic(run: Run) -> Chart:
     )
 
 
-def stages(run: Run) -> list[Chart]:
+def stages(run: History) -> list[Chart]:
     """Seconds of a round by stage, stacked; long runs are averaged over neighbouring rounds. None when not recorded."""
     names = list(dict.fromkeys([*STAGES, *(name for r in run.rounds[:1] for name in r.seconds)]))
     timed = [r for r in run.rounds if r.seconds and all(0 <= s < MAX_STAGE_SECONDS for s in r.seconds.values())]
@@ -155,7 +155,7 @@ def stages(run: Run) -> list[Chart]:
     ]
 
 
-def noise(run: Run) -> list[Chart]:
+def noise(run: History) -> list[Chart]:
     """Density of the BQ noise (Proposition 1, before coarsening), its binomial part, the Gaussian of that variance."""
     mechanism = run.mechanism
     if mechanism is None or not 0 < mechanism.trials <= MAX_DRAWN_TRIALS:

@@ -16,12 +16,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bqsgd import __version__
-from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
+from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, rounded_up
+from bqsgd.records.folder import REPORT, SHOWN
+from bqsgd.records.history import ClientTally, History, Parameters, read_history
+from bqsgd.records.round import Status
 from bqsgd.reports.figures import run_figures
-from bqsgd.reports.folder import REPORT, SHOWN
-from bqsgd.reports.records import Status
-from bqsgd.reports.run import ClientTally, Parameters, Run, read_run
-from bqsgd.reports.summary import Claim
 from bqsgd.reports.units import Unit, short
 from bqsgd.storage import write_atomic
 
@@ -33,15 +32,15 @@ MAX_SETTING_TEXT = 200
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Read a run folder and write its report, by default as report.html inside it."""
     target = Path(folder) / REPORT if out is None else Path(out)
-    write_atomic(target, run_page(read_run(folder)).encode(), mode=SHOWN)
+    write_atomic(target, run_page(read_history(folder)).encode(), mode=SHOWN)
     return target
 
 
-def run_page(run: Run) -> str:
+def run_page(run: History) -> str:
     """The report of `run` as HTML."""
     summary = run.summary
     claim = summary.guarantee if summary is not None else None
-    nominal = summary.nominal if summary is not None else None
+    nominal = summary.nominal_epsilon if summary is not None else None
     statuses: Counter[Status] = Counter()
     for tally in run.clients:
         statuses.update(tally.counts)
@@ -62,7 +61,7 @@ def run_page(run: Run) -> str:
         epsilon="" if claim is None else epsilon_text(claim),
         delta="" if claim is None else short(claim.delta),
         claim_terms=[] if claim is None else claim_terms(claim),
-        nominal="" if nominal is None else f"{short(nominal.epsilon)} at δ = {short(nominal.delta)} ({nominal.method})",
+        nominal="" if nominal is None else f"{rounded_up(nominal)} (Theorem 1)",
         bits=short(run.bits_per_coordinate, digits=4),
         mechanism=mechanism,
         mechanism_bits="" if mechanism is None else short(mechanism.bits_per_coordinate, digits=3),
@@ -82,7 +81,7 @@ def run_page(run: Run) -> str:
     )
 
 
-def epsilon_text(claim: Claim) -> str:
+def epsilon_text(claim: Guarantee) -> str:
     """The bound with its sign, rounded up: "= 2.94", or "> 1000" where no effort is spent on the figure."""
     if not claim.epsilon <= MEANINGLESS_EPSILON:
         return f"> {MEANINGLESS_EPSILON:.0f}"
@@ -90,7 +89,7 @@ def epsilon_text(claim: Claim) -> str:
     return f"= {short(float(bound), digits=4)}"
 
 
-def claim_terms(claim: Claim) -> list[tuple[str, str]]:
+def claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
     """What stands beside an epsilon, named."""
     floor = [] if not claim.delta_floor else [("delta floor", short(claim.delta_floor))]
     return [
@@ -123,7 +122,7 @@ def _environment() -> Environment:
     )
 
 
-def _lead(run: Run) -> str:
+def _lead(run: History) -> str:
     """Data, model and clients in one line, where the settings name them."""
     settings = dict(flatten(run.config))
     named = []
@@ -136,7 +135,7 @@ def _lead(run: Run) -> str:
     return " · ".join(named)
 
 
-def _notices(run: Run) -> list[tuple[str, str]]:
+def _notices(run: History) -> list[tuple[str, str]]:
     notices = []
     if run.summary is None:
         notices.append(("Unfinished run", "It has written no summary yet, so nothing is claimed about its privacy."))
@@ -182,7 +181,7 @@ def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def _tables(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+def _tables(run: History) -> list[tuple[str, list[tuple[str, str]]]]:
     settings = run.config or (run.summary.config if run.summary is not None else {})
     versions = run.summary.versions if run.summary is not None else {}
     named = [("Settings", flatten(settings)), ("Versions", flatten(versions))]

@@ -23,7 +23,7 @@ def draw_batch(scheme: Scheme, *, batch_size: int, dataset_size: int, rng: Noise
     """
     check_int("dataset_size", dataset_size, 1, 2**40)
     check_int("batch_size", batch_size, 1, dataset_size)
-    if scheme is Scheme.FULL or (scheme is Scheme.POISSON and batch_size == dataset_size):
+    if scheme is Scheme.NONE or (scheme is Scheme.POISSON and batch_size == dataset_size):
         return np.arange(dataset_size)
     if scheme is Scheme.POISSON:
         return np.flatnonzero(rng.words(dataset_size) < np.uint64((batch_size << 64) // dataset_size))

@@ -25,11 +25,11 @@ from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.release import Unit
 from bqsgd.training.batches import draw_batch
-from bqsgd.training.config import SAMPLINGS, Config
-from bqsgd.training.plans import Situation, release_in
+from bqsgd.training.client_plan import client_setting, release_in
+from bqsgd.training.parameters import dimension_of, load_vector
 from bqsgd.training.seeds import Purpose, Sources
+from bqsgd.training.settings import Config
 from bqsgd.training.values import check_model, client_values, sample_values
-from bqsgd.training.vector import dimension_of, load_vector
 from bqsgd.wire.model_message import read_model
 
 PrivateLog = Callable[[dict[str, Any]], None]
@@ -49,13 +49,13 @@ class Client:
     Args:
         client: its number; the server knows it by this.
         model: where the received parameters are put to work; clients that answer one after another may share one.
-        loss: (outputs, targets) -> one loss a sample.
-        inputs, targets: its data, a row a sample.
-        config: the run's settings, the same for all (a client's own budget is in `config.budgets`).
+        loss: (outputs, targets) -> one loss per sample.
+        inputs, targets: its data, a row per sample.
+        config: the run's settings, the same for all (a client's own budget is in `config.privacy.budgets`).
         ledger: what it has spent, durable. None only with seeded noise or without noise: no privacy claim.
         run: name of the run in the ledger.
-        resume: the run goes on after a stop; rounds recorded before are counted again when their noise is new.
-        private_log: where figures outside the guarantee go when `config.private_metrics` is on.
+        resume: the run continues after a stop; rounds recorded before are counted again when their noise is new.
+        private_log: where figures outside the guarantee go when `config.privacy.private_metrics` is on.
     """
 
     def __init__(
@@ -76,25 +76,18 @@ class Client:
         self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
         if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
             raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
-        if config.batch_size > len(self.inputs):
+        if config.privacy.batch_size > len(self.inputs):
             raise InvalidParameter(
-                f"batch_size={config.batch_size} is more than the {len(self.inputs)} samples of client {client}"
+                f"batch_size={config.privacy.batch_size} is more than the {len(self.inputs)} samples of client {client}"
             )
-        if config.private_metrics and private_log is None:
+        if config.privacy.private_metrics and private_log is None:
             raise InvalidParameter("private_metrics needs a private_log that keeps the figures on the client")
-        self.private_log = private_log if config.private_metrics else None
-        self.sources = Sources(seed=config.seed, client=client)
-        self.situation = Situation(
-            dimension=dimension_of(model),
-            dataset_size=len(self.inputs),
-            batch_size=config.batch_size,
-            scheme=SAMPLINGS[config.sampling],
-            clip=config.make_clip(),
-            range=config.encoder_range,
-            unit=Unit(config.unit),
-        )
+        self.private_log = private_log if config.privacy.private_metrics else None
+        self.sources = Sources(seed=config.privacy.seed, client=client)
+        self.clip, self.range = config.clip.make(), config.range
+        self.setting = client_setting(config, dimension=dimension_of(model), dataset_size=len(self.inputs))
         self.spending = Spending(
-            ledger, run=run, seeded=self.sources.seeded, ahead=config.reserve_rounds, resume=resume
+            ledger, run=run, seeded=self.sources.seeded, ahead=config.clients.reserve_rounds, resume=resume
         )
         self.seconds: dict[str, float] = {}
         """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
@@ -104,7 +97,7 @@ class Client:
     def answer(self, message: bytes | bytearray | memoryview) -> bytearray | Declined:
         """Read the server's message and answer it; a damaged one raises ModelMessageError and costs nothing."""
         started = time.perf_counter()
-        received = read_model(message, dimension=self.situation.dimension)
+        received = read_model(message, dimension=self.setting.dimension)
         elapsed = time.perf_counter() - started
         answer = self.update(received.model, received.round)
         self.seconds["frame"] = elapsed
@@ -122,10 +115,10 @@ class Client:
         self.seconds = {}
         if self._last is not None and self._last[0] == round and np.array_equal(self._last[1], model):
             return self._last[2]  # asked again: the same bytes reveal nothing new and cost nothing
-        if round >= self.config.rounds:
-            return Declined(reason=f"round {round} is beyond the {self.config.rounds} rounds planned")
+        if round >= self.config.run.rounds:
+            return Declined(reason=f"round {round} is beyond the {self.config.run.rounds} rounds planned")
         try:
-            release = release_in(self.config, self.situation, client=self.client, round=round)
+            release = release_in(self.config, self.setting, client=self.client, round=round)
         except Infeasible as error:
             return Declined(reason=f"no plan for the budget: {error}")
         self._prepare(model)
@@ -141,11 +134,11 @@ class Client:
             frame = encode_frame(
                 values,
                 release.mechanism,
-                range=self.situation.range,
+                range=self.range,
                 rng=self.sources.at(Purpose.NOISE, round),
                 client=self.client,
                 round=round,
-                coding=self.config.coding,
+                coding=self.config.clients.coding,
                 clamp=True,  # a Poisson batch can exceed L; the clamp is 1-Lipschitz, so the sensitivity stands
             )
         self._last = (round, model.copy(), frame)
@@ -161,12 +154,12 @@ class Client:
 
     def budget(self, round: int) -> Budget:
         """The budget in force in `round`."""
-        return self.config.budget(client=self.client, round=round)
+        return self.config.privacy.budget(client=self.client, round=round)
 
     def _last_round(self, round: int) -> int:
         """The last round of the budget in force: no reservation may reach past it."""
-        changes = (c.from_round for c in self.config.budgets if c.client == self.client and c.from_round > round)
-        return min(changes, default=self.config.rounds) - 1
+        changes = [change.from_round for change in self.config.privacy.budgets if change.client == self.client]
+        return min((start for start in changes if start > round), default=self.config.run.rounds) - 1
 
     def _enter(self, budget: Budget) -> None:
         ledger = self.spending.ledger
@@ -178,34 +171,34 @@ class Client:
         with self._timed("gradients"):
             if not self._checked:
                 batch = self.inputs, self.targets
-                check_model(self.model, self.loss, batch, clip=self.situation.clip, unit=self.situation.unit)
+                check_model(self.model, self.loss, batch, clip=self.clip, unit=self.setting.unit)
                 self._checked = True
             load_vector(self.model, model)
 
     def _values(self, round: int) -> npt.NDArray[np.float32]:
         """The clipped mean gradient, or the clipped update after several local steps."""
         rng = self.sources.at(Purpose.BATCH, round)
-        if self.situation.unit is Unit.CLIENT:
+        if self.setting.unit is Unit.CLIENT:
             return client_values(
                 self.model,
                 self.loss,
                 lambda: self._batch(rng),
-                steps=self.config.local_steps,
-                learning_rate=self.config.local_learning_rate,
-                clip=self.situation.clip,
+                steps=self.config.clients.local_steps,
+                learning_rate=self.config.clients.local_learning_rate,
+                clip=self.clip,
             )
         batch = self._batch(rng)
-        mean, dropped = sample_values(
-            self.model, self.loss, batch, clip=self.situation.clip, batch_size=self.situation.batch_size
-        )
+        mean, dropped = sample_values(self.model, self.loss, batch, clip=self.clip, batch_size=self.setting.batch_size)
         if self.private_log is not None:
             self._log(round, batch, dropped, mean)
         return mean
 
     def _batch(self, rng: NoiseSource) -> tuple[Tensor, Tensor]:
-        situation = self.situation
+        setting = self.setting
         rows = torch.from_numpy(
-            draw_batch(situation.scheme, batch_size=situation.batch_size, dataset_size=situation.dataset_size, rng=rng)
+            draw_batch(
+                self.config.privacy.scheme, batch_size=setting.batch_size, dataset_size=setting.dataset_size, rng=rng
+            )
         )
         return self.inputs[rows], self.targets[rows]
 
@@ -218,7 +211,7 @@ class Client:
                 "batch_size": len(batch[0]),
                 "training_loss": self._training_loss(batch),
                 "dropped_samples": dropped,
-                "clamped_fraction": float((np.abs(mean) > self.situation.range).mean()),
+                "clamped_fraction": float((np.abs(mean) > self.range).mean()),
             }
         )
 

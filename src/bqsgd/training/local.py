@@ -13,7 +13,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int, check_positive
 from bqsgd.persample.clips import L2, Clamp, Clip, Dual, Scale
 from bqsgd.persample.functional import LossFunction
-from bqsgd.training.vector import to_vector, trainable
+from bqsgd.training.parameters import to_vector, trainable
 
 _INSIDE = 1 - 2.0**-20
 """Norms are rounded, so the clip aims this much inside its bound."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,43 @@ from bqsgd.mechanism.coarsening import variance_at_zero
 from bqsgd.params import Mechanism, check_positive
 from bqsgd.planner.coarsening_window import largest_reach
 from bqsgd.planner.plan import MAX_BITS
-from bqsgd.training.aggregation import aggregate, smallest_quorum
-from bqsgd.training.checkpoint import Arrays, CheckpointError, take
-from bqsgd.training.config import Config
+from bqsgd.records.checkpoint import Arrays, CheckpointError, take
+from bqsgd.records.round import ClientRecord, RoundRecord, Status
+from bqsgd.training.aggregation import aggregate
 from bqsgd.training.optimisers import State, average, schedule
-from bqsgd.training.receipts import DECLINED, MISSING, OK, REFUSED, OpenRound, Outcome, Receipt, explained
+from bqsgd.training.settings import Config
 from bqsgd.wire.frame import Buffer, Frame, Header, read_frame
 from bqsgd.wire.model_message import write_model
+
+_MOST_REFUSED = 1000
+"""Refused frames of which a round keeps the reasons; a flood of them must not fill the memory."""
+
+
+@dataclass
+class _OpenRound:
+    """The round in progress."""
+
+    opened: float
+    bytes_down: int
+    sum: Accumulator | None
+    frames: dict[int, Frame] = field(default_factory=dict)
+    headers: dict[int, Header] = field(default_factory=dict)
+    answers: dict[int, ClientRecord] = field(default_factory=dict)
+    refused: list[ClientRecord] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "aggregate": 0.0})
+    bytes_up: int = 0
+
+    def records(self) -> tuple[ClientRecord, ...]:
+        """Clients in order. One whose only frame was refused is refused, not missing; further frames come last."""
+        by_client = {entry.client: entry for entry in reversed(self.refused) if entry.client is not None}
+        shown, used = [], set()
+        for client in sorted(self.answers):
+            entry = self.answers[client]
+            if entry.status is Status.MISSING and client in by_client:
+                entry = by_client[client]
+                used.add(id(entry))
+            shown.append(entry)
+        return (*shown, *(entry for entry in self.refused if id(entry) not in used))
 
 
 class Server:
@@ -57,19 +87,19 @@ class Server:
         total = sum(check_positive(f"weight of client {client}", weight) for client, weight in weights.items())
         self.weights = {client: weights[client] / total for client in sorted(weights)}
         self.config, self.model, self.round = config, model.copy(), 0
-        self.optimiser = config.make_optimiser()
+        self.optimiser = config.server.make_optimiser()
         self.state: State = self.optimiser.init(model.size)
-        self.averaged = model.astype(np.float64) if config.average else None
+        self.averaged = model.astype(np.float64) if config.server.average else None
         self.largest_code_count = self._largest_code_count()
         self._clock = clock
-        self._open: OpenRound | None = None
+        self._open: _OpenRound | None = None
 
     def _largest_code_count(self) -> int:
         """A client that claims more trials than any budget allows could send values without limit."""
-        if self.config.mechanism is not None:
-            return self.config.mechanism.code_count
-        bits = [self.config.bits, *(change.bits for change in self.config.budgets if change.bits is not None)]
-        return 1 << max(bits)
+        privacy = self.config.privacy
+        if privacy.mechanism is not None:
+            return privacy.mechanism.code_count
+        return 1 << max([privacy.bits, *(change.bits for change in privacy.budgets if change.bits is not None)])
 
     def _within_reach(self, mechanism: Mechanism) -> bool:
         """Few codes may stand for large values where they are coarsened; none larger than a plan can ask for."""
@@ -87,18 +117,18 @@ class Server:
         """Begin a round; returns the message for every client."""
         if self._open is not None:
             raise InvalidParameter(f"round {self.round} is open already; close it first")
-        if self.round >= self.config.rounds:
-            raise InvalidParameter(f"all {self.config.rounds} rounds are done")
+        if self.round >= self.config.run.rounds:
+            raise InvalidParameter(f"all {self.config.run.rounds} rounds are done")
         message = write_model(self.model, round=self.round)
-        streaming = self.config.aggregation == "mean"
-        self._open = OpenRound(
+        streaming = self.config.server.aggregation == "mean"
+        self._open = _OpenRound(
             opened=self._clock(),
             bytes_down=len(message) * len(self.weights),
             sum=Accumulator(self.model.size) if streaming else None,
         )
         return message
 
-    def receive(self, frame: Buffer, *, sender: int | None = None, arrived: float | None = None) -> Receipt:
+    def receive(self, frame: Buffer, *, sender: int | None = None, arrived: float | None = None) -> ClientRecord:
         """Check one frame and take it in.
 
         sender: the client the engine knows it came from, if it does. arrived: when it came, on the server's clock;
@@ -111,24 +141,25 @@ class Server:
         try:
             header = self._take_in(current, frame, sender, arrived)
         except FrameError as error:
-            receipt = Receipt(
-                client=sender, status=REFUSED, reason=f"{type(error).__name__}: {error}", frame_bytes=size
+            answer = ClientRecord(
+                client=sender, status=Status.REFUSED, reason=f"{type(error).__name__}: {error}", frame_bytes=size
             )
-            current.refused.append(receipt)
-            return receipt
+            if len(current.refused) < _MOST_REFUSED:
+                current.refused.append(answer)
+            return answer
         finally:
             current.seconds["decode"] += time.perf_counter() - started
         used = header.mechanism
         coarse = {} if used.coarsening is None else asdict(used.coarsening)
-        receipt = Receipt(
-            client=header.client, status=OK, frame_bytes=size, levels=used.levels, trials=used.trials, **coarse
+        answer = ClientRecord(
+            client=header.client, status=Status.OK, frame_bytes=size, levels=used.levels, trials=used.trials, **coarse
         )
         current.headers[header.client] = header
-        current.receipts[header.client] = receipt
-        return receipt
+        current.answers[header.client] = answer
+        return answer
 
-    def _take_in(self, current: OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
-        encoder_range = self.config.encoder_range
+    def _take_in(self, current: _OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
+        encoder_range = self.config.range
         checked = read_frame(frame, dimension=self.model.size, range=encoder_range, client=sender)
         header = checked.header
         if header.client not in self.weights:
@@ -140,9 +171,9 @@ class Server:
             raise FrameError(f"a second frame of client {header.client} in round {self.round}")
         if header.mechanism.code_count > self.largest_code_count or not self._within_reach(header.mechanism):
             raise FrameError(f"{header.mechanism} passes the {self.largest_code_count} codes that the budgets allow")
-        if self.config.mechanism is not None and header.mechanism != self.config.mechanism:
-            raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.config.mechanism}")
-        limit = self.config.deadline_seconds
+        if self.config.privacy.mechanism is not None and header.mechanism != self.config.privacy.mechanism:
+            raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.config.privacy.mechanism}")
+        limit = self.config.server.deadline_seconds
         came = self._clock() if arrived is None else arrived
         if limit is not None and came - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
@@ -154,55 +185,55 @@ class Server:
             current.frames[header.client] = Frame(header=header, payload=checked.payload.copy())
         return header
 
-    def decline(self, client: int, reason: str) -> Receipt:
+    def decline(self, client: int, reason: str) -> ClientRecord:
         """A client said that it sends nothing this round."""
-        return self._note(client, DECLINED, reason)
+        return self._note(client, Status.DECLINED, reason)
 
-    def missing(self, client: int, reason: str) -> Receipt:
+    def missing(self, client: int, reason: str) -> ClientRecord:
         """An engine knows that a client will not answer this round."""
-        return self._note(client, MISSING, reason)
+        return self._note(client, Status.MISSING, reason)
 
-    def _note(self, client: int, status: str, reason: str) -> Receipt:
+    def _note(self, client: int, status: Status, reason: str) -> ClientRecord:
         current = self._current()
         if client not in self.weights:
             raise InvalidParameter(f"client {client} is foreign to this run")
-        receipt = Receipt(client=client, status=status, reason=reason)
-        return current.receipts.setdefault(client, receipt)
+        answer = ClientRecord(client=client, status=status, reason=reason)
+        return current.answers.setdefault(client, answer)
 
-    def close_round(self) -> Outcome:
+    def close_round(self) -> RoundRecord:
         """Aggregate what came, step, and go on to the next round. Below the quorum the model stays as it is."""
         current = self._current()
         started = time.perf_counter()
         for client in self.weights:
-            current.receipts.setdefault(client, Receipt(client=client, status=MISSING, reason="no answer"))
-        needed = max(self.config.quorum, smallest_quorum(self.config.aggregation, byzantine=self.config.byzantine))
-        stepped = len(current.headers) >= needed
+            current.answers.setdefault(client, ClientRecord(client=client, status=Status.MISSING, reason="no answer"))
+        stepped = len(current.headers) >= self.config.server.fewest_frames
         if stepped:
             self._step(current)
         current.seconds["aggregate"] += time.perf_counter() - started
-        receipts = [current.receipts[client] for client in sorted(current.receipts)]
-        outcome = Outcome(
+        record = RoundRecord(
             round=self.round,
             stepped=stepped,
-            receipts=tuple(explained(receipts, current.refused)),
+            clients=current.records(),
             seeded=any(header.seeded for header in current.headers.values()),
             bytes_up=current.bytes_up,
             bytes_down=current.bytes_down,
+            bytes_up_float32=4 * self.model.size * len(current.headers),
             seconds=current.seconds,
         )
         self._open = None
         self.round += 1
-        return outcome
+        return record
 
-    def _step(self, current: OpenRound) -> None:
+    def _step(self, current: _OpenRound) -> None:
+        settings = self.config.server
         if current.sum is not None:
             gradient = current.sum.mean()
         else:
             order = sorted(current.frames)
-            encoder_range = self.config.encoder_range
+            encoder_range = self.config.range
             updates = np.stack([decode_frame(current.frames[client], range=encoder_range) for client in order])
-            gradient = aggregate(self.config.aggregation, updates, weights=None, byzantine=self.config.byzantine)
-        rate = self.config.learning_rate * schedule(self.config.schedule, round=self.round, rounds=self.config.rounds)
+            gradient = aggregate(settings.aggregation, updates, weights=None, byzantine=settings.byzantine)
+        rate = settings.learning_rate * schedule(settings.schedule, round=self.round, rounds=self.config.run.rounds)
         state, step = self.optimiser.update(
             self.state, gradient, learning_rate=rate, noise_variance=self._noise_variance(current)
         )
@@ -211,18 +242,18 @@ class Server:
             raise BqsgdError(f"the model diverged in round {self.round} and was not changed; lower the learning rate")
         self.state, self.model = state, model
         if self.averaged is not None:
-            self.averaged = average(self.averaged, model, decay=self.config.average, round=self.round)
+            self.averaged = average(self.averaged, model, decay=self.config.server.average, round=self.round)
 
-    def _noise_variance(self, current: OpenRound) -> float:
+    def _noise_variance(self, current: _OpenRound) -> float:
         """Variance a coordinate the noise gives the mean: sum p_i^2 (C / s_i)^2 m_i / 4 (not coarsened); public."""
         total = sum(self.weights[client] for client in current.headers)
         return sum(
-            (self.weights[client] / total * self.config.encoder_range / header.mechanism.levels) ** 2
+            (self.weights[client] / total * self.config.range / header.mechanism.levels) ** 2
             * variance_at_zero(header.mechanism)
             for client, header in sorted(current.headers.items())
         )
 
-    def _current(self) -> OpenRound:
+    def _current(self) -> _OpenRound:
         if self._open is None:
             raise InvalidParameter("no round is open; call open_round first")
         return self._open
@@ -239,8 +270,10 @@ class Server:
         if set(arrays) != set(expected):
             raise CheckpointError(f"the checkpoint holds {sorted(arrays)}, this run needs {sorted(expected)}")
         taken = {name: take(arrays, name, like) for name, like in expected.items()}
-        if self._open is not None or not 0 <= round <= self.config.rounds:
-            raise CheckpointError(f"cannot go on from round {round} of {self.config.rounds} while a round is open")
+        if self._open is not None or not 0 <= round <= self.config.run.rounds:
+            raise CheckpointError(
+                f"cannot continue from round {round} of {self.config.run.rounds} while a round is open"
+            )
         self.model, self.round = taken["model"], round
         self.state = {name: taken[f"optimiser.{name}"] for name in self.state}
         self.averaged = taken.get("averaged")

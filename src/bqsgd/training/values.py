@@ -19,7 +19,7 @@ from bqsgd.persample.clips import L2, Clamp, Clip
 from bqsgd.persample.functional import LossFunction
 from bqsgd.release import Unit
 from bqsgd.training.local import local_update
-from bqsgd.training.vector import dimension_of, trainable
+from bqsgd.training.parameters import dimension_of, trainable
 
 Values = npt.NDArray[np.float32]
 _TRIAL_ROWS = 2

@@ -1,4 +1,4 @@
-"""What travels: the model down and a frame up, each as opaque bytes of a named kind, and a few plain words beside.
+"""What travels: the model down and a frame up, each as opaque bytes of a named kind, and a few plain fields beside.
 
 Flower's own readers are never asked to interpret either (they refuse a foreign `stype`), and nothing is unpickled: the
 bytes go to `read_model` and `read_frame`, which check them whole before using any of them.
@@ -7,24 +7,29 @@ bytes go to `read_model` and `read_frame`, which check them whole before using a
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 
 from bqsgd.errors import BqsgdError, FrameError
 from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.records.round import one_line
 
 FRAME, MODEL = "bqsgd.frame.v1", "bqsgd.model.v1"
-_WORDS = "words"
-_MAX_TEXT = 300
+_FIELDS = "fields"
 _MAX_JSON = 1 << 16
+_POLL_SECONDS = 0.25
 
-Word = str | int | float | bool
+Plain = str | int | float | bool
 
 
-def parcel(data: bytes | bytearray | None, *, kind: str, **words: Word) -> RecordDict:
-    """The content of one message: `data` under the name of its kind, and `words`."""
-    content = RecordDict({_WORDS: ConfigRecord(dict(words))})
+def pack(data: bytes | bytearray | None, *, kind: str, **fields: Plain) -> RecordDict:
+    """The content of one message: `data` under the name of its kind, and the plain `fields`."""
+    content = RecordDict({_FIELDS: ConfigRecord(dict(fields))})
     if data is not None:
         array = Array(dtype="uint8", shape=(len(data),), stype=kind, data=bytes(data))
         content[kind] = ArrayRecord({kind: array})
@@ -37,34 +42,28 @@ def has_data(message: Message, *, kind: str) -> bool:
 
 
 def data_of(message: Message, *, kind: str) -> bytes:
-    """The bytes of a message; their type, shape and kind must be what `parcel` writes."""
+    """The bytes of a message; their type, shape and kind must be what `pack` writes."""
     record = message.content.array_records.get(kind)
     if record is None or list(record) != [kind]:
         raise FrameError(f"the message holds no {kind}")
     array = record[kind]
     found = (array.dtype, tuple(array.shape), array.stype)
     if found != ("uint8", (len(array.data),), kind):
-        raise FrameError(f"a {kind} is ('uint8', ({len(array.data)},), '{kind}'), got {clean(str(found))}")
+        raise FrameError(f"a {kind} is ('uint8', ({len(array.data)},), '{kind}'), got {one_line(str(found))}")
     return array.data
 
 
-def word(message: Message, name: str, kind: type) -> Any:
-    """One of the plain words beside the bytes, of exactly that type; None when it is not there.
+def field_of(message: Message, name: str, kind: type) -> Any:
+    """One of the plain fields beside the bytes, of exactly that type; None when it is not there.
 
     Raises:
         FrameError: it is there with another type.
     """
-    record = message.content.config_records.get(_WORDS)
+    record = message.content.config_records.get(_FIELDS)
     found = None if record is None else record.get(name)
     if found is not None and type(found) is not kind:
         raise FrameError(f"{name} must be {kind.__name__}, got {type(found).__name__}")
     return found
-
-
-def clean(text: str) -> str:
-    """Text of somebody else for our log: one printable line of at most 300 characters."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text[: 4 * _MAX_TEXT]).split())
-    return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 3] + "..."
 
 
 def write_guarantee(guarantee: Guarantee) -> str:
@@ -80,3 +79,97 @@ def read_guarantee(text: str) -> Guarantee | None:
         return Guarantee.from_dict(json.loads(text))
     except (BqsgdError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A message that was sent; `arrived` is when its answer came."""
+
+    node: int
+    kind: str
+    group: str
+    arrived: float = 0.0
+
+
+class TrackedGrid(Grid):
+    """Flower's grid, which knows to whom each message went, when each answer came, and fetches late answers.
+
+    An answer belongs to the node its question was sent to, whatever it says of itself.
+
+    `send_and_receive` waits for the answers to its own messages and returns, with them, those to earlier messages that
+    have come in the meantime; `sent_for` says which is which.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.waiting: dict[str, Sent] = {}
+        self._answered: dict[str, Sent] = {}
+        self._kept: list[Message] = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send, then wait until all of these are answered or `timeout` seconds have passed."""
+        outgoing = list(messages)
+        if not outgoing:
+            return []
+        end = None if timeout is None else time.monotonic() + timeout
+        pushed = set(self.grid.push_messages(outgoing))
+        own = set()
+        for message in outgoing:
+            data = message.metadata
+            if data.message_id in pushed:  # else the SuperLink would not take it: it is missing like an unanswered one
+                own.add(data.message_id)
+                sent = Sent(node=data.dst_node_id, kind=data.message_type, group=data.group_id)
+                self.waiting[data.message_id] = sent
+        replies, self._kept = self._kept, []
+        while True:
+            replies += self._pull()
+            left = _POLL_SECONDS if end is None else end - time.monotonic()
+            if not own & self.waiting.keys() or left <= 0:
+                return replies
+            time.sleep(min(_POLL_SECONDS, left))
+
+    def _pull(self) -> list[Message]:
+        found = []
+        for reply in self.grid.pull_messages(list(self.waiting)):
+            question = reply.metadata.reply_to_message_id
+            sent = self.waiting.pop(question, None)
+            if sent is not None:
+                self._answered[question] = replace(sent, arrived=time.monotonic())
+                found.append(reply)
+        return found
+
+    def sent_for(self, reply: Message) -> Sent:
+        """The message that this is the answer to; ask once."""
+        return self._answered.pop(reply.metadata.reply_to_message_id)
+
+    def keep(self, reply: Message, sent: Sent) -> None:
+        """Put an answer back that is for somebody else: the next `send_and_receive` returns it."""
+        self._answered[reply.metadata.reply_to_message_id] = sent
+        self._kept.append(reply)
+
+    def set_run(self, run: Any) -> None:
+        """As the grid inside."""
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """As the grid inside."""
+        return self.grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Superseded in Flower by the constructor of `Message`; the same here."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The nodes that the SuperLink has heard of lately."""
+        return self.grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """As the grid inside."""
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """As the grid inside."""
+        return self.grid.pull_messages(message_ids)

@@ -1,0 +1,143 @@
+"""What an engine is: it carries bytes between the server and its clients, and answers for their guarantees.
+
+An engine holds no algorithm. `bqsgd.run.Run` gives it a `Setup` once and then one message per round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from bqsgd.errors import LedgerError
+from bqsgd.ledger import Ledger
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.training.client import Client, PrivateLog
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Samples, Task
+from bqsgd.wire.frame import Buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One client's answer as the engine got it: a frame, or the reason why there is none.
+
+    declined: the client itself said that it sends nothing; otherwise it is missing (crashed, late, unreachable).
+    arrived: when it came, on the monotonic clock; None for now.
+    """
+
+    client: int
+    frame: Buffer | None = None
+    reason: str | None = None
+    declined: bool = False
+    arrived: float | None = None
+
+
+class Engine(Protocol):
+    """What a run needs of an engine."""
+
+    @property
+    def samples(self) -> Mapping[int, int]:
+        """Client -> how many samples it holds: the clients of the run, and their weights in the mean."""
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Client -> why it can never answer again."""
+
+    def exchange(self, message: bytes, *, round: int) -> Iterable[Answer]:
+        """Carry the message to every client and yield the answers in the order of client numbers."""
+
+    def seconds(self) -> Mapping[str, float]:
+        """What the clients spent on the last round, by stage, where the engine knows; else empty."""
+
+    def guarantees(self, *, delta: float) -> Mapping[int, Guarantee | None]:
+        """Client -> what its ledger says it has spent, None when it has sent nothing private."""
+
+    def close(self) -> None:
+        """End the run on every client; ledgers held here are closed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setup:
+    """What an engine is made from. folder: where ledgers go, None to keep none; resuming: the ledgers must exist."""
+
+    task: Task
+    config: Config
+    folder: Path | None
+    resuming: bool
+    dimension: int
+
+    @property
+    def run(self) -> str:
+        """The run's name in the ledgers."""
+        return self.config.run.name or "run"
+
+
+MakeEngine = Callable[[Setup], Engine]
+
+
+def make_client(setup: Setup, *, number: int, model: nn.Module, share: Samples) -> Client:
+    """Client `number` with its ledger open and, where the settings ask for it, its private log."""
+    return Client(
+        client=number,
+        model=model,
+        loss=setup.task.loss,
+        inputs=share[0],
+        targets=share[1],
+        config=setup.config,
+        ledger=client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming),
+        run=setup.run,
+        resume=setup.resuming,
+        private_log=private_log(setup.config, setup.folder, number=number),
+    )
+
+
+def client_ledger(config: Config, folder: Path | None, *, number: int, resuming: bool) -> Ledger | None:
+    """The ledger of client `number` in `folder`; a run that continues must find the one it had."""
+    if folder is None or config.privacy.noiseless:
+        return None
+    path = folder / "ledgers" / f"client-{number:04}.ledger"
+    if not resuming:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        budget = config.privacy.budget(client=number, round=0)
+        return Ledger.open(path, client=number, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
+    ledger = Ledger(path)
+    if ledger.client != number:
+        ledger.close()
+        raise LedgerError(f"{path} is the ledger of client {ledger.client}, not {number}")
+    return ledger
+
+
+def private_log(config: Config, folder: Path | None, *, number: int) -> PrivateLog | None:
+    """Where a client keeps figures outside the guarantee: on its own disk. None unless the settings ask for them."""
+    if not config.privacy.private_metrics or folder is None:
+        return None
+    return private_log_at(folder / "private" / f"client-{number:04}.jsonl")
+
+
+def private_log_at(path: Path) -> PrivateLog:
+    """A file on the client's own disk, one JSON line per round."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(figures: dict[str, Any]) -> None:
+        with path.open("a") as stream:
+            stream.write(json.dumps(figures) + "\n")
+
+    return append
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch at one thread, so that no sum depends on how many cores this machine has; then as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

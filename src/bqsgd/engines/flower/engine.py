@@ -1,0 +1,228 @@
+"""Flower as an engine: who is on which node, the model out to all of them, frames back. It holds no algorithm."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+from flwr.app import Message, MessageType
+
+from bqsgd.engines.engine import Answer, MakeEngine, Setup
+from bqsgd.engines.flower.messages import (
+    FRAME,
+    MODEL,
+    Sent,
+    TrackedGrid,
+    data_of,
+    field_of,
+    has_data,
+    pack,
+    read_guarantee,
+)
+from bqsgd.errors import BqsgdError, FrameError
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.records.round import one_line
+from bqsgd.training.settings import Config
+
+logger = logging.getLogger("flwr.bqsgd")
+_ATTEMPTS = 3
+_HELLO_SECONDS = 120.0
+_LOOK_SECONDS = 1.0
+_GREETING_SECONDS = 5.0
+"""How long a round waits for a newcomer to say who it is; it may still do so during the round."""
+
+
+class TooFewClients(BqsgdError, RuntimeError):
+    """Fewer clients have joined than a round needs."""
+
+
+class Roster:
+    """The clients of a run and the nodes they live on.
+
+    A number belongs to the node that claimed it first and passes on only when that node is gone (a node that restarts
+    without a key of its own comes back under another identity).
+    """
+
+    def __init__(self, config: Config, *, dimension: int) -> None:
+        self.config, self.dimension = config, dimension
+        self.nodes: dict[int, int] = {}
+        """Client -> node."""
+        self.samples: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
+        self._closed = False
+
+    def client_at(self, node: int) -> int | None:
+        """The client on a node, None for a node that never joined or was replaced."""
+        return next((client for client, known in self.nodes.items() if known == node), None)
+
+    def gather(self, grid: TrackedGrid, *, seconds: float) -> None:
+        """Wait until every client has joined, at most `seconds`; the run then has the clients that are there.
+
+        Raises:
+            TooFewClients: not even the quorum.
+        """
+        end = time.monotonic() + seconds
+        while len(self.nodes) < self.config.clients.count and time.monotonic() < end:
+            if not self.greet(grid, seconds=min(_HELLO_SECONDS, end - time.monotonic())):
+                time.sleep(_LOOK_SECONDS)
+        absent = sorted(set(range(self.config.clients.count)) - set(self.nodes))
+        if len(self.nodes) < self.config.server.quorum:
+            raise TooFewClients(
+                f"{len(self.nodes)} of {self.config.clients.count} clients joined within {seconds:g} s and a round "
+                f"needs {self.config.server.quorum}; missing: {absent[:20]}. Start their SuperNodes or raise "
+                "join_seconds"
+            )
+        if absent:
+            logger.warning("beginning without the clients %s: they did not join within %g s", absent[:20], seconds)
+        self._closed = True
+
+    def greet(self, grid: TrackedGrid, *, seconds: float = _HELLO_SECONDS) -> bool:
+        """Ask nodes that are not known yet who they are; False when there was none to ask."""
+        known = set(self.nodes.values())
+        new = [
+            node for node in sorted(grid.get_node_ids()) if node not in known and self._asked.get(node, 0) < _ATTEMPTS
+        ]
+        for node in new:
+            self._asked[node] = self._asked.get(node, 0) + 1
+        messages = [Message(pack(None, kind=MODEL), node, MessageType.QUERY, ttl=seconds + 60) for node in new]
+        for reply in grid.send_and_receive(messages, timeout=seconds):
+            sent = grid.sent_for(reply)
+            if sent.kind == MessageType.QUERY:
+                self.admit(sent.node, reply, online=set(grid.get_node_ids()))
+            else:
+                grid.keep(reply, sent)  # a frame that came late: the round's business
+        return bool(new)
+
+    def admit(self, node: int, reply: Message, *, online: set[int]) -> None:
+        """Take in one answer; what does not fit this run is logged and left out."""
+        if reply.has_error():
+            logger.warning("node %d did not say who it is: %s", node, one_line(reply.error.reason or "no reason"))
+            return
+        try:
+            declined = field_of(reply, "declined", str)
+            if declined is not None:
+                logger.warning("node %d declines the run: %s", node, one_line(declined))
+                return
+            client, samples, dimension = (field_of(reply, name, int) for name in ("client", "samples", "dimension"))
+            self._check(node, client, samples, dimension, online)
+        except FrameError as error:
+            logger.warning("node %d refused: %s", node, error)
+            return
+        if self.nodes.get(client) == node:
+            return  # asked twice, answered twice
+        self.nodes[client] = node
+        self.samples.setdefault(client, samples)
+        logger.info("client %d joined on node %d with %d samples", client, node, samples)
+
+    def _check(
+        self, node: int, client: int | None, samples: int | None, dimension: int | None, online: set[int]
+    ) -> None:
+        if client is None or not 0 <= client < self.config.clients.count:
+            raise FrameError(f"it calls itself client {client}; this run has 0 to {self.config.clients.count - 1}")
+        if dimension != self.dimension:
+            raise FrameError(f"client {client} has a model of {dimension} coordinates, the server {self.dimension}")
+        if samples is None or not self.config.privacy.batch_size <= samples < 2**40:
+            raise FrameError(f"client {client} has {samples} samples; batch_size is {self.config.privacy.batch_size}")
+        if self.nodes.get(client, node) != node and self.nodes[client] in online:
+            raise FrameError(f"client {client} is on node {self.nodes[client]} already")
+        if self._closed and client not in self.samples:
+            raise FrameError(f"client {client} came after the run began; it can take part in the next run")
+
+
+def flower(grid: TrackedGrid, *, join_seconds: float, round_seconds: float) -> MakeEngine:
+    """The engine of a run over a Flower grid; it waits up to `join_seconds` for the clients to join."""
+
+    def make(setup: Setup) -> FlowerEngine:
+        roster = Roster(setup.config, dimension=setup.dimension)
+        roster.gather(grid, seconds=join_seconds)
+        return FlowerEngine(grid, roster, run=setup.run, seconds=setup.config.server.deadline_seconds or round_seconds)
+
+    return make
+
+
+class FlowerEngine:
+    """Sends the server's message to every client's node and yields their answers, in the order of client numbers.
+
+    Args:
+        grid: Flower's, tracked.
+        roster: the clients that have joined.
+        run: the run's name in the clients' ledgers.
+        seconds: how long a round waits for its answers.
+    """
+
+    def __init__(self, grid: TrackedGrid, roster: Roster, *, run: str, seconds: float) -> None:
+        self.grid, self.roster, self.run, self.round_seconds = grid, roster, run, seconds
+        self.lost: Mapping[int, str] = {}
+        self._stated: dict[int, Guarantee] = {}
+
+    @property
+    def samples(self) -> Mapping[int, int]:
+        """Client -> how many samples it says it holds."""
+        return dict(sorted(self.roster.samples.items()))
+
+    def exchange(self, message: bytes, *, round: int) -> Iterator[Answer]:
+        """The model to every node that is online; the answers of this round by client, then frames of earlier ones."""
+        online = set(self.grid.get_node_ids())
+        if online - set(self.roster.nodes.values()):
+            self.roster.greet(self.grid, seconds=_GREETING_SECONDS)
+        report = self.roster.config.run.evaluated_after(round + 1)
+        content = pack(message, kind=MODEL, run=self.run, report=report)
+        ttl = 2 * self.round_seconds + 60  # an answer even later than that is not worth a spend
+        messages, answers = [], {}
+        for client, node in sorted(self.roster.nodes.items()):
+            if node in online:
+                messages.append(Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=str(round)))
+            else:
+                answers[client] = Answer(client=client, reason=f"its node {node} is offline")
+        late: list[Answer] = []
+        for reply in self.grid.send_and_receive(messages, timeout=self.round_seconds):
+            sent = self.grid.sent_for(reply)
+            if sent.kind == MessageType.QUERY:  # it said who it is too late for `greet`
+                self.roster.admit(sent.node, reply, online=set(self.grid.get_node_ids()))
+                continue
+            number = self.roster.client_at(sent.node)
+            if number is None:
+                logger.warning("node %d answered, but it is no longer a client of this run", sent.node)
+                continue
+            answer = self._read(number, sent, reply)
+            if sent.group == str(round):
+                answers[number] = answer
+            elif answer.frame is not None:
+                late.append(answer)
+            else:
+                logger.warning("client %d: no frame for an earlier round either: %s", number, answer.reason)
+        yield from (answers[number] for number in sorted(answers))
+        yield from sorted(late, key=lambda answer: answer.client)
+
+    def _read(self, client: int, sent: Sent, reply: Message) -> Answer:
+        if reply.has_error():
+            return Answer(
+                client=client, reason=f"{one_line(reply.error.reason or 'no reason')} (code {reply.error.code})"
+            )
+        try:
+            stated = field_of(reply, "guarantee", str)
+            guarantee = None if stated is None else read_guarantee(stated)
+            if guarantee is not None:
+                self._stated[client] = guarantee
+            if has_data(reply, kind=FRAME):
+                return Answer(client=client, frame=data_of(reply, kind=FRAME), arrived=sent.arrived)
+            reason = field_of(reply, "declined", str)
+        except FrameError as error:
+            return Answer(client=client, reason=f"refused: {error}")
+        if reason is None:
+            return Answer(client=client, reason="refused: its answer holds neither a frame nor a reason")
+        return Answer(client=client, reason=one_line(reason), declined=True)
+
+    def seconds(self) -> Mapping[str, float]:
+        """Nothing: what a client's stages take depends on its batch, and stays with it."""
+        return {}
+
+    def guarantees(self, *, delta: float) -> Mapping[int, Guarantee | None]:
+        """What each client last stated of itself at this delta; the server cannot verify it."""
+        return {client: found for client, found in self._stated.items() if found.delta == delta}
+
+    def close(self) -> None:
+        """Name the nodes that never answered."""
+        for sent in self.grid.waiting.values():
+            logger.warning("node %d has not answered round %s", sent.node, sent.group)

@@ -1,0 +1,19 @@
+"""torch.distributed: each rank is a client, and rank 0 serves as well. And a hook for existing DDP scripts."""
+
+from bqsgd.engines.torch_distributed.client import work
+from bqsgd.engines.torch_distributed.engine import TorchDistributed, torch_distributed
+from bqsgd.engines.torch_distributed.hook import BQHookState, NoGuaranteeWarning, bq_hook
+from bqsgd.engines.torch_distributed.private_steps import PrivateSteps
+from bqsgd.engines.torch_distributed.transport import Group, join
+
+__all__ = [
+    "BQHookState",
+    "Group",
+    "NoGuaranteeWarning",
+    "PrivateSteps",
+    "TorchDistributed",
+    "bq_hook",
+    "join",
+    "torch_distributed",
+    "work",
+]

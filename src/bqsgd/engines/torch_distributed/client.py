@@ -1,0 +1,144 @@
+"""A rank that does not serve: it answers the server's messages until the run is over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bqsgd.engines.engine import Setup, make_client, one_thread
+from bqsgd.engines.stopping import stop_signals
+from bqsgd.engines.torch_distributed.handshake import MOST_BYTES, SettingsDiffer, read_greeting, reply_to_greeting
+from bqsgd.engines.torch_distributed.transport import SERVER, Channel, Group, MessageKind, PeerLost, ServerConnection
+from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
+from bqsgd.ledger.spending import Spending
+from bqsgd.training.client import Client, Declined
+from bqsgd.training.parameters import dimension_of
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Samples, Task
+from bqsgd.wire.model_message import MODEL_HEADER_BYTES
+
+log = logging.getLogger("bqsgd.distributed")
+GRACE_SECONDS = 20.0
+"""After SIGTERM or SIGINT a client still answers the current round and waits this long for the server's last word."""
+
+
+Answering = Callable[[memoryview], bytearray | Declined]
+"""A client's `answer`: the frame for one message, or the reason for none."""
+
+
+@contextmanager
+def joined_run(
+    task: Task,
+    config: Config,
+    *,
+    group: Group,
+    folder: str | Path | None = None,
+    resuming: bool = False,
+) -> Iterator[tuple[Client, Channel, ServerConnection]]:
+    """Agree with the server on run and settings; gives the client with its ledger open, and the ways to the server.
+
+    Raises:
+        SettingsDiffer: the server runs with other settings, or resumes where this rank does not; nothing was sent.
+    """
+    share = share_of(task, config, group)
+    channel, model = group.channel(SERVER), task.make_model()
+    connection = ServerConnection(channel, most_bytes=max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension_of(model)))
+    kind, message = _first(connection)
+    try:
+        run, server_resumes = read_greeting(message if kind is MessageKind.GREETING else memoryview(b""), config, task)
+        if server_resumes and not resuming:
+            raise SettingsDiffer("the server resumes a run, this rank was not started with --resume")
+        setup = Setup(
+            task=task,
+            config=config.but(run=run),
+            folder=None if folder is None else Path(folder),
+            resuming=server_resumes,
+            dimension=dimension_of(model),
+        )
+        client = make_client(setup, number=group.rank, model=model, share=share)
+    except BqsgdError as error:
+        channel.send(MessageKind.REFUSAL, str(error).encode()[:500])
+        raise
+    try:
+        channel.send(MessageKind.ACCEPTED, reply_to_greeting(samples=client.setting.dataset_size))
+        with one_thread():
+            yield client, channel, connection
+    finally:
+        if client.spending.ledger is not None:
+            client.spending.ledger.close()
+
+
+def work(task: Task, config: Config, **options: Any) -> None:
+    """Be client number `group.rank` until the server ends the run; options as of `joined_run`.
+
+    The ledger is in `folder`, on this rank's own disk, and holds a round before its frame leaves.
+
+    Raises:
+        PeerLost: the server is gone. The ledger is closed and holds everything that was sent.
+    """
+    with joined_run(task, config, **options) as (client, channel, connection):
+        answer_rounds(client.answer, client.spending, channel, connection)
+
+
+def share_of(task: Task, config: Config, group: Group) -> Samples:
+    """This rank's data: its part of all shares, or the one share that the task holds."""
+    if config.clients.count != group.size:
+        raise InvalidParameter(
+            f"clients={config.clients.count}, but {group.size} ranks were started: one rank is one client"
+        )
+    if len(task.shares) not in (1, config.clients.count):
+        raise InvalidParameter(
+            f"a rank's task holds its own share or all {config.clients.count}, got {len(task.shares)}"
+        )
+    return task.shares[0 if len(task.shares) == 1 else group.rank]
+
+
+def answer_rounds(answering: Answering, spending: Spending, channel: Channel, connection: ServerConnection) -> None:
+    """Answer one message after another until the server says stop, or until some time after a signal to stop."""
+    asked_to_stop: list[float] = []
+    with stop_signals(lambda number: asked_to_stop.append(time.monotonic())):
+        while (message := _wait(connection, asked_to_stop)) is not None:
+            kind, body = message
+            if kind is MessageKind.STOP:
+                return
+            if kind is MessageKind.MODEL:
+                _send_answer(answering, channel, body)
+            elif kind is MessageKind.REPORT and len(body) == 8:
+                guarantee = spending.guarantee(delta=struct.unpack("<d", body)[0])
+                fields = b"" if guarantee is None else json.dumps(guarantee.to_dict()).encode()
+                channel.send(MessageKind.GUARANTEE, fields)
+            else:
+                raise PeerLost(f"the server sent a message of kind {kind.name} where none belongs")
+    log.warning("asked to stop, and the server has not ended the run: leaving it")
+
+
+def _send_answer(answering: Answering, channel: Channel, message: memoryview) -> None:
+    try:
+        answer = answering(message)
+    except ModelMessageError as error:
+        log.warning("the server's message was refused: %s", error)
+        answer = Declined(reason="the model message came damaged")
+    if isinstance(answer, Declined):
+        channel.send(MessageKind.DECLINED, answer.reason.encode())
+    else:
+        channel.send(MessageKind.FRAME, answer)
+
+
+def _first(connection: ServerConnection) -> tuple[MessageKind, memoryview]:
+    while (message := connection.get(seconds=3600.0)) is None:
+        pass
+    return message
+
+
+def _wait(connection: ServerConnection, asked_to_stop: list[float]) -> tuple[MessageKind, memoryview] | None:
+    while not asked_to_stop or time.monotonic() - asked_to_stop[0] < GRACE_SECONDS:
+        message = connection.get(seconds=0.5)
+        if message is not None:
+            return message
+    return None

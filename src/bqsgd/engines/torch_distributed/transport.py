@@ -1,0 +1,264 @@
+"""Byte messages between ranks, and the process group they travel in.
+
+A message is a head of 16 bytes (magic, kind, length), then the body, as plain uint8 tensors. No object collective is
+used, so nothing is ever unpickled, and a length is checked before anything is allocated for it. One thread per rank
+waits on each side, so that no wait of ours ends in a timeout of gloo, which would cut off every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bqsgd.errors import BqsgdError, InvalidParameter
+
+_HEAD = struct.Struct("<4sIQ")
+_MAGIC = b"BQSD"
+BACKENDS = ("gloo", "nccl", "mpi")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SERVER = 0
+"""The rank that serves; it is a client as well."""
+FOREVER = timedelta(days=3650)
+"""A wait that a timeout of gloo must not end: its timeouts close the connections to *all* ranks. Waits with an end are
+made in Python instead, beside a thread that waits here."""
+
+
+class MessageKind(IntEnum):
+    """What a message is. The server asks with the first four, a client answers with the others."""
+
+    GREETING, MODEL, REPORT, STOP = 1, 2, 3, 4
+    ACCEPTED, FRAME, DECLINED, GUARANTEE, REFUSAL = 17, 18, 19, 20, 21
+
+
+class PeerLost(BqsgdError, ConnectionError):
+    """A rank is gone, or what it sent cannot be a message of ours; nothing more can be said to it."""
+
+
+class Channel:
+    """Messages to and from one rank. One thread may send or receive at a time.
+
+    Args:
+        peer: the other rank.
+        device: where the tensors must be: the CPU, or this rank's GPU for nccl.
+    """
+
+    def __init__(self, peer: int, *, device: torch.device | None = None) -> None:
+        self.peer, self.device = peer, device or torch.device("cpu")
+
+    def send(self, kind: MessageKind, body: bytes | bytearray | Tensor = b"") -> None:
+        """Send one message; returns when it is on its way."""
+        content = as_tensor(body)
+        head = as_tensor(_HEAD.pack(_MAGIC, kind, content.numel()))
+        try:
+            dist.send(head.to(self.device), self.peer)
+            if content.numel():
+                dist.send(content.to(self.device), self.peer)
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error) from error
+
+    def receive(self, *, most_bytes: int) -> tuple[MessageKind, memoryview]:
+        """Wait for one message; a body of more than `most_bytes` is refused unread.
+
+        Raises:
+            PeerLost: the connection is closed, or the bytes are not a message of ours.
+        """
+        magic, number, length = _HEAD.unpack(self._bytes(_HEAD.size))
+        if magic != _MAGIC or number not in set(MessageKind):
+            raise PeerLost(f"rank {self.peer} sent something that is not a message of this engine")
+        if length > most_bytes:
+            raise PeerLost(f"rank {self.peer} announced {length} bytes where at most {most_bytes} can be meant")
+        return MessageKind(number), self._bytes(length) if length else memoryview(b"")
+
+    def _bytes(self, count: int) -> memoryview:
+        buffer = torch.empty(count, dtype=torch.uint8, device=self.device)
+        try:
+            work = dist.irecv(buffer, self.peer)
+            assert work is not None
+            work.wait(FOREVER)
+        except (RuntimeError, ValueError) as error:
+            raise self._lost(error) from error
+        return memoryview(buffer.cpu().numpy())  # type: ignore[arg-type]
+
+    def _lost(self, error: Exception) -> PeerLost:
+        closed = "closed by peer" in str(error).lower() or "reset by peer" in str(error).lower()
+        reason = "the connection was closed by the other side" if closed else str(error).splitlines()[0][:200]
+        return PeerLost(f"rank {self.peer} is gone: {reason}")
+
+
+def as_tensor(body: bytes | bytearray | Tensor) -> Tensor:
+    """The bytes as a uint8 tensor; a bytearray is not copied."""
+    if isinstance(body, Tensor):
+        return body
+    if len(body) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(body if isinstance(body, bytearray) else bytearray(body), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What came back from one rank: a message, or the reason why nothing ever will.
+
+    asked: the number of the question it answers.
+    """
+
+    rank: int
+    asked: int
+    kind: MessageKind | None = None
+    body: memoryview | bytes = b""
+    arrived: float = 0.0
+    lost: str | None = None
+
+
+class RankConnection:
+    """The server's end of one rank: questions go out one at a time, replies land in a queue shared by all ranks.
+
+    A rank that is still at work gets no second question; when it is done it gets the latest one, and those between
+    are dropped.
+    """
+
+    def __init__(self, channel: Channel, replies: queue.SimpleQueue[Reply], *, most_bytes: int) -> None:
+        self.rank = channel.peer
+        self._channel, self._replies, self._most_bytes = channel, replies, most_bytes
+        self._questions: queue.SimpleQueue[tuple[int, MessageKind, bytes | Tensor] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"rank-{self.rank}", daemon=True)
+        self._thread.start()
+
+    def ask(self, number: int, kind: MessageKind, body: bytes | Tensor = b"") -> None:
+        """Send a question when the rank is free."""
+        self._questions.put((number, kind, body))
+
+    def stop(self, *, wait_seconds: float) -> None:
+        """Tell the rank that the run is over; a rank that is still at work is left behind after the wait."""
+        self._questions.put(None)
+        self._thread.join(wait_seconds)
+
+    def _work(self) -> None:
+        number = -1
+        try:
+            while (question := self._latest()) is not None:
+                number, kind, body = question
+                self._channel.send(kind, body)
+                answered, content = self._channel.receive(most_bytes=self._most_bytes)
+                self._replies.put(
+                    Reply(rank=self.rank, asked=number, kind=answered, body=content, arrived=time.monotonic())
+                )
+            self._channel.send(MessageKind.STOP)
+        except PeerLost as error:
+            self._replies.put(Reply(rank=self.rank, asked=number, lost=str(error)))
+
+    def _latest(self) -> tuple[int, MessageKind, bytes | Tensor] | None:
+        question = self._questions.get()
+        while question is not None and not self._questions.empty():
+            question = self._questions.get()
+        return question
+
+
+class ServerConnection:
+    """A client's end: messages of the server, read by a thread so that signals reach the waiting main thread."""
+
+    def __init__(self, channel: Channel, *, most_bytes: int) -> None:
+        self._channel, self._most_bytes = channel, most_bytes
+        self._messages: queue.SimpleQueue[tuple[MessageKind, memoryview] | PeerLost] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="server", daemon=True).start()
+
+    def get(self, *, seconds: float) -> tuple[MessageKind, memoryview] | None:
+        """The next message, or None when none came in time.
+
+        Raises:
+            PeerLost: the server is gone.
+        """
+        try:
+            found = self._messages.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(found, PeerLost):
+            raise found
+        return found
+
+    def _work(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive(most_bytes=self._most_bytes)
+                self._messages.put(message)
+                if message[0] is MessageKind.STOP:
+                    return
+        except PeerLost as error:
+            self._messages.put(error)
+
+
+class GroupError(BqsgdError, RuntimeError):
+    """The ranks could not be brought together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """This rank's place among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def serves(self) -> bool:
+        """True on the one rank that holds the model."""
+        return self.rank == SERVER
+
+    def channel(self, peer: int) -> Channel:
+        """Messages to and from one other rank."""
+        return Channel(peer, device=self.device)
+
+
+def world_size() -> int:
+    """How many ranks the launcher started.
+
+    Raises:
+        InvalidParameter: this process was not started by a launcher.
+    """
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise InvalidParameter(
+            f"the torch-distributed engine needs the environment variables {', '.join(missing)}; start it with "
+            "torchrun --nproc-per-node 4 -m bqsgd train --engine torch-distributed ..."
+        )
+    try:
+        return int(os.environ["WORLD_SIZE"])
+    except ValueError as error:
+        raise InvalidParameter(f"WORLD_SIZE must be a whole number, got {os.environ['WORLD_SIZE']!r}") from error
+
+
+@contextmanager
+def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[Group]:
+    """Meet the other ranks, and leave them at the end.
+
+    Args:
+        backend: gloo (CPU, tested here), or nccl or mpi where torch was built with them.
+        timeout_seconds: how long to wait for ranks that have not come yet.
+    """
+    if backend not in BACKENDS:
+        raise InvalidParameter(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    world_size()
+    if not dist.is_backend_available(backend):
+        raise InvalidParameter(f"this build of torch has no {backend}; use gloo")
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(f"the ranks did not meet within {timeout_seconds:g} s: {str(error)[:300]}") from error
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        yield Group(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    finally:
+        dist.destroy_process_group()

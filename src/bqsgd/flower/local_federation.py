@@ -1,0 +1,313 @@
+"""A whole Flower federation on one machine: SuperLink and SuperNodes as child processes, or a simulation.
+
+Each process is in its own group, with a log, and none of them outlives us.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bqsgd.errors import BqsgdError
+from bqsgd.flower.deployment import Certificates, make_certificates, make_node_key
+
+_MARK = "BQSGD_PROCESS_MARK"
+_LOOK_SECONDS = 0.2
+_START_SECONDS = 90.0
+_CONNECTION = "one-machine"
+
+
+class FlowerFailed(BqsgdError, RuntimeError):
+    """One of Flower's programs failed or did not answer in time; the message ends with its last lines."""
+
+
+class Processes:
+    """A family of processes that share a folder and an environment; leaving the `with` block ends all of them.
+
+    They are found again by a mark in their environment, so that grandchildren that left their group end too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._began: dict[str, int] = {}
+        self._mark = uuid.uuid4().hex
+        home = folder / "flwr-home"
+        for place in (home, folder / "logs"):
+            place.mkdir(parents=True, exist_ok=True)
+        beside = str(Path(sys.executable).parent)  # Flower starts its own programs by name
+        self.environment = os.environ | {
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join((beside, os.environ.get("PATH", ""))),
+            _MARK: self._mark,
+        }
+
+    def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a program in the background; its output goes to logs/`name`.log."""
+        if name in self.running:
+            raise FlowerFailed(f"{name} is running already")
+        with self.log(name).open("ab") as stream:
+            self._began[name] = stream.tell()
+            process = subprocess.Popen(
+                self._resolved(command),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self.environment | environment,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        self.running[name] = process
+        return process
+
+    def run(self, name: str, *command: str, seconds: float, heard: Callable[[str], None] | None = None) -> str:
+        """Run a program to its end and return what it printed; failing or overdue raises."""
+        self.start(name, *command)
+        return self.finish(name, seconds=seconds, heard=heard)
+
+    def finish(self, name: str, *, seconds: float, heard: Callable[[str], None] | None = None) -> str:
+        """Wait for the end of a program that was started; `heard` is given each line as it is printed."""
+        process = self.running[name]
+        end, told = time.monotonic() + seconds, 0
+        while True:
+            code = process.poll()
+            if heard is not None:
+                lines = self.text(name).split("\n")[:-1]  # what follows the last line break is not a line yet
+                for line in lines[told:]:
+                    heard(line)
+                told = len(lines)
+            if code is not None or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_SECONDS)
+        if code is None:
+            self.kill(name)
+            raise FlowerFailed(f"{name} was not done after {seconds:g} s\n{self.tail(name)}")
+        self.running.pop(name, None)
+        if code:
+            raise FlowerFailed(f"{name} ended with code {code}\n{self.tail(name)}")
+        return self.text(name)
+
+    def _resolved(self, command: tuple[str, ...]) -> list[str]:
+        found = shutil.which(command[0], path=self.environment["PATH"])
+        if found is None:
+            raise FlowerFailed(f"{command[0]} is not installed beside {sys.executable}: pip install 'bqsgd[flower]'")
+        return [found, *command[1:]]
+
+    def log(self, name: str) -> Path:
+        """Where a program's output goes."""
+        return self.folder / "logs" / f"{name}.log"
+
+    def text(self, name: str) -> str:
+        """All that a program has printed since it was started last."""
+        if name not in self._began:
+            return ""
+        with self.log(name).open("rb") as stream:
+            stream.seek(self._began[name])
+            return stream.read().decode(errors="replace")
+
+    def tail(self, name: str, lines: int = 15) -> str:
+        """Its last lines."""
+        return "\n".join(self.text(name).splitlines()[-lines:])
+
+    def wait_for(self, name: str, text: str, *, seconds: float) -> None:
+        """Wait until a program has printed `text`."""
+        end = time.monotonic() + seconds
+        while text not in self.text(name):
+            process = self.running.get(name)
+            if process is not None and process.poll() is not None:
+                raise FlowerFailed(f"{name} ended with code {process.returncode}\n{self.tail(name)}")
+            if time.monotonic() > end:
+                raise FlowerFailed(f"{name} did not print {text!r} within {seconds:g} s\n{self.tail(name)}")
+            time.sleep(_LOOK_SECONDS)
+
+    def kill(self, name: str) -> None:
+        """kill -9 a program, its group and all its descendants at once, as a power cut would."""
+        process = self.running.pop(name)
+        below = _descendants(process.pid)
+        _signal_group(process.pid, signal.SIGKILL)
+        for number in below:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        process.wait(10)
+
+    def stop(self, *, seconds: float = 5.0) -> None:
+        """End everything: politely, then not."""
+        for process in self.running.values():
+            _signal_group(process.pid, signal.SIGTERM)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(process.poll() is None for process in self.running.values()):
+            time.sleep(0.1)
+        for process in self.running.values():
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait(10)
+        self.running.clear()
+        end = time.monotonic() + seconds
+        while (numbers := self.left_over()) and time.monotonic() < end:
+            for number in numbers:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def left_over(self) -> list[int]:
+        """Numbers of living processes that carry our mark (where /proc tells)."""
+        found = []
+        mark = f"{_MARK}={self._mark}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes() and "\nState:\tZ" not in (entry / "status").read_text():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    """A port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+def _descendants(number: int) -> list[int]:
+    """Children of a process, their children and so on (where /proc tells)."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents.setdefault(int(after_name[1]), []).append(int(entry.name))
+    found, open_numbers = [], [number]
+    while open_numbers:
+        children = parents.get(open_numbers.pop(), [])
+        found += children
+        open_numbers += children
+    return found
+
+
+@dataclass(kw_only=True)
+class LocalFederation:
+    """A federation in `folder`: certificates, keys, the nodes' ledgers, logs. Loopback only."""
+
+    folder: Path
+    processes: Processes
+    certificates: Certificates | None = None
+    simulation: bool = False
+    port: int = field(default_factory=free_port)
+
+    @property
+    def address(self) -> str:
+        """Where the SuperLink listens."""
+        return f"127.0.0.1:{self.port}"
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink; with certificates it takes only TLS and only nodes whose keys are registered."""
+        program: tuple[str, ...] = ("flower-superlink",)
+        options = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        if self.simulation:
+            options += ["--insecure", "--simulation"]
+        elif self.certificates is None:
+            options += ["--insecure", "--database", str(self.folder / "superlink.db")]
+        else:
+            made = self.certificates
+            program = (sys.executable, "-m", "bqsgd", "flower", "superlink")
+            options += ["--ssl-ca-certfile", str(made.authority), "--ssl-certfile", str(made.server)]
+            options += ["--ssl-keyfile", str(made.key), "--enable-supernode-auth"]
+            options += ["--database", str(self.folder / "superlink.db")]
+        self.processes.start("superlink", *program, *options)
+        self.processes.wait_for("superlink", "running on http", seconds=_START_SECONDS)
+        self._write_connection()
+
+    def _write_connection(self) -> None:
+        lines = ["[superlink]", f'default = "{_CONNECTION}"', f"[superlink.{_CONNECTION}]"]
+        lines.append(f'address = "{self.address}"')
+        if self.certificates is None:
+            lines.append("insecure = true")
+        else:
+            lines.append(f"root-certificates = {json.dumps(str(self.certificates.authority))}")
+        (self.folder / "flwr-home" / "config.toml").write_text("\n".join(lines) + "\n")
+
+    def make_key(self, name: str) -> Path:
+        """A node key that is not registered."""
+        return make_node_key(self.folder / "keys", name=name)[0]
+
+    def register(self, names: Sequence[str]) -> list[Path]:
+        """Node keys that the SuperLink knows, one a name; returns the private ones."""
+        made = {name: make_node_key(self.folder / "keys", name=name) for name in names}
+        for name, (_, public) in made.items():
+            self.processes.start(f"register-{name}", "flwr", "supernode", "register", str(public), _CONNECTION)
+        for name in names:
+            self.processes.finish(f"register-{name}", seconds=_START_SECONDS + 10 * len(names))
+        return [made[name][0] for name in names]
+
+    def start_node(self, name: str, *, client: int, key: Path | None, **environment: str) -> None:
+        """Start a SuperNode; its ledger lies in nodes/`name`."""
+        ledgers = self.folder / "nodes" / name
+        options = ["--superlink", self.address, "--port", str(free_port())]
+        options += ["--node-config", f'client={client} ledger-folder="{ledgers}" allow-no-privacy=true']
+        if self.certificates is None:
+            options.append("--insecure")
+        else:
+            options += ["--root-certificates", str(self.certificates.authority)]
+        if key is not None:
+            options += ["--auth-supernode-private-key", str(key)]
+        self.processes.start(name, "flower-supernode", *options, **environment)
+
+    def submit(
+        self,
+        app: Path,
+        *,
+        settings: Mapping[str, object],
+        clients: int,
+        seconds: float,
+        heard: Callable[[str], None] | None = None,
+    ) -> str:
+        """`flwr run` to the end of the run; returns its log, which `heard` is given line by line."""
+        command = self.command(app, settings=settings, clients=clients)
+        return self.processes.run("run", *command, seconds=seconds, heard=heard)
+
+    def command(self, app: Path, *, settings: Mapping[str, object], clients: int) -> tuple[str, ...]:
+        """The `flwr run` command itself."""
+        options = [
+            "--stream",
+            "--run-config",
+            " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items()),
+        ]
+        if self.simulation:
+            options += ["--federation-config", f"num-supernodes={clients}"]
+        return ("flwr", "run", str(app), _CONNECTION, *options)
+
+
+def make_federation(folder: Path, processes: Processes, *, tls: bool, simulation: bool) -> LocalFederation:
+    """A federation that has not begun."""
+    certificates = make_certificates(folder / "certificates") if tls else None
+    return LocalFederation(folder=folder, processes=processes, certificates=certificates, simulation=simulation)

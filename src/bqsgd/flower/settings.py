@@ -1,0 +1,63 @@
+"""The settings of a run as Flower carries them: flat, and with "" for what is left out, as an override must name a key
+that is there already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.flower.node import Node
+from bqsgd.params import check_positive
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
+
+MakeTask = Callable[[Config, Node | None, Mapping[str, Any]], Task]
+"""(settings, node, options) -> the task: with a node's share of the data, or, where node is None, the server's, with
+test data and no share. options: what the app's configuration holds besides the run's settings."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the server needs besides the run's own settings.
+
+    folder: on the server's disk, for the checkpoint and the records; None keeps nothing.
+    join_seconds: how long to wait for all clients before the first round; then it begins with those that are there.
+    round_seconds: how long a round waits when the run has no deadline.
+    """
+
+    folder: Path | None = None
+    join_seconds: float = 300.0
+    round_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        check_positive("join_seconds", self.join_seconds)
+        check_positive("round_seconds", self.round_seconds)
+
+
+def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[str, Any]]:
+    """The run's settings, the server's own, and what is left for the app's task."""
+    given = {name: value for name, value in run_config.items() if value != ""}
+    known = Config().flat()
+    settings = {name: given.pop(name) for name in list(given) if name in known}
+    service = {field.name: given.pop(field.name) for field in fields(Service) if field.name in given}
+    for name in ("join_seconds", "round_seconds"):
+        if isinstance(service.get(name), int):
+            service[name] = float(service[name])
+    if "folder" in service:
+        service["folder"] = Path(str(service["folder"])).expanduser()
+    config = Config.of(**settings)
+    if config.run.name is not None:
+        check_name(config.run.name)
+    return config, Service(**service), given
+
+
+def check_name(run: object) -> str:
+    """A run's name is part of file names on the clients, so it holds nothing that could lead elsewhere."""
+    if not isinstance(run, str) or not _NAME.fullmatch(run):
+        raise InvalidParameter(f"run must be 1 to 100 of A-Z a-z 0-9 . _ - and begin with none of these three: {run!r}")
+    return run

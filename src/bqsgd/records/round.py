@@ -1,0 +1,217 @@
+"""What became of one round and of each client in it: one value, from the server that makes it to its line of JSON.
+
+Numbers that JSON cannot carry are strings: "inf", "-inf" and "nan"; null means "not measured". The schema is in
+docs/reports.md. A record may come from a stranger, so every field is checked for kind and range before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from bqsgd.errors import BqsgdError
+
+MAX_COUNT = 2**63 - 1
+MAX_TEXT = 4096
+MAX_CLIENTS_A_ROUND = 100_000
+MAX_STAGES = 16
+STAGES = ("gradients", "clip", "encode", "frame", "decode", "aggregate", "ledger")
+"""Where a round's seconds go, in the order of the flow; a run may name others beside these."""
+
+
+class RunFolderError(BqsgdError, ValueError):
+    """A run folder is missing, unreadable, too large, or does not follow the schema."""
+
+
+class Status(StrEnum):
+    """What became of one client in one round."""
+
+    OK = "ok"
+    DECLINED = "declined"
+    REFUSED = "refused"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRecord:
+    """One client in one round: whether its frame was used, why not, and what the frame cost.
+
+    client is None for a refused frame that does not say whose it is. points and width are those of the coarsening, 0
+    where there is none.
+    """
+
+    client: int | None
+    status: Status
+    reason: str | None = None
+    frame_bytes: int = 0
+    levels: int = 0
+    trials: int = 0
+    points: int = 0
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.client is not None:
+            count("client", self.client)
+        for name in ("frame_bytes", "levels", "trials", "points", "width"):
+            count(name, getattr(self, name))
+        try:
+            object.__setattr__(self, "status", Status(self.status))
+        except ValueError:
+            allowed = ", ".join(Status)
+            raise RunFolderError(f"status must be one of {allowed}, got {_shown(self.status)}") from None
+        if self.reason is not None:
+            object.__setattr__(self, "reason", text("reason", self.reason))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One line of rounds.jsonl. Only public figures: nothing here is computed from private data outside the guarantee.
+
+    time: seconds since the run began. epsilon_max: the largest proven epsilon that any client has spent so far.
+    nominal_epsilon: as published; not a guarantee. bytes_*: of this round alone, frames included.
+    bytes_up_float32: what the updates used would take as 32-bit floats. stepped: false when too few clients answered.
+    seeded: true when any frame's noise can be recomputed from a seed.
+    """
+
+    round: int
+    time: float = 0.0
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    epsilon_max: float | None = None
+    nominal_epsilon: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    bytes_up_float32: int = 0
+    clients: tuple[ClientRecord, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    stepped: bool = True
+    seeded: bool = False
+
+    @property
+    def used(self) -> int:
+        """Frames that went into the step."""
+        return sum(entry.status is Status.OK for entry in self.clients)
+
+    @property
+    def trouble(self) -> list[ClientRecord]:
+        """The clients whose frame was not used, and frames of nobody known."""
+        return [entry for entry in self.clients if entry.status is not Status.OK]
+
+    def __post_init__(self) -> None:
+        for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32"):
+            count(name, getattr(self, name))
+        for name in ("test_accuracy", "test_loss", "epsilon_max", "nominal_epsilon"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else number(name, value))
+        if not isinstance(self.stepped, bool) or not isinstance(self.seeded, bool):
+            raise RunFolderError("stepped and seeded must be true or false")
+        object.__setattr__(self, "time", number("time", self.time))
+        object.__setattr__(self, "clients", tuple(self.clients))
+        if len(self.seconds) > MAX_STAGES:
+            raise RunFolderError(f"seconds must name at most {MAX_STAGES} stages, got {len(self.seconds)}")
+        object.__setattr__(self, "seconds", {name: number(name, value) for name, value in self.seconds.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, the inverse of `from_dict`."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "clients"}
+        # Checked integers and text already: a round of 1,000 clients need not walk through `plain` again.
+        return {**plain(own), "clients": [dict(entry.__dict__) for entry in self.clients]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RoundRecord:
+        """Rebuild and check one round; unknown fields are ignored so that newer runs stay readable."""
+        known = select(cls, fields, "a round")
+        clients = known.get("clients") or ()
+        if not isinstance(clients, (list, tuple)) or len(clients) > MAX_CLIENTS_A_ROUND:
+            raise RunFolderError(f"clients must be a list of at most {MAX_CLIENTS_A_ROUND} entries")
+        known["clients"] = [ClientRecord(**select(ClientRecord, entry, "a client")) for entry in clients]
+        known["seconds"] = mapping("seconds", known.get("seconds") or {})
+        return cls(**known)
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON types: infinities and NaN become the strings "inf", "-inf" and "nan"; NumPy scalars unwrap.
+
+    >>> plain({"epsilon": float("inf"), "accuracy": 0.5})
+    {'epsilon': 'inf', 'accuracy': 0.5}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, StrEnum):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "item"):
+        return plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    raise RunFolderError(f"a record holds numbers, text, lists and tables, not {type(value).__name__}")
+
+
+def number(name: str, value: object) -> float:
+    """A float, with "inf", "-inf" and "nan" read back."""
+    if isinstance(value, str) and value in ("inf", "-inf", "nan", "infinity", "-infinity"):
+        return float(value)
+    if hasattr(value, "item") and not isinstance(value, (bool, int, float)):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RunFolderError(f'{name} must be a number, "inf", "-inf" or "nan", got {_shown(value)}')
+    try:
+        return float(value)
+    except OverflowError:
+        raise RunFolderError(f"{name} is too large for a float") from None
+
+
+def text(name: str, value: object) -> str:
+    """A string, cut at 4,096 characters."""
+    if not isinstance(value, str):
+        raise RunFolderError(f"{name} must be text, got {_shown(value)}")
+    return value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
+
+
+def one_line(words: str, *, limit: int = 300) -> str:
+    """A stranger's text for a log: one printable line of bounded length.
+
+    >>> one_line("two\\nlines")
+    'two lines'
+    """
+    printable = "".join(letter if letter.isprintable() else " " for letter in words[: 4 * limit])
+    line = " ".join(printable.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def mapping(name: str, value: object) -> dict[str, Any]:
+    """A table with text keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RunFolderError(f"{name} must be a table, got {_shown(value)}")
+    return dict(value)
+
+
+def select(kind: Any, fields: object, name: str) -> dict[str, Any]:
+    """The entries of `fields` that `kind` knows; raises when a required one is missing."""
+    table = mapping(name, fields)
+    known = {key: table[key] for key in kind.__dataclass_fields__ if key in table}
+    for key in ("round", "client", "status"):
+        if key in kind.__dataclass_fields__ and key not in known:
+            raise RunFolderError(f"{name} has no {key!r}")
+    return known
+
+
+def count(name: str, value: object) -> int:
+    """An integer from 0 to 2^63 - 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise RunFolderError(f"{name} must be an integer from 0 to 2^63 - 1, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A hostile value, short enough for an error message."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
+        return "an integer of more than 30 digits"
+    shown = repr(value) if not isinstance(value, (list, dict, tuple)) else type(value).__name__
+    return shown if len(shown) <= 80 else shown[:79] + "…"

@@ -1,0 +1,62 @@
+"""TensorBoard logging of a run's public figures, for `--tensorboard`; needs the `train` extra, not torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+
+from bqsgd.records.round import RoundRecord, Status
+
+PUBLIC = {
+    "test_accuracy": "test/accuracy",
+    "test_loss": "test/loss",
+    "epsilon_max": "privacy/epsilon_max",
+    "nominal_epsilon": "privacy/nominal_epsilon_not_a_guarantee",
+    "bytes_up": "bytes/up",
+    "bytes_down": "bytes/down",
+    "bytes_up_float32": "bytes/up_as_float32",
+}
+
+
+class TensorBoardLog:
+    """Appends the scalars of each round to an event file (`on_round=log.append`).
+
+    Only fields of `RoundRecord` are logged, all of them public. A figure not measured, infinite or not a number is left
+    out: TensorBoard would draw it as a point.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # slow import: only when asked for
+
+        self._events = EventFileWriter(str(folder))
+
+    def append(self, record: RoundRecord) -> None:
+        """Log one round."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in scalars(record).items()]
+        self._events.add_event(Event(wall_time=time.time(), step=record.round, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._events.close()
+
+    def __enter__(self) -> TensorBoardLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def scalars(record: RoundRecord) -> dict[str, float]:
+    """Tag and figure of everything in `record` that TensorBoard can draw."""
+    figures = {tag: getattr(record, name) for name, tag in PUBLIC.items()}
+    figures |= {f"seconds/{stage}": seconds for stage, seconds in record.seconds.items()}
+    if record.clients:
+        figures |= {f"clients/{status}": sum(entry.status is status for entry in record.clients) for status in Status}
+    return {tag: float(figure) for tag, figure in figures.items() if figure is not None and math.isfinite(figure)}

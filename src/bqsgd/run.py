@@ -1,0 +1,352 @@
+"""A run from start to end, on any engine: its settings, rounds, records, checkpoint, summary and report.
+
+    task = Task(make_model=Net, shares=[(x0, y0), (x1, y1)], test=(x, y))
+    with Run.start(task, Config.of(clients=2, epsilon=3), folder="runs/one") as run:
+        for record in run.rounds():
+            print(record.round, record.test_accuracy)
+    print(run.summary.guarantee)
+
+`Run` is the one owner of a run's state. The engine given to it only exchanges bytes, so a run in this process, over
+torch.distributed or over Flower leaves the same folder: config.toml, rounds.jsonl, summary.json, report.html,
+checkpoint.safetensors and, where clients work here, their ledgers.
+
+kill -9 it at any point and `Run.resume` continues from the last checkpoint. Rounds that are made again are counted
+again when their noise is new; with seeded noise they are the same bytes, and the final model is the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.engines.engine import Answer, Engine, MakeEngine, Setup, one_thread
+from bqsgd.engines.in_process import in_process
+from bqsgd.errors import InvalidParameter
+from bqsgd.planner.plan import ClientSetting
+from bqsgd.records.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint
+from bqsgd.records.folder import CONFIG, RunWriter, read_config, read_rounds
+from bqsgd.records.round import ClientRecord, RoundRecord, one_line
+from bqsgd.records.summary import Summary
+from bqsgd.reports.page import write_report
+from bqsgd.training.client_plan import client_setting
+from bqsgd.training.parameters import to_vector
+from bqsgd.training.server import Server
+from bqsgd.training.settings import Config, group_to_dict
+from bqsgd.training.task import Task
+
+log = logging.getLogger("bqsgd.run")
+DATA = "data"
+"""The table of config.toml that holds the settings of a named task."""
+_TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32")
+_MOST_NAMED = 10
+Nominal = Callable[[Config, ClientSetting], Callable[[int], float | None]]
+"""(settings, client 0) -> rounds -> the paper's nominal epsilon; see `bqsgd.paper`."""
+
+
+class Run:
+    """A run; use `Run.start` or `Run.resume`, as a context manager.
+
+    Leaving the `with` block writes checkpoint, summary and report, and closes the engine; after an error it only closes
+    the engine, and the folder stays as the last round left it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        *,
+        folder: Path | None,
+        engine: MakeEngine,
+        resuming: bool,
+        nominal: Nominal | None,
+    ) -> None:
+        self.task, self.config, self.folder = task, config, folder
+        self.summary: Summary | None = None
+        """What the run came to, once it is closed."""
+        model = task.make_model()
+        self._evaluate = task.evaluator(model)
+        initial = to_vector(model)
+        self._resources = ExitStack()
+        setup = Setup(task=task, config=config, folder=folder, resuming=resuming, dimension=initial.size)
+        self.engine = engine(setup)
+        self._resources.callback(self.engine.close)
+        self.server = Server(model=initial, weights=self.engine.samples, config=config)
+        self._nominal = None if nominal is None else nominal(config, self.setting(min(self.engine.samples)))
+        self._started = time.monotonic()
+        self.last: RoundRecord | None = None
+        """The record of the last round, None before the first."""
+        self._totals = dict.fromkeys(_TOTALS, 0)
+        self._writer: RunWriter | None = None
+
+    @classmethod
+    def start(
+        cls,
+        task: Task,
+        config: Config,
+        *,
+        folder: str | Path | None = None,
+        engine: MakeEngine = in_process,
+        nominal: Nominal | None = None,
+    ) -> Self:
+        """Begin a run in `folder`, which must not hold one. Without a folder nothing is kept, which is allowed for
+        seeded and noiseless runs only: neither makes a privacy claim.
+        """
+        path = None if folder is None else Path(folder)
+        if path is not None:
+            if (path / CONFIG).exists() or load_checkpoint(path) is not None:
+                raise CheckpointError(f"{path} holds a run already; resume it or name another folder")
+            path.mkdir(parents=True, exist_ok=True)
+        run = cls(task, named(config), folder=path, engine=engine, resuming=False, nominal=nominal)
+        if path is not None:
+            with run._closing_on_error():
+                run._open_writer(keep_through=-1)
+        return run
+
+    @classmethod
+    def resume(
+        cls,
+        task: Task,
+        *,
+        folder: str | Path,
+        engine: MakeEngine = in_process,
+        nominal: Nominal | None = None,
+    ) -> Self:
+        """Continue the run in `folder` from its last checkpoint, or from round 0 when it was stopped before the first.
+
+        The settings are those the run was started with.
+        """
+        path = Path(folder)
+        config, _ = stored_settings(path)
+        run = cls(task, config, folder=path, engine=engine, resuming=True, nominal=nominal)
+        with run._closing_on_error():
+            found = load_checkpoint(path)
+            if found is not None:
+                arrays, state = found
+                if state.get("run") != config.run.name:
+                    raise CheckpointError(
+                        f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
+                    )
+                run.server.restore(arrays, round=round_of(state))
+                run._started -= float(state.get("elapsed_seconds", 0.0))
+            run._open_writer(keep_through=run.server.round - 1)
+        return run
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _open_writer(self, *, keep_through: int) -> None:
+        assert self.folder is not None
+        self._writer = self._resources.enter_context(RunWriter(self.folder, keep_through=keep_through))
+        if not (self.folder / CONFIG).exists():  # after the ledgers: a folder with settings has all its ledgers
+            self._writer.config(self._settings())
+        for record in read_rounds(self.folder):
+            self._count(record)
+
+    def _settings(self) -> dict[str, Any]:
+        source = self.task.source
+        return self.config.to_dict() | ({} if source is None else {DATA: group_to_dict(source)})
+
+    def _count(self, record: RoundRecord) -> None:
+        self.last = record
+        for name in _TOTALS:
+            self._totals[name] += getattr(record, name)
+
+    def setting(self, client: int) -> ClientSetting:
+        """What one client's messages depend on besides the mechanism."""
+        samples = self.engine.samples[client]
+        return client_setting(self.config, dimension=self.server.model.size, dataset_size=samples)
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return self.server.round
+
+    @property
+    def model(self) -> npt.NDArray[np.float32]:
+        """The model as it stands, flat: the exponential average where there is one."""
+        return self.server.best_model
+
+    def rounds(self) -> Iterator[RoundRecord]:
+        """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
+
+        A record is written before the state moves past it: first its line, then, every `checkpoint_every` rounds and
+        after the last, the checkpoint. A run that lost so many clients that no round can count stops.
+        """
+        settings = self.config.run
+        while self.round < settings.rounds:
+            with one_thread():
+                record = self._one_round()
+            self._count(record)
+            if self._writer is not None:
+                self._writer.append(record)
+            _log_trouble(record)
+            yield record
+            if self.round % settings.checkpoint_every == 0 or self.round == settings.rounds:
+                self.checkpoint()
+            left, needed = len(self.engine.samples) - len(self.engine.lost), self.config.server.fewest_frames
+            if left < needed:
+                log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
+                return
+
+    def _one_round(self) -> RoundRecord:
+        """One round, evaluated where that is due."""
+        record = run_round(self.server, self.engine)
+        accuracy, loss, epsilon = None, None, None
+        if self.config.run.evaluated_after(self.round):
+            accuracy, loss = self.evaluate() or (None, None)
+            epsilon = self._epsilon()
+        return replace(
+            record,
+            time=time.monotonic() - self._started,
+            test_accuracy=accuracy,
+            test_loss=loss,
+            epsilon_max=epsilon,
+            nominal_epsilon=None if self._nominal is None else self._nominal(self.round),
+        )
+
+    def _epsilon(self) -> float | None:
+        found = self.engine.guarantees(delta=self.config.privacy.delta).values()
+        return max((guarantee.epsilon for guarantee in found if guarantee is not None), default=None)
+
+    def evaluate(self) -> tuple[float, float] | None:
+        """Accuracy and loss of the model as it stands on the test data; None without test data."""
+        return None if self._evaluate is None else self._evaluate(self.model)
+
+    def checkpoint(self) -> None:
+        """Write the state down, durably."""
+        if self.folder is not None:
+            elapsed = time.monotonic() - self._started
+            state = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
+            save_checkpoint(self.folder, self.server.arrays(), state)
+
+    def close(self) -> Summary:
+        """Write checkpoint, summary and report, and end the run on every client. Returns the summary."""
+        if self.summary is None:
+            try:
+                self.checkpoint()
+                self.summary = self._summarise()
+                if self._writer is not None and self.folder is not None:
+                    self._writer.summary(self.summary)
+                    write_report(self.folder)
+            finally:
+                self._resources.close()
+        return self.summary
+
+    def _summarise(self) -> Summary:
+        with one_thread():
+            accuracy, loss = self.evaluate() or (None, None)
+        guarantees = self.engine.guarantees(delta=self.config.privacy.delta)
+        worst = max(
+            ((guarantee.epsilon, client) for client, guarantee in guarantees.items() if guarantee is not None),
+            default=None,
+        )
+        return Summary(
+            accuracy=accuracy,
+            loss=loss,
+            rounds=self.round,
+            guarantee=None if worst is None else guarantees[worst[1]],
+            guarantee_client=None if worst is None else worst[1],
+            nominal_epsilon=None if self.last is None else self.last.nominal_epsilon,
+            **self._totals,
+            seeded=self.config.privacy.seed is not None,
+            seconds=None if self.last is None else self.last.time,
+            versions=_versions(),
+            config=self._settings(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._resources.close()
+
+
+def run_round(server: Server, engine: Engine) -> RoundRecord:
+    """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller."""
+    began = time.perf_counter()
+    message = server.open_round()
+    writing = time.perf_counter() - began
+    for answer in engine.exchange(message, round=server.round):
+        deliver(server, answer)
+    record = server.close_round()
+    seconds = dict(engine.seconds())
+    for stage, elapsed in {**record.seconds, "frame": writing}.items():
+        seconds[stage] = seconds.get(stage, 0.0) + elapsed
+    return replace(record, seconds=seconds)
+
+
+def deliver(server: Server, answer: Answer) -> ClientRecord:
+    """Hand one answer to the open round."""
+    if answer.frame is not None:
+        return server.receive(answer.frame, sender=answer.client, arrived=answer.arrived)
+    if answer.declined:
+        return server.decline(answer.client, answer.reason or "declined")
+    return server.missing(answer.client, answer.reason or "no answer")
+
+
+def train(task: Task, config: Config, *, folder: str | Path | None = None, engine: MakeEngine = in_process) -> Summary:
+    """Run every round of a new run and return what it came to."""
+    with Run.start(task, config, folder=folder, engine=engine) as run:
+        for _ in run.rounds():
+            pass
+    return run.close()
+
+
+def named(config: Config) -> Config:
+    """The same settings with a name for the ledgers, drawn at random where there is none."""
+    return config if config.run.name is not None else config.but(run=f"run-{secrets.token_hex(8)}")
+
+
+def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
+    """The settings of the run in `folder`, and those of its named task (empty for a task of one's own).
+
+    Raises:
+        InvalidParameter: the folder holds no run.
+    """
+    if not (folder / CONFIG).exists():
+        raise InvalidParameter(f"{folder} holds no run to resume: it has no {CONFIG}")
+    tables = read_config(folder)
+    data = tables.pop(DATA, {})
+    config = Config.from_dict(tables)
+    if config.run.name is None:
+        raise InvalidParameter(f"{folder / CONFIG} does not name its run, so it cannot be resumed")
+    return config, data
+
+
+def _log_trouble(record: RoundRecord) -> None:
+    """A line for each client whose frame was not used, up to a limit, and one for a round without a step."""
+    trouble = record.trouble
+    for entry in trouble[:_MOST_NAMED]:
+        who = "somebody" if entry.client is None else f"client {entry.client}"
+        log.warning("round %d: %s %s: %s", record.round, who, entry.status, one_line(entry.reason or "-"))
+    if len(trouble) > _MOST_NAMED:
+        log.warning("round %d: %d more answers were not used", record.round, len(trouble) - _MOST_NAMED)
+    if not record.stepped:
+        log.warning("round %d: %d frames are too few; the model stays as it is", record.round, record.used)
+
+
+def _versions() -> dict[str, str]:
+    names = ("bqsgd", "torch", "numpy", "dp-accounting")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}

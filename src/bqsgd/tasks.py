@@ -1,0 +1,101 @@
+"""Tasks by name: a data set, its features, its shares among the clients and a model, as settings like all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bqsgd import data
+from bqsgd.training.seeds import Purpose, derive
+from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, setting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bqsgd.training.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTask(Group):
+    """A task that the settings name; a `Task` of one's own has none of these.
+
+    init_seed: of the initial model and of who holds which samples; both are public.
+
+    >>> NamedTask.of(dataset="digits").features
+    'none'
+    """
+
+    title = "Data and model"
+    dataset: str = setting("mnist", "mnist, fashion-mnist or digits. Default: mnist, else digits.")
+    data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
+    features: str = setting("none", "none, or scattering: fixed wavelet features of the images.", choices=data.FEATURES)
+    model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp or linear.")
+    activation: str = setting("tanh", "tanh or relu.")
+    concentration: float | None = setting(
+        None, "Label skew: Dirichlet concentration. Default: even shares.", positive=True
+    )
+    init_seed: int = setting(0, "Seed of the initial model and of the shares; public.", between=(0, 2**63 - 1))
+
+    def task(self, config: Config, *, client: int | None = None) -> Task:
+        """The task among the clients of `config`.
+
+        client: the only one whose share is wanted, in a process that works for one; client 0 has the test data too.
+        """
+        from bqsgd.training.task import Task  # torch: only for whoever trains
+
+        found = data.load_shares(
+            self.dataset,
+            folder=self.data_folder,
+            features=self.features,
+            clients=config.clients.count,
+            client=client,
+            seed=derive(self.init_seed, Purpose.SHARES),
+            concentration=self.concentration,
+            smallest=1 if self.concentration is None else config.privacy.batch_size,
+            threads=config.clients.workers,
+        )
+        return Task(
+            make_model=self._make_model(found.input_shape, found.classes),
+            shares=[(share.inputs, share.labels) for share in found.shares],
+            test=None if found.test is None else (found.test.inputs, found.test.labels),
+            source=self,
+        )
+
+    def server_task(self, config: Config) -> Task:
+        """The task of a server without clients of its own: the initial model and the test data."""
+        from bqsgd.training.task import Task
+
+        dataset = data.load(self.dataset, folder=self.data_folder)
+        test = data.compute_features(self.features, dataset.test, of=dataset, threads=config.clients.workers)
+        shape = data.features_shape(self.features, dataset.input_shape)
+        return Task(make_model=self._make_model(shape, dataset.classes), test=(test.inputs, test.labels), source=self)
+
+    def _make_model(self, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
+        from bqsgd import models
+
+        name = self.model or models.default_for(shape, features=self.features)
+        seed = derive(self.init_seed, Purpose.MODEL)
+        return lambda: models.build(name, input_shape=shape, classes=classes, seed=seed, activation=self.activation)
+
+
+ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
+
+
+def settings_of(**values: Any) -> tuple[NamedTask, Config]:
+    """A named task and the run's settings from one collection of names; an unknown name is refused.
+
+    >>> named, config = settings_of(dataset="digits", rounds=30)
+    >>> named.dataset, config.run.rounds
+    ('digits', 30)
+    """
+    by_group(ALL_GROUPS, values)
+    own = NamedTask.settings()
+    named = NamedTask.of(**{name: value for name, value in values.items() if name in own})
+    return named, Config.of(**{name: value for name, value in values.items() if name not in own})
+
+
+def plain_settings(named: NamedTask | None, config: Config) -> dict[str, Any]:
+    """Every setting that is set, by name: the inverse of `settings_of`."""
+    own = {} if named is None else {name: getattr(named, each.name) for name, each in NamedTask.settings().items()}
+    return {name: value for name, value in (own | config.flat()).items() if value is not None}

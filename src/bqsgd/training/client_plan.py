@@ -1,0 +1,114 @@
+"""What one client sends in a round: the release, planned for its budget or fixed.
+
+The planner is asked once per distinct question, however many clients ask it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+from bqsgd.errors import Infeasible, InvalidParameter
+from bqsgd.params import Mechanism
+from bqsgd.persample.clips import Clip
+from bqsgd.planner.plan import Budget, ClientSetting
+from bqsgd.planner.search import least_error_mechanism
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.release import Relation, Release, Scheme, Unit
+from bqsgd.training.settings import Config
+
+Spent = tuple[tuple[Release, int], ...]
+_kept: dict[tuple[ClientSetting, Budget, int], Mechanism] = {}
+"""First plans found by an earlier process of the same client."""
+
+
+def client_setting(config: Config, *, dimension: int, dataset_size: int) -> ClientSetting:
+    """What the messages of a client that holds so many samples depend on besides the mechanism."""
+    return clipped_setting(
+        config.clip.make(),
+        range=config.range,
+        batch_size=config.privacy.batch_size,
+        scheme=config.privacy.scheme,
+        unit=Unit(config.privacy.unit),
+        dimension=dimension,
+        dataset_size=dataset_size,
+    )
+
+
+def clipped_setting(
+    clip: Clip, *, range: float, batch_size: int, scheme: Scheme, dimension: int, dataset_size: int, unit: Unit
+) -> ClientSetting:
+    """The setting of a client that clips by this rule and encodes in [-range, range].
+
+    Fixed-size batches and whole clients are replaced; otherwise one record is added or removed. A whole client's update
+    counts as a batch of one, and as a client takes part in every round, only samples are sampled.
+    """
+    whole = unit is Unit.CLIENT
+    relation = Relation.REPLACE if whole or scheme is Scheme.FIXED_SIZE else Relation.ADD_REMOVE
+    moved = clip.sensitivity(batch_size=1 if whole else batch_size, range=range, relation=relation)
+    return ClientSetting(
+        dimension=dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        scheme=Scheme.NONE if whole else scheme,
+        relation=relation,
+        linf=moved.linf,
+        l2=moved.l2,
+        unit=unit,
+    )
+
+
+def release_in(config: Config, setting: ClientSetting, *, client: int, round: int) -> Release:
+    """What `client` sends in `round`: the fixed mechanism, or the plan for the budget in force (paper Line 7).
+
+    A budget that changes makes a new plan for the rounds that are left, on top of all rounds of the earlier plans. It
+    follows from the settings alone, so a resumed run and every engine plan the same; the ledger has the last word.
+
+    Raises:
+        Infeasible: no integers meet the budget.
+    """
+    if config.privacy.mechanism is not None:
+        return setting.release(config.privacy.mechanism)
+    starts = sorted({0, *(change.from_round for change in config.privacy.budgets if change.client == client)})
+    spent: list[tuple[Release, int]] = []
+    for start, stop in pairwise([*starts, config.run.rounds]):
+        budget = config.privacy.budget(client=client, round=start)
+        try:
+            release = plan_release(setting, budget, rounds=config.run.rounds - start, spent=tuple(spent))
+            spent.append((release, stop - start))
+        except Infeasible:
+            if round < stop:
+                raise
+            continue  # it sent nothing then
+        if round < stop:
+            return release
+    raise InvalidParameter(f"round {round} is beyond the {config.run.rounds} rounds planned")
+
+
+@lru_cache(maxsize=1024)
+def plan_release(setting: ClientSetting, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:
+    """The release of least error whose `rounds` messages, after what is `spent`, stay within the budget.
+
+    Raises:
+        Infeasible: no integers meet the budget.
+    """
+    before = Accountant()
+    for release, count in spent:
+        before = before.compose(release, count)
+    if spent and before.epsilon(budget.delta) >= budget.epsilon:
+        raise Infeasible(
+            f"earlier rounds have spent epsilon {before.epsilon(budget.delta):.4g} at delta {budget.delta:g}, "
+            f"the budget is now {budget.epsilon:g}"
+        )
+    mechanism = None if spent else _kept.get((setting, budget, rounds))
+    if mechanism is None:
+        mechanism = least_error_mechanism(budget, setting.release, rounds=rounds, spent=before)
+    return setting.release(mechanism)
+
+
+def keep_plan(config: Config, setting: ClientSetting, mechanism: Mechanism, *, client: int) -> None:
+    """Take `mechanism` as what planning finds for the client's first budget, so that it need not be found again.
+
+    For a client's own note of its earlier plan. The ledger has the last word on what may be sent in any case.
+    """
+    _kept[setting, config.privacy.budget(client=client, round=0), config.run.rounds] = mechanism

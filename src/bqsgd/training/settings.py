@@ -1,0 +1,413 @@
+"""Every setting of a run, in groups: one table that config.toml, the command line and Flower's configuration follow.
+
+A setting has a group (`config.privacy.epsilon`), and a name of its own that is the same everywhere else: the option
+`--epsilon`, the keyword of `Config.of(epsilon=3)`, the key in Flower's run configuration. In config.toml it stands in
+the table of its group.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from bqsgd.errors import InvalidParameter, UnsafeFile
+from bqsgd.params import Mechanism, check_int, check_positive
+from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd.planner.plan import Budget
+from bqsgd.release import Scheme, Unit
+from bqsgd.storage import open_regular
+from bqsgd.training.aggregation import RULES, smallest_quorum
+from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
+
+SAMPLINGS = {"poisson": Scheme.POISSON, "fixed": Scheme.FIXED_SIZE, "none": Scheme.NONE}
+CODINGS = ("fixed", "entropy")
+_MAX_CONFIG_BYTES = 1 << 20
+_NO_OPTION = "no option"
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    name: str | None = None,
+    between: tuple[int, int] | None = None,
+    positive: bool = False,
+    choices: tuple[str, ...] = (),
+    option: bool = True,
+) -> Any:
+    """One field of a group: its default, what it means, what it may be, and its name outside the group if different."""
+    rules = {"help": help, "name": name, "between": between, "positive": positive, "choices": choices}
+    return field(default=default, metadata=rules | {_NO_OPTION: not option})
+
+
+class Group:
+    """A group of settings that checks each field by its own rules. What is None is not set and not checked."""
+
+    title: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            check_setting(each, getattr(self, each.name))
+
+    @classmethod
+    def settings(cls) -> dict[str, Field[Any]]:
+        """Name outside the group -> field."""
+        return {each.metadata["name"] or each.name: each for each in fields(cls)}  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Build from the names that the settings have outside the group; an unknown one is refused."""
+        return cls(**_inside(cls, values))
+
+
+def check_setting(each: Field[Any], value: Any) -> None:
+    """Raise unless `value` obeys the field's rules."""
+    rules, name = each.metadata, each.metadata["name"] or each.name
+    if value is None:
+        if each.default is not None:
+            raise InvalidParameter(f"{name} must be given")
+    elif rules["between"] is not None:
+        check_int(name, value, *rules["between"])
+    elif rules["positive"]:
+        check_positive(name, value)
+    elif rules["choices"] and value not in rules["choices"]:
+        raise InvalidParameter(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
+    elif each.default is not None and not isinstance(value, kind_of(each)):
+        raise InvalidParameter(f"{name} must be {kind_of(each)}, got {value!r}")
+
+
+def kind_of(each: Field[Any]) -> Any:
+    """The type of a setting that is set: `int | None` and `int` are both int."""
+    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool}
+    return kinds.get(str(each.type).removesuffix(" | None"), object)
+
+
+def _inside(group: type[Group], values: Mapping[str, Any]) -> dict[str, Any]:
+    known = group.settings()
+    for name in values:
+        if name not in known:
+            raise InvalidParameter(f"unknown setting {name!r}; `bqsgd train --help` lists them all")
+    return {known[name].name: value for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetChange:
+    """From `from_round` on, client `client` has this budget instead of the run's; what is left out stays the run's."""
+
+    client: int
+    from_round: int = 0
+    bits: int | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy(Group):
+    """The budget, proven as the total of each client over all rounds, and what it depends on."""
+
+    title = "Privacy"
+    epsilon: float = setting(3.0, "Total privacy budget of each client.", positive=True)
+    delta: float = setting(1e-5, "Delta of the budget.", positive=True)
+    bits: int = setting(8, "Most bits per coordinate.")
+    unit: str = setting("sample", "Whom the guarantee hides: sample or client.", choices=tuple(Unit))
+    sampling: str = setting(
+        "poisson", "How a batch is drawn: poisson, fixed (size) or none (all data).", choices=tuple(SAMPLINGS)
+    )
+    batch_size: int = setting(512, "Public batch size that a client divides by, L.", between=(1, 2**40))
+    levels: int | None = setting(None, "Fix the levels instead of planning them; needs --trials.", between=(1, 2**20))
+    trials: int | None = setting(None, "Fix the trials instead of planning them; needs --levels.", between=(0, 2**20))
+    seed: int | None = setting(None, "Reproducible noise and batches: voids the privacy claim.", between=(0, 2**63 - 1))
+    private_metrics: bool = setting(False, "Keep training loss and batch sizes on the clients: outside the guarantee.")
+    budgets: tuple[BudgetChange, ...] = setting((), "Budgets that differ by client or round.", option=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budgets", _budget_changes(self.budgets))
+        super().__post_init__()
+        if (self.levels is None) != (self.trials is None):
+            raise InvalidParameter("give both levels and trials, or neither (then they are planned for the budget)")
+        if self.levels is not None and self.budgets:
+            raise InvalidParameter("budgets that differ by client need planning; leave out levels and trials")
+        self.budget(client=0, round=0)
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """The fixed mechanism, or None when it is planned."""
+        if self.levels is None or self.trials is None:
+            return None
+        return Mechanism(levels=self.levels, trials=self.trials)
+
+    @property
+    def noiseless(self) -> bool:
+        """Whether the messages carry no noise: then there is no privacy and nothing to count."""
+        return self.trials == 0
+
+    @property
+    def scheme(self) -> Scheme:
+        """How a round's batch is drawn."""
+        return SAMPLINGS[self.sampling]
+
+    def budget(self, *, client: int, round: int) -> Budget:
+        """What `client` may spend in all, as it stands in `round`: the latest change that has come into force."""
+        values: dict[str, Any] = {"bits": self.bits, "epsilon": self.epsilon, "delta": self.delta}
+        for change in sorted(self.budgets, key=lambda change: change.from_round):
+            if change.client == client and change.from_round <= round:
+                values |= {name: value for name in values if (value := getattr(change, name)) is not None}
+        return Budget(**values)
+
+
+def _budget_changes(changes: Any) -> tuple[BudgetChange, ...]:
+    try:
+        return tuple(c if isinstance(c, BudgetChange) else BudgetChange(**c) for c in changes)
+    except TypeError as error:
+        raise InvalidParameter(f"a setting of budgets has the wrong type: {error}") from error
+
+
+_CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
+    "dual": lambda given: Dual(norm=given.norm, bound=given.bound),
+    "clamp": lambda given: Clamp(given.bound),
+    "l2": lambda given: L2(given.norm),
+    "scale": lambda given: Scale(given.bound),
+    "batch-mean": lambda given: BatchMean(given.bound),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings(Group):
+    """The rule that bounds one sample's gradient (or one client's update), and the range of the encoder.
+
+    Left out, the range is the clip's bound, or, when the clip has a norm C2 and samples are averaged, 4 C2 / L if that
+    is less: about twice the noise that a client then adds.
+    """
+
+    title = "Clipping"
+    rule: str = setting(
+        "dual",
+        "dual, clamp, l2, scale or batch-mean (which gives no guarantee per sample).",
+        name="clip",
+        choices=tuple(_CLIPS),
+    )
+    bound: float = setting(0.1, "Bound of one coordinate of a sample's gradient.", name="clip_bound", positive=True)
+    norm: float = setting(0.5, "Euclidean bound of a sample's gradient (dual, l2).", name="clip_norm", positive=True)
+    range: float | None = setting(None, "What the mean is clamped to before encoding.", positive=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.make()
+
+    def make(self) -> Clip:
+        """The clip itself."""
+        return _CLIPS[self.rule](self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings(Group):
+    """The clients and what each of them does in a round."""
+
+    title = "Clients"
+    count: int = setting(4, "Number of clients.", name="clients", between=(1, 100_000))
+    local_steps: int = setting(1, "Steps a client takes per round; above 1 needs --unit client.", between=(1, 2**20))
+    local_learning_rate: float = setting(0.1, "Learning rate of the local steps.", positive=True)
+    coding: str = setting("fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=CODINGS)
+    reserve_rounds: int = setting(20, "Rounds that the ledger records ahead in one write.", between=(1, 2**20))
+    workers: int = setting(2, "Clients that work at the same time in one process.", between=(1, 1024))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(Group):
+    """How the server aggregates and steps."""
+
+    title = "Server"
+    optimiser: str = setting("sgd", "sgd or adam.", choices=OPTIMISERS)
+    learning_rate: float = setting(0.5, "Learning rate.", positive=True)
+    momentum: float = setting(0.9, "Momentum of sgd.")
+    subtract_noise: bool = setting(False, "adam: subtract the known noise from its second moment.")
+    schedule: str = setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
+    average: float = setting(0.0, "Decay of the model's exponential average; 0 for none.")
+    aggregation: str = setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES)
+    byzantine: int = setting(0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20))
+    quorum: int = setting(1, "Fewest frames for a round to count.", between=(1, 2**20))
+    deadline_seconds: float | None = setting(None, "Frames that arrive later are refused.", positive=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.make_optimiser()
+        if not 0 <= self.average < 1:
+            raise InvalidParameter(f"average must lie in [0, 1), got {self.average!r}; 0 switches it off")
+        smallest_quorum(self.aggregation, byzantine=self.byzantine)
+
+    def make_optimiser(self) -> Sgd | Adam:
+        """The server's optimiser."""
+        momentum = self.momentum if self.optimiser == "sgd" else 0.0
+        return optimiser(self.optimiser, momentum=momentum, subtract_noise=self.subtract_noise)
+
+    @property
+    def fewest_frames(self) -> int:
+        """Frames that a round needs to count."""
+        return max(self.quorum, smallest_quorum(self.aggregation, byzantine=self.byzantine))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Group):
+    """The length of a run and what it writes down when."""
+
+    title = "Run"
+    rounds: int = setting(1000, "Rounds to train.", between=(1, 2**40))
+    evaluate_every: int = setting(10, "Rounds between evaluations on the test split.", between=(1, 2**40))
+    checkpoint_every: int = setting(20, "Rounds between checkpoints.", between=(1, 2**40))
+    name: str | None = setting(None, "The run's name in the ledgers.", name="run", option=False)
+
+    def evaluated_after(self, rounds_done: int) -> bool:
+        """Whether accuracy and epsilon are computed after this many rounds."""
+        return rounds_done % self.evaluate_every == 0 or rounds_done == self.rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run.
+
+    >>> config = Config.of(clients=10, epsilon=2.0, clip="l2")
+    >>> config.privacy.epsilon, config.clients.count, config.clip.rule
+    (2.0, 10, 'l2')
+    """
+
+    privacy: Privacy = field(default_factory=Privacy)
+    clip: ClipSettings = field(default_factory=ClipSettings)
+    clients: ClientSettings = field(default_factory=ClientSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        privacy, clients = self.privacy, self.clients
+        if self.server.fewest_frames > clients.count:
+            needed = smallest_quorum(self.server.aggregation, byzantine=self.server.byzantine)
+            raise InvalidParameter(
+                f"{clients.count} clients can never meet quorum={self.server.quorum} and the {needed} updates that "
+                f"{self.server.aggregation} needs with byzantine={self.server.byzantine}"
+            )
+        if privacy.unit == Unit.SAMPLE and clients.local_steps > 1:
+            raise InvalidParameter(
+                f"local_steps={clients.local_steps} clips the client's whole update, so no claim about one sample can "
+                "be made: set unit = 'client' (a guarantee for the whole client), or local_steps = 1"
+            )
+        if privacy.unit == Unit.CLIENT and self.clip.rule == "batch-mean":
+            raise InvalidParameter("with unit = 'client' the whole update is clipped: clip is clamp, scale, l2 or dual")
+        for change in privacy.budgets:
+            check_int("budgets.client", change.client, 0, clients.count - 1)
+            check_int("budgets.from_round", change.from_round, 0, self.run.rounds - 1)
+
+    @property
+    def range(self) -> float:
+        """R: coordinates are clamped to [-R, R] and encoded there."""
+        clip = self.clip
+        if clip.range is not None:
+            return clip.range
+        bound = clip.norm if clip.rule == "l2" else clip.bound
+        averaged = clip.rule in ("l2", "dual") and self.privacy.unit == Unit.SAMPLE
+        return min(bound, 4 * clip.norm / self.privacy.batch_size) if averaged else bound
+
+    @classmethod
+    def of(cls, **values: Any) -> Config:
+        """Build from the settings' own names, whatever their group; an unknown name is refused, never ignored."""
+        return cls().but(**values)
+
+    def but(self, **values: Any) -> Config:
+        """The same settings with some changed."""
+        grouped = by_group(CONFIG_GROUPS, values)
+        return replace(
+            self, **{name: replace(getattr(self, name), **changes) for name, changes in grouped.items() if changes}
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Name -> value of every setting, whatever its group."""
+        return {
+            name: getattr(getattr(self, group), each.name)
+            for group, kind in CONFIG_GROUPS.items()
+            for name, each in kind.settings().items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """A table per group in plain values; what is None is left out, as TOML has no null."""
+        return {name: group_to_dict(getattr(self, name)) for name in CONFIG_GROUPS}
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any]) -> Config:
+        """Rebuild from the tables of `to_dict`; an unknown name is refused, never ignored."""
+        made = {}
+        for name, table in tables.items():
+            made[name] = group_from_dict(_group(name), name, table)
+        return cls(**made)
+
+
+CONFIG_GROUPS: dict[str, type[Group]] = {
+    "privacy": Privacy,
+    "clip": ClipSettings,
+    "clients": ClientSettings,
+    "server": ServerSettings,
+    "run": RunSettings,
+}
+
+
+def by_group(groups: Mapping[str, type[Group]], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sort settings into their groups: group -> field -> value.
+
+    Raises:
+        InvalidParameter: a name that no group knows.
+    """
+    sorted_: dict[str, dict[str, Any]] = {name: {} for name in groups}
+    for name, value in values.items():
+        owner = next((group for group, kind in groups.items() if name in kind.settings()), None)
+        if owner is None:
+            raise InvalidParameter(f"unknown setting {name!r}; `bqsgd train --help` lists them all")
+        sorted_[owner][groups[owner].settings()[name].name] = value
+    return sorted_
+
+
+def _group(name: str) -> type[Group]:
+    if name in CONFIG_GROUPS:
+        return CONFIG_GROUPS[name]
+    owner = next((group for group, kind in CONFIG_GROUPS.items() if name in kind.settings()), None)
+    where = f"it belongs in the table [{owner}]" if owner else "`bqsgd train --help` lists all settings"
+    raise InvalidParameter(f"unknown table or setting {name!r}; {where}")
+
+
+def group_to_dict(group: Group) -> dict[str, Any]:
+    """Plain values of one group; None is left out."""
+    plain: dict[str, Any] = {}
+    for each in fields(group):  # type: ignore[arg-type]
+        value = getattr(group, each.name)
+        if isinstance(value, tuple):
+            value = [{k: v for k, v in vars(change).items() if v is not None} for change in value]
+        if value is not None:
+            plain[each.name] = value
+    return plain
+
+
+def group_from_dict(kind: type[Group], name: str, table: Any) -> Any:
+    """Rebuild one group from its table."""
+    if not isinstance(table, Mapping):
+        raise InvalidParameter(f"[{name}] must be a table of settings, got {type(table).__name__}")
+    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(str(key) for key in table if key not in known)
+    if unknown:
+        raise InvalidParameter(f"unknown setting {unknown[0]!r} in [{name}]; known: {', '.join(sorted(known))}")
+    return kind(**table)
+
+
+def options(kind: type[Group]) -> Iterator[tuple[str, Field[Any]]]:
+    """The settings of a group that have an option on the command line, by name."""
+    return ((name, each) for name, each in kind.settings().items() if not each.metadata[_NO_OPTION])
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file of at most 1 MiB, not yet checked."""
+    try:
+        file = open_regular(Path(path), limit=_MAX_CONFIG_BYTES)
+        if file is None:
+            raise InvalidParameter(f"{path} is not a readable TOML file: there is none")
+        with file:
+            return tomllib.loads(file.read(_MAX_CONFIG_BYTES).decode())
+    except (OSError, UnsafeFile, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{path} is not a readable TOML file: {error}") from error

@@ -1,0 +1,396 @@
+"""Flower's Message API around our client and server: the same bits, honest books, and every fault named in the log."""
+
+import json
+import logging
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra `flower`")
+
+from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
+from loop_grid import LoopGrid
+
+from bqsgd.codec import encode_frame
+from bqsgd.engines.flower.engine import TooFewClients
+from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
+from bqsgd.errors import FrameError, InvalidParameter
+from bqsgd.flower import Node, client_app
+from bqsgd.flower.app_template import write_app
+from bqsgd.flower.server_app import serve
+from bqsgd.flower.settings import Service, read_settings
+from bqsgd.ledger import Ledger
+from bqsgd.noise import seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd.records.folder import read_rounds
+from bqsgd.records.round import one_line
+from bqsgd.run import Run
+from bqsgd.tasks import NamedTask
+from bqsgd.training.settings import Config
+from bqsgd.wire.frame import read_frame
+
+
+class Federation:
+    """Four nodes over a loop grid, with ledgers under `folder`."""
+
+    def __init__(self, task, folder, *, tamper=None, nodes=range(4), options=None, **settings):
+        self.task, self.folder = task, folder
+        self.settings = settings
+        self.grid = LoopGrid(client_app(self.own), settings, [self.node(client, options) for client in nodes], tamper)
+
+    def own(self, config, node, options):
+        return replace(self.task, shares=[] if node is None else [self.task.shares[node.client]])
+
+    def node(self, client, options=None):
+        base = {"client": client, "ledger-folder": str(self.folder / f"node-{client}"), "allow-no-privacy": True}
+        return base | (options or {})
+
+    def serve(self, **service):
+        config, _, options = read_settings(self.settings)
+        return serve(self.grid, config, Service(**{"join_seconds": 5.0, **service}), self.own(config, None, options))
+
+    def spent(self):
+        found = {}
+        for client in range(4):
+            path = self.folder / f"node-{client}" / f"client-{client:04}.ledger"
+            if path.exists():
+                with Ledger(path) as ledger:
+                    found[client] = ledger.spent_rounds
+        return found
+
+
+def flat(config, **changes):
+    plain = {name: value for name, value in config.flat().items() if value is not None and name != "budgets"}
+    return plain | changes
+
+
+@pytest.fixture
+def federation(task, settings, tmp_path):
+    def make(tamper=None, nodes=range(4), options=None, **changes):
+        given = flat(settings(rounds=4, evaluate_every=2, checkpoint_every=1), **changes)
+        return Federation(task, tmp_path, tamper=tamper, nodes=nodes, options=options, **given)
+
+    return make
+
+
+def statuses(records):
+    return [[entry.status for entry in record.clients] for record in records]
+
+
+def records_in(folder):
+    return list(read_rounds(folder))
+
+
+def test_same_seed_same_frames_and_same_model_as_in_process(task, settings, federation, tmp_path):
+    frames = {}
+
+    def note(client, message, reply):
+        if message.metadata.message_type == MessageType.TRAIN:
+            frames[int(message.metadata.group_id), client] = data_of(reply, kind=FRAME)
+        return reply
+
+    made = federation(note)
+    served = made.serve(folder=tmp_path / "server")
+    with Run.start(task, settings(rounds=4, evaluate_every=2)) as run:
+        taken, receive = {}, run.server.receive
+
+        def noted(frame, *, sender, arrived=None):
+            taken[run.server.round, sender] = bytes(frame)
+            return receive(frame, sender=sender)
+
+        run.server.receive = noted
+        local = list(run.rounds())
+    assert frames == taken
+    assert len(frames) == 16
+    np.testing.assert_array_equal(served.model, run.model)
+    records = records_in(tmp_path / "server")
+    for name in ("bytes_up", "bytes_down", "epsilon_max", "clients", "stepped", "seeded"):
+        assert [getattr(record, name) for record in records] == [getattr(record, name) for record in local]
+    arrays, state = load_checkpoint(tmp_path / "server")
+    np.testing.assert_array_equal(arrays["model"], run.server.model)
+    assert state["round"] == 4
+    assert made.spent() == dict.fromkeys(range(4), 4)
+
+
+def test_the_order_of_nodes_changes_no_bit(federation, tmp_path):
+    first = federation().serve()
+    second = federation(nodes=[3, 1, 0, 2]).serve()
+    np.testing.assert_array_equal(first.server.model, second.server.model)
+
+
+def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path):
+    given = flat(settings(levels=None, trials=None, rounds=3, seed=None, epsilon=3.0))
+    made = Federation(task, tmp_path, options={"allow-no-privacy": False}, **given)
+    run = made.serve()
+    assert [receipt.status for receipt in run.last.clients] == ["ok"] * 4
+    kept = json.loads(made.grid.contexts[1000].state["bqsgd.plan"]["mechanism"])
+    assert kept["levels"] == run.last.clients[0].levels
+    assert 2.5 < run.summary.guarantee.epsilon <= 3.0
+    again = made.serve()  # the same ledgers, a run of another name: nothing is left to spend
+    assert [receipt.status for receipt in again.last.clients] == ["declined"] * 4
+    assert not again.last.stepped
+    assert made.spent() == dict.fromkeys(range(4), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {"allow-no-privacy": False}, "seeded noise"),
+        ({"seed": "", "trials": 0}, {"allow-no-privacy": False}, "has no noise"),
+        ({"epsilon": 30.0}, {"epsilon": 3.0}, "asks for epsilon 30, this node allows 3"),
+        ({"delta": 1e-3}, {"delta": 1e-5}, "asks for delta 0.001, this node allows 1e-05"),
+    ],
+)
+def test_no_run_can_talk_a_node_out_of_its_limits(federation, caplog, changes, options, reason):
+    made = federation(options=options, **changes)
+    with caplog.at_level(logging.WARNING), pytest.raises(TooFewClients, match="0 of 4 clients joined"):
+        made.serve(join_seconds=0.5)
+    assert reason in caplog.text
+    assert made.spent() == {}
+
+
+def corrupted(reply, kind=FRAME):
+    data = bytearray(data_of(reply, kind=kind))
+    data[len(data) // 2] ^= 1
+    return pack(bytes(data), kind=kind)
+
+
+def foreign(reply, client, round):
+    """A well-formed frame under another client's name."""
+    mechanism, dimension = Mechanism(levels=17, trials=220), read_frame(data_of(reply, kind=FRAME)).header.dimension
+    rng, values = seeded_rng(seed=1), np.zeros(dimension)
+    return pack(encode_frame(values, mechanism, range=0.03125, rng=rng, client=client, round=round), kind=FRAME)
+
+
+def test_faults_are_named_and_cost_only_their_own_round(federation, tmp_path, caplog):
+    def tamper(client, message, reply):
+        if message.metadata.message_type != MessageType.TRAIN:
+            return reply
+        round = int(message.metadata.group_id)
+        if (client, round) == (1, 0):
+            reply.content = corrupted(reply)
+        if (client, round) == (2, 0):
+            reply.content = foreign(reply, client=0, round=0)
+        if (client, round) == (3, 1):
+            return ("late", reply)
+        if (client, round) == (0, 2):
+            return Error(code=8, reason="the ClientApp\x1b[31m crashed\n")
+        if (client, round) == (1, 2):
+            reply.content = pack(None, kind=FRAME)
+        if (client, round) == (2, 2):
+            array = Array(dtype="float32", shape=(2,), stype=FRAME, data=b"12345678")
+            reply.content[FRAME] = ArrayRecord({FRAME: array})
+        return reply
+
+    made = federation(tamper)
+    with caplog.at_level(logging.INFO):
+        run = made.serve(folder=tmp_path / "server", round_seconds=1.0)
+    assert statuses(records_in(tmp_path / "server")) == [
+        ["ok", "refused", "refused", "ok"],
+        ["ok", "ok", "ok", "missing"],
+        ["missing", "missing", "missing", "ok", "refused"],  # the last is client 3's late frame of round 1
+        ["ok"] * 4,
+    ]
+    for line in (
+        "round 0: client 1 refused: ChecksumMismatch",
+        "round 0: client 2 refused: WrongOrigin",
+        "round 1: client 3 missing: no answer",
+        "round 2: client 3 refused: FrameError: a frame of round 1 in round 2: a replay or late",
+        "round 2: client 0 missing: the ClientApp [31m crashed (code 8)",
+        "round 2: client 1 missing: refused: its answer holds neither",
+        "round 2: client 2 missing: refused: a bqsgd.frame.v1 is ('uint8'",
+    ):
+        assert line in caplog.text
+    assert made.spent() == dict.fromkeys(range(4), 4)  # sent is counted, whatever became of it
+    assert run.server.round == 4
+
+
+def test_the_deadline_is_held_against_the_arrival_not_against_the_handing_over(federation, tmp_path):
+    def tamper(client, message, reply):
+        if client == 3 and message.metadata.message_type == MessageType.TRAIN:
+            return None  # never answers, so every round is handed over only after its deadline
+        return reply
+
+    made = federation(tamper, deadline_seconds=3.0, rounds=1)
+    made.serve(folder=tmp_path / "server")
+    assert statuses(records_in(tmp_path / "server")) == [["ok", "ok", "ok", "missing"]]
+
+
+def test_a_node_that_goes_and_comes_back(federation, tmp_path, caplog):
+    def tamper(client, message, reply):
+        if message.metadata.message_type == MessageType.TRAIN and client == 0:
+            made.grid.offline = {1002} if message.metadata.group_id in ("0", "1") else set()
+        return reply
+
+    made = federation(tamper)
+    with caplog.at_level(logging.INFO):
+        made.serve(folder=tmp_path / "server")
+    assert [row[2] for row in statuses(records_in(tmp_path / "server"))] == ["ok", "missing", "missing", "ok"]
+    assert "client 2 missing: its node 1002 is offline" in caplog.text
+    assert made.spent() == {0: 4, 1: 4, 2: 2, 3: 4}
+
+
+def test_a_late_frame_is_not_lost_while_a_newcomer_is_greeted(federation, tmp_path, caplog):
+    def tamper(client, message, reply):
+        if message.metadata.message_type != MessageType.TRAIN:
+            return reply
+        if (client, message.metadata.group_id) == (3, "0"):
+            made.grid.contexts[1004] = Context(1, 1004, made.node(9), RecordDict(), made.grid.run_config)
+            return ("late", reply)
+        return reply
+
+    made = federation(tamper, rounds=2)
+    with caplog.at_level(logging.INFO):
+        made.serve(folder=tmp_path / "server", round_seconds=1.0)
+    assert "node 1004 declines the run: the run has the clients 0 to 3, this is client 9" in caplog.text
+    assert statuses(records_in(tmp_path / "server"))[1] == ["ok"] * 4 + ["refused"]
+
+
+def test_two_nodes_with_one_number_and_a_number_beyond(federation, caplog):
+    made = federation(nodes=[0, 1, 2, 3, 1, 9])
+    with caplog.at_level(logging.INFO):
+        run = made.serve()
+    assert sorted(run.engine.roster.nodes.items()) == [(client, 1000 + client) for client in range(4)]
+    made = federation(nodes=[0, 1, 1])
+    with caplog.at_level(logging.INFO):
+        run = made.serve(join_seconds=0.5)
+    assert "client 1 is on node 1001 already" in caplog.text
+    assert "beginning without the clients [2, 3]" in caplog.text
+    assert len(run.last.clients) == 2
+
+
+def test_a_server_continues_from_its_checkpoint(task, settings, federation, tmp_path):
+    class Cut(Exception):
+        pass
+
+    def cut(client, message, reply):
+        if message.metadata.group_id == "2" and client == 3:
+            raise Cut
+        return reply
+
+    with pytest.raises(Cut):
+        federation(cut, run="r1").serve(folder=tmp_path / "server")
+    assert len(records_in(tmp_path / "server")) == 2
+    with pytest.raises(InvalidParameter, match="run='r1'"):
+        federation(run="r2").serve(folder=tmp_path / "server")
+    with pytest.raises(InvalidParameter, match="set `run` to that name"):
+        federation().serve(folder=tmp_path / "server")
+    made = federation(run="r1")
+    served = made.serve(folder=tmp_path / "server")
+    with Run.start(task, settings(rounds=4, evaluate_every=2)) as run:
+        list(run.rounds())
+    np.testing.assert_array_equal(served.model, run.model)
+    assert [record.round for record in records_in(tmp_path / "server")] == [0, 1, 2, 3]
+    done = federation(run="r1").serve(folder=tmp_path / "server")  # nothing is left to do
+    np.testing.assert_array_equal(done.server.model, run.server.model)
+
+
+def test_unseeded_rounds_made_again_are_counted_again(federation, tmp_path):
+    class Cut(Exception):
+        pass
+
+    def cut(client, message, reply):
+        if message.metadata.group_id == "2" and client == 3:
+            raise Cut
+        return reply
+
+    with pytest.raises(Cut):
+        federation(cut, run="r1", seed="").serve(folder=tmp_path / "server")
+    made = federation(run="r1", seed="")
+    made.serve(folder=tmp_path / "server")
+    assert made.spent() == dict.fromkeys(range(4), 5)
+
+
+def test_a_failing_client_tells_the_server_nothing_of_its_data(task, settings, tmp_path, caplog):
+    made = Federation(task, tmp_path, **flat(settings(rounds=1)))
+
+    def fail(config, node, options):
+        if node.client == 1 and made.grid.sent[-1].metadata.message_type == MessageType.TRAIN:
+            raise ValueError("patient 4711 is 93 years old")
+        return made.own(config, node, options)
+
+    made.grid.app = client_app(fail)
+    replies = []
+    made.grid.tamper = lambda client, message, reply: replies.append(reply) or reply
+    run = made.serve()
+    assert run.last.clients[1].reason == "the client could not answer; its own log says why"
+    assert not any("4711" in str(reply.content) for reply in replies)
+    assert "patient 4711" in caplog.text  # in the client's own log
+
+
+def test_settings_are_flat_with_empty_for_left_out():
+    config, service, options = read_settings({"clients": 4, "seed": "", "join_seconds": 7, "folder": "x", "mine": 3})
+    assert options == {"mine": 3}
+    assert (config.clients.count, config.privacy.seed, service.join_seconds, str(service.folder)) == (4, None, 7.0, "x")
+    with pytest.raises(InvalidParameter, match="epsilon"):
+        read_settings({"epsilon": -1.0})
+    with pytest.raises(InvalidParameter, match="run must be"):
+        read_settings({"run": "../../etc"})
+
+
+def test_nodes():
+    assert Node.of({"partition-id": 2, "num-partitions": 4}).simulated
+    node = Node.of({"client": 3, "ledger-folder": "/x", "epsilon": 2.0})
+    assert (node.client, node.allow_no_privacy, node.folder(run="r").name) == (3, False, "x")
+    for wrong in ({}, {"client": -1}, {"client": 0, "epsilon": -1.0}, {"client": 0, "allow-no-privacy": "yes"}):
+        with pytest.raises(InvalidParameter):
+            Node.of(wrong)
+
+
+def test_words_are_checked_and_texts_cleaned(federation):
+    made = federation()
+    made.serve()
+    message = made.grid.sent[-1]
+    assert field_of(message, "report", bool) is True
+    with pytest.raises(FrameError, match="must be int"):
+        field_of(message, "run", int)
+    assert one_line("a\nb\x00c" + "d" * 999).startswith("a b c")
+    assert len(one_line("d" * 999)) == 300
+    assert read_guarantee("[" * 100_000) is None
+    assert read_guarantee('{"epsilon": 1}') is None
+
+
+def test_init_writes_an_app_that_flower_accepts_and_bqsgd_reads(tmp_path):
+    files = write_app(tmp_path / "app")
+    assert sorted(file.name for file in files) == [
+        "__init__.py", "client_app.py", "pyproject.toml", "server_app.py", "task.py",
+    ]  # fmt: skip
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["project"]["dependencies"] == []
+    config, _, options = read_settings(project["tool"]["flwr"]["app"]["config"])
+    assert NamedTask.of(**options).dataset == "digits"
+    assert config == Config.from_dict(config.to_dict())
+    assert config.privacy.seed is None
+    with pytest.raises(InvalidParameter, match="not empty"):
+        write_app(tmp_path / "app")
+
+
+def test_without_flower_the_error_names_the_extra_and_the_rest_works():
+    code = (
+        "import sys; sys.modules['flwr'] = None\n"
+        "import bqsgd.run, bqsgd.cli.app\n"
+        "sys.exit(bqsgd.cli.app.main(['flower', 'init', 'never-made']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "pip install 'bqsgd[flower]'" in done.stderr
+
+
+def test_a_clients_process_starts_without_libraries_it_never_needs():
+    """Flower starts one process a message, which the ledger's own bound serves: a second saved each time."""
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, bqsgd.flower.client_app; print({'dp_accounting', 'scipy.stats'} & set(sys.modules))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "set()"
