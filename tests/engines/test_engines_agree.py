@@ -21,7 +21,7 @@ SETTINGS = {
 
 
 def noted(folder):
-    return {(line.round, line.client): line["sha"] for line in lines(folder / "frames.jsonl")}
+    return {(line["round"], line["client"]): line["sha"] for line in lines(folder / "frames.jsonl")}
 
 
 @pytest.fixture(scope="module")
