@@ -1,4 +1,4 @@
-"""Time and memory of the exact accountant and planner, each case in a fresh process; writes results/accountant.json.
+"""Time and memory of the accountant and planner, each case in a fresh process; writes results/accountant.json.
 
 python -m benchmarks.accountant
 """

@@ -1,4 +1,4 @@
-"""BQ and its baselines on the same axes: accuracy against bytes of an update, accuracy against exact epsilon."""
+"""BQ and its baselines on the same axes: accuracy against bytes of an update, accuracy against proven epsilon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_baselines(rows: Sequence[Mapping[str, Any]], path: Path, *, delta: floa
         by_bytes.errorbar([row["frame_bytes"] / 1000], [accuracy], yerr=spread, label=row["label"], **style)
         by_epsilon.errorbar([place], [accuracy], yerr=spread, **style)
     by_bytes.set(xlabel="kilobytes of one update, measured", ylabel="test accuracy, per cent", xlim=(0, None))
-    by_epsilon.set(xlabel=f"exact epsilon, all rounds, at delta {delta:g}", xscale="log", xlim=(1, _FAR * _SHOWN))
+    by_epsilon.set(xlabel=f"proven epsilon, all rounds, at delta {delta:g}", xscale="log", xlim=(1, _FAR * _SHOWN))
     by_epsilon.axvspan(_SHOWN, _FAR * _SHOWN, color="#d1495b", alpha=0.08)
     by_epsilon.set_xticks([1, 10, 100, _SHOWN * _FAR**0.5], ["1", "10", "100", "no meaningful\nguarantee"])
     by_epsilon.minorticks_off()

@@ -72,7 +72,7 @@ def reproduce(
 
 
 def binomial_alone(mechanism: Mechanism, rounds: int) -> dict[str, Any]:
-    """The exact total when the rounding's own randomness does not count: one sample then moves a code a whole step.
+    """The proven total when the rounding's own randomness does not count: one sample then moves a code a whole step.
 
     For rounding thresholds that are fixed, two means within C/L round to codes at most ceil(s/L) = 1 step apart, and
     nothing less can be promised. This is the accounting that the paper ascribes to cpSGD, done exactly.

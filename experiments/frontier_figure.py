@@ -1,4 +1,4 @@
-"""The frontier drawn: accuracy against exact epsilon beside published figures, and against the bytes sent up."""
+"""The frontier drawn: accuracy against proven epsilon beside published figures, and against the bytes sent up."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bqsgd.privacy.guarantee import method_name
+
 
 def table(fields: dict[str, Any]) -> str:
     """Our points beside their targets, the curve over bits, the references."""
@@ -31,8 +33,8 @@ def table(fields: dict[str, Any]) -> str:
         lines += [
             "",
             f"ε: total over all rounds at δ = {guarantee['delta']:g}, {guarantee['relation']} {guarantee['unit']}, "
-            f"{guarantee['trust']}; {guarantee['method']}. The largest of the runs and clients; noise from the "
-            "operating system. Rows of `mnist-eps3-4bit` with other bits are the preset with `--bits`.",
+            f"{guarantee['trust']}; {method_name(guarantee['method'])}. The largest of the runs and clients; noise "
+            "from the operating system. Rows of `mnist-eps3-4bit` with other bits are the preset with `--bits`.",
         ]
     lines += ["", "References, all with a trusted server, 60,000 samples in one place and 32 bits a coordinate:", ""]
     lines += [

@@ -1,4 +1,4 @@
-"""The ten settings of the paper's tables: nominal epsilon, exact epsilon, audited lower bound, for two clips.
+"""The ten settings of the paper's tables: nominal epsilon, proven epsilon, audited lower bound, for two clips.
 
 python experiments/privacy_table.py            # runs everything (about ten minutes on one core), writes both files
 python experiments/privacy_table.py --page     # writes docs/privacy_table.md again from the JSON
@@ -18,7 +18,7 @@ from bqsgd.paper.published import ROWS, PublishedRow
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import ClientSetting
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.privacy.guarantee import Guarantee, method_name
 from bqsgd.release import Release
 
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def audited(what: Release, *, rounds: int, samples: int) -> dict[str, Any]:
 
 
 def clip_fields(row: PublishedRow, linf: float | None) -> dict[str, Any]:
-    """The exact total, and the audits of one message and (where a run fits) of the whole training."""
+    """The proven total, and the audits of one message and (where a run fits) of the whole training."""
     dimension, rounds = DIMENSIONS[row.setting.model], row.setting.rounds
     whole = release(row, scheme="poisson", linf=linf, dimension=dimension)
     one = release(row, scheme="no sampling", linf=linf, dimension=min(dimension, MOST_AUDITED))
@@ -107,8 +107,9 @@ def page(results: dict[str, Any]) -> str:
         "The ten settings of the paper's Tables 2 and 3 (misprinted pairs corrected, see [errata](errata.md)).",
         "",
         "- **Nominal epsilon** is the paper's figure, as published; not a guarantee. One round, and Theorem 1's total.",
-        f"- **Exact epsilon** is proven: delta {results['delta']:g}, {total['relation']} {total['unit']}, worst case "
-        f"over data, {total['trust']}; {total['method']}. All rounds: {total['sampling'].split(',')[0]}.",
+        f"- **Proven epsilon** is an upper bound: delta {results['delta']:g}, {total['relation']} {total['unit']}, "
+        f"worst case over data, {total['trust']}; {method_name(total['method'])}. All rounds: "
+        f"{total['sampling'].split(',')[0]}.",
         "  Every coordinate of the model counts (AlexNet narrowed for 28 x 28 images; the original has 50 times as "
         "many).",
         "- **Audited** is a lower bound on epsilon at the same delta, measured on the real encoder with worst-case "
@@ -116,7 +117,7 @@ def page(results: dict[str, Any]) -> str:
         f"  about log(n/12): {one['samples']} runs a side for one message, {runs} for all rounds. "
         "Passing an audit proves nothing; it would find a fault.",
         "- **One message** is a single message in which the record takes part for sure: no help from sampling. For "
-        f"AlexNet {MOST_AUDITED:,} of its coordinates are audited, and the exact figure beside is for those.",
+        f"AlexNet {MOST_AUDITED:,} of its coordinates are audited, and the proven figure beside is for those.",
         "",
         "## Per-sample clamp (one sample moves a coordinate by at most C/32)",
         "",

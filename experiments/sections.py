@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bqsgd.privacy.guarantee import method_name
+
 CLIPS = ("batch-mean", "clamp")
 
 
@@ -31,8 +33,8 @@ def _short(exact: dict[str, Any] | None) -> str:
 
 def _terms(exact: dict[str, Any], delta: float) -> str:
     return (
-        f"Exact epsilon: all rounds, delta {delta:g}, {exact['relation']} {exact['unit']}, {exact['trust']}; "
-        f"{exact['method'].split(',')[0]}. It is what the run guarantees with noise from the operating system; "
+        f"Proven epsilon: all rounds, delta {delta:g}, {exact['relation']} {exact['unit']}, {exact['trust']}; "
+        f"{method_name(exact['method'])}. It is what the run guarantees with noise from the operating system; "
         "these runs are seeded: no privacy claim. Nominal epsilon: one round, delta beside it; as published; not a "
         "guarantee."
     )
@@ -109,7 +111,7 @@ def _compare(fields: dict[str, Any]) -> str:
     lines = [
         "## Baselines on the same axes (MNIST)",
         "",
-        "![Accuracy against bytes and against exact epsilon](figures/compare.png)",
+        "![Accuracy against bytes and against proven epsilon](figures/compare.png)",
         "",
         "| message | accuracy, per cent (seeds) | exact ε, all rounds | bytes an update | bits a coordinate | how |",
         "|---|---|---|---|---|---|",

@@ -121,7 +121,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @lru_cache
 def exact(setting: PublishedSetting, pair: Mechanism, *, clip: str, rounds: int) -> dict[str, Any]:
-    """The exact guarantee that the same run has with noise from the operating system."""
+    """The proven guarantee that the same run has with noise from the operating system."""
     client = ClientSetting(
         dimension=DATASETS[setting.dataset][2],
         batch_size=setting.batch_size,

@@ -15,7 +15,10 @@ from bqsgd.params import Mechanism, check_int, check_positive
 
 
 class Relation(StrEnum):
-    """Which data sets are neighbours."""
+    """Which data sets are neighbours. How many records there are is public under either.
+
+    Add/remove: a null record, which adds nothing to any sum, stands in one's place. Replace: any other record does.
+    """
 
     ADD_REMOVE = "add/remove one"
     REPLACE = "replace one"

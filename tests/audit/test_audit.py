@@ -1,4 +1,4 @@
-"""The audit stays below the exact figure for the real encoder, and catches clients that are not what they claim.
+"""The audit stays below the proven figure for the real encoder, and catches clients that are not what they claim.
 
 False alarms: every audit here runs at confidence 0.999 or more with a fixed seed, so it is the same runs each time.
 """

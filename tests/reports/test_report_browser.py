@@ -113,7 +113,7 @@ def test_a_chart_can_be_read_off_by_pointer_and_by_keyboard(synthetic_run, visit
     plot = page.locator("#epsilon .plot")
     plot.hover()
     tip = page.inner_text("#epsilon .tip")
-    assert "exact epsilon" in tip
+    assert "proven epsilon" in tip
     assert "not a guarantee" in tip
     assert "round 2" in tip  # the middle of 400 rounds
     page.mouse.move(0, 0)

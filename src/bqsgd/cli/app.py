@@ -44,7 +44,7 @@ def about(
     ] = False,
 ) -> None:
     """Private, compressed distributed learning: one integer step that quantises gradients and gives differential
-    privacy, exactly accounted."""
+    privacy, with a proven bound on it."""
 
 
 app.command()(demo)

@@ -41,7 +41,7 @@ def demo(
     ] = False,
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
     rounds: Annotated[int | None, typer.Option(help="Rounds. Default: 30, with --tls 4.")] = None,
-    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client .")] = 3.0,
+    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0,
     seed: Annotated[int | None, typer.Option(help="Reproducible noise: voids the privacy claim.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep everything here. Default: a folder deleted at the end.")

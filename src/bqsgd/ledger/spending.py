@@ -69,7 +69,7 @@ class Spending:
                 wanted = max(1, min(wanted - 1, ledger.headroom(release)))
 
     def guarantee(self, *, delta: float) -> Guarantee | None:
-        """What the messages so far guarantee, exactly; None when nothing was sent."""
+        """What the messages so far guarantee; None when nothing was sent."""
         return guarantee_of(tuple(sorted_releases(self.sent)), delta, self.seeded)
 
 
@@ -80,5 +80,5 @@ def sorted_releases(sent: Counter[Release]) -> list[tuple[Release, int]]:
 
 @lru_cache(maxsize=4096)
 def guarantee_of(spent: tuple[tuple[Release, int], ...], delta: float, seeded: bool) -> Guarantee | None:
-    """The exact guarantee of a history."""
+    """The proven guarantee of a history."""
     return Accountant(spent).guarantee(delta=delta, seeded=seeded) if spent else None

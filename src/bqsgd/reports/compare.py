@@ -18,7 +18,7 @@ from bqsgd.reports.units import Unit, short
 from bqsgd.storage import write_atomic
 
 MAX_RUNS = 16
-TERMS = "Exact epsilon of the client that spent most; its delta and terms are in the table."
+TERMS = "Proven epsilon of the client that spent most; its delta and terms are in the table."
 NOTES = {
     "accuracy": "On the public test split.",
     "accuracy-bytes": "Further left is cheaper: measured frames, headers included.",
@@ -69,14 +69,14 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
         draw(
             "accuracy-epsilon",
             "Accuracy for the privacy spent",
-            "exact epsilon so far",
+            "proven epsilon so far",
             "accuracy",
             _against("epsilon_max"),
             x_unit=Unit.NUMBER,
             y_unit=Unit.PERCENT,
         ),
         draw("loss", "Test loss", "round", "loss", _named("test_loss")),
-        draw("epsilon", "Privacy spent", "round", "exact epsilon so far", _named("epsilon_max")),
+        draw("epsilon", "Privacy spent", "round", "proven epsilon so far", _named("epsilon_max")),
         draw(
             "bytes",
             "Bytes sent by the clients",

@@ -74,11 +74,11 @@ def terms(claim: Guarantee) -> str:
 
 
 def epsilon(run: History) -> Chart:
-    """Exact epsilon of the client that spent most, and the paper's figure, against rounds."""
-    exact, nominal = measured(run.rounds, "epsilon_max"), measured(run.rounds, "nominal_epsilon")
+    """Proven epsilon of the client that spent most, and the paper's figure, against rounds."""
+    proven, nominal = measured(run.rounds, "epsilon_max"), measured(run.rounds, "nominal_epsilon")
     claim = run.summary.guarantee if run.summary is not None else None
     note = (
-        "Exact: "
+        "Proven upper bound: "
         + (terms(claim) if claim is not None else "the run states no guarantee yet, so nothing is claimed")
         + "."
     )
@@ -91,9 +91,9 @@ def epsilon(run: History) -> Chart:
         x_label="round",
         y_label="epsilon of the client that spent most",
         x_unit=Unit.COUNT,
-        log_y=_orders_apart(exact, nominal),
+        log_y=_orders_apart(proven, nominal),
         series=[
-            Series(label="exact epsilon", points=exact, colour=2, fill=not nominal),
+            Series(label="proven epsilon", points=proven, colour=2, fill=not nominal),
             *([Series(label=NOMINAL, points=nominal, colour=5, dashed=True)] if nominal else []),
         ],
     )
