@@ -46,7 +46,7 @@ def entropy_bytes(codes: Codes) -> float:
 
 
 def ans(codes: Codes) -> tuple[Callable[[], bytes], Callable[[bytes], Any]]:
-    """constriction on whole codes with their exact histogram, sent zstandard-compressed (four bytes a count)."""
+    """constriction on whole codes with their exact histogram, sent zstandard-compressed (four bytes per count)."""
     first = int(codes.min())
     counts = np.bincount(codes.astype(np.int64) - first)
     model = constriction.stream.model.Categorical(counts.astype(np.float64), perfect=False)

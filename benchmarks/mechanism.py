@@ -96,7 +96,7 @@ def against_rivals() -> dict[str, float]:
 
 
 def growth() -> dict[str, Any]:
-    """The fixed cost of a call, and nanoseconds a coordinate of encode and of accumulate beyond it."""
+    """The fixed cost of a call, and nanoseconds per coordinate of encode and of accumulate beyond it."""
     fixed = encode_and_add_seconds(1, repeats=500)
     rows = []
     for dimension in GROWTH:
@@ -215,7 +215,7 @@ def main() -> int:
     for row in rows:
         print(
             f"  d = {row['dimension']:>11,}: encode {row['encode_ns_per_coordinate']:.2f} ns, "
-            f"accumulate {row['accumulate_ns_per_coordinate']:.2f} ns a coordinate"
+            f"accumulate {row['accumulate_ns_per_coordinate']:.2f} ns per coordinate"
         )
     for line in table:
         verdict = "pass" if line["passed"] else "MISS"

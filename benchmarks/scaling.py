@@ -1,4 +1,4 @@
-"""Bytes and seconds of one round by dimension and number of clients: measured on one core, then extended on paper.
+"""Bytes and seconds of one round by dimension and number of clients: measured on one core, then extrapolated.
 
 `python -m benchmarks.scaling` writes benchmarks/results/scaling.json and prints the tables of docs/scaling.md;
 `--tables` prints them from the stored figures. Measured: client and server work on synthetic vectors, without a network
@@ -166,8 +166,8 @@ def seconds(value: float) -> str:
 def tables(result: dict[str, Any]) -> str:
     """The two tables of docs/scaling.md."""
     lines = [
-        "| d | n | frame up | model down | client: read | client: encode | server: write | server: a frame "
-        "| server: step | server memory | a coordinate |",
+        "| d | n | frame up | model down | client: read | client: encode | server: write | server: per frame "
+        "| server: step | server memory | per coordinate |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["measured"]:

@@ -316,7 +316,7 @@ export function decode(codes, mechanism, range) {
 
 const bitLength = (value) => (value === 0n ? 0 : value.toString(2).length);
 
-/** How K codes are packed: groups of `digits` codes, a word of `wordBits`, then `lowBits` raw bits a code. */
+/** How K codes are packed: groups of `digits` codes, a word of `wordBits`, then `lowBits` raw bits per code. */
 export function layout(codeCount) {
   const width = bitLength(BigInt(codeCount) - 1n);
   let best = { lowBits: width, base: 1, digits: 1, wordBits: 0 };

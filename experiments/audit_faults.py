@@ -1,7 +1,7 @@
 """Planted faults: what the audit says of clients that are not what they claim, and of those that are.
 
-python experiments/audit_faults.py            # runs every audit (about five minutes on one core), writes both files
-python experiments/audit_faults.py --page     # writes docs/audit.md again from the JSON
+python -m experiments.audit_faults            # runs every audit (about five minutes on one core), writes both files
+python -m experiments.audit_faults --page     # writes docs/audit.md again from the JSON
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from experiments.prose import wrapped
 
 from bqsgd.audit import AuditResult, EncoderRuns, Inputs, Source, audit, canary_runs
 from bqsgd.audit.client import Data, MakeClient, linear_client
@@ -281,9 +282,9 @@ def page(results: dict[str, Any]) -> str:
         "",
         "## Planted faults",
         "",
-        "Made by `python experiments/audit_faults.py` from `experiments/results/audit_faults.json`; do not edit.",
+        "Made by `python -m experiments.audit_faults` from `experiments/results/audit_faults.json`; do not edit.",
         "",
-        f"{results['runs']:,} runs a side, confidence {results['confidence']:g}, noise from the operating system. "
+        f"{results['runs']:,} runs per side, confidence {results['confidence']:g}, noise from the operating system. "
         f"**Claimed epsilon** and **audited** are at delta {results['delta']:g}; the point is where the first "
         "half of the runs saw the claimed curve broken most clearly, often at epsilon 0, where delta is the total "
         "variation distance. **Moves**: how far the record moves the mean, in "
@@ -304,11 +305,11 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"An honest client is accused with probability at most {1 - results['confidence']:.2g}. Seen: "
         f"{alarms['alarms']} of {alarms['audits']} audits of the encoder at its worst case, each with "
-        f"{alarms['runs']} runs a side and confidence {alarms['confidence']:g}, so at most "
+        f"{alarms['runs']} runs per side and confidence {alarms['confidence']:g}, so at most "
         f"{(1 - alarms['confidence']) * alarms['audits']:.0f} were to be expected: Clopper-Pearson bounds are "
         "cautious.",
     ]
-    return "\n".join(lines) + "\n"
+    return wrapped("\n".join(lines)) + "\n"
 
 
 def _row(name: str, row: dict[str, Any]) -> str:

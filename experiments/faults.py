@@ -1,7 +1,7 @@
 """The fault table: what each engine does when something breaks, with the counts that the fault tests saw.
 
-python experiments/faults.py            # runs the fault tests on real processes (minutes), writes both files
-python experiments/faults.py --page     # writes docs/faults.md again from the JSON
+python -m experiments.faults            # runs the fault tests on real processes (minutes), writes both files
+python -m experiments.faults --page     # writes docs/faults.md again from the JSON
 """
 
 from __future__ import annotations
@@ -16,38 +16,45 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from experiments.prose import wrapped
+
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "experiments" / "results" / "faults.json", ROOT / "docs" / "faults.md"
 BOOK_VARIABLE = "BQSGD_FAULT_BOOK"
 WHAT_HAPPENS = {
-    ("in-process", "the whole process killed at random moments and resumed"): "`--resume` goes on from the checkpoint",
+    (
+        "in-process",
+        "the whole process killed at random moments and resumed",
+    ): "`--resume` continues from the checkpoint",
     ("torch.distributed", "client killed in mid-round"): "missing from then on, while the quorum is met",
-    ("torch.distributed", "client answers after the deadline"): "the round goes on at the deadline; the late frame is "
-    "refused when it comes; the client takes part again",
-    ("torch.distributed", "frame damaged on its way"): "refused, the round goes on without it",
-    ("torch.distributed", "frame in another client's name"): "refused, the round goes on without it",
+    (
+        "torch.distributed",
+        "client answers after the deadline",
+    ): "the round continues at the deadline; the late frame is refused when it comes; the client takes part again",
+    ("torch.distributed", "frame damaged on its way"): "refused; the round continues without it",
+    ("torch.distributed", "frame in another client's name"): "refused; the round continues without it",
     ("torch.distributed", "client announces a message of 2^40 bytes"): "cut off before anything is allocated",
     ("torch.distributed", "fewer clients left than the quorum"): "the run stops with a checkpoint",
     (
         "torch.distributed",
         "server killed in mid-round and restarted",
-    ): "clients close their ledgers and end; `--resume` goes on, and rounds made again are counted again",
+    ): "clients close their ledgers and end; `--resume` continues, and rounds made again are counted again",
     (
         "torch.distributed",
         "server killed in mid-round and restarted, seeded noise",
     ): "the same, and frames and model end as in one process, bit for bit",
     ("torch.distributed", "rank killed under torchrun"): "torchrun ends the job, rank 0 writes a checkpoint on its way "
-    "out; `--resume` goes on",
+    "out; `--resume` continues",
     ("Flower", "client killed in mid-round"): "missing, at the latest at the deadline; the frame it had made and not "
     "sent stays counted",
     ("Flower", "client answers after the deadline"): "missing in its round; the frame is refused when it comes",
-    ("Flower", "frame damaged on its way"): "refused, the round goes on without it",
+    ("Flower", "frame damaged on its way"): "refused; the round continues without it",
     ("Flower", "frame in another client's name"): "refused; the other client's own frame counts",
     (
         "Flower",
         "server killed in mid-round and restarted, seeded noise",
     ): "SuperLink and ServerApp killed; `flwr run` with "
-    "the same `run` and `folder` goes on to the model of one process, bit for bit",
+    "the same `run` and `folder` continues to the model of one process, bit for bit",
     ("Flower", "node whose key is not registered"): "turned away; no run hears of it",
     ("Flower", "plain HTTP to the TLS port"): "closed without an answer",
 }
@@ -74,10 +81,10 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Faults",
         "",
-        "Made by `python experiments/faults.py` from `experiments/results/faults.json`; do not edit.",
+        "Made by `python -m experiments.faults` from `experiments/results/faults.json`; do not edit.",
         "",
-        "What each engine does when something breaks, injected into real processes by the tests named below and seen "
-        f"there ({versions}).",
+        "What each engine does when something breaks. The tests named below injected each fault into real processes, "
+        f"and the figures are what they saw ({versions}). Log lines are quoted as that run wrote them.",
         "",
         "- **sent, counted**: messages that the client itself noted before they left, against the rounds that its "
         "ledger counts at the end of the run; then the same over all clients of the run. Counted is never less.",
@@ -96,15 +103,15 @@ def page(results: dict[str, Any]) -> str:
         ]
         rows = [row for row in results["rows"] if row["engine"] == engine]
         lines += [_line(row) for row in rows]
-        lines += ["", *_NOTES[engine], "Tests: " + ", ".join(dict.fromkeys(f"`{row['test']}`" for row in rows)) + "."]
-    return "\n".join(lines) + "\n"
+        lines += ["", *_NOTES[engine], "", "Tests:", "", *dict.fromkeys(f"- `{row['test']}`" for row in rows)]
+    return wrapped("\n".join(lines)) + "\n"
 
 
 _NOTES = {
     "in-process": ("kill -9 leaves nobody to write a line.",),
     "torch.distributed": (
         "Under torchrun *sent* is what the server took, since the command keeps no other note, and *others* is not "
-        "told: torchrun ends those ranks as well.",
+        "counted: torchrun ends those ranks as well.",
         "Gloo has neither keys nor TLS, so an unregistered node and plain HTTP have no meaning here: keep the ranks "
         "on a private network.",
     ),

@@ -36,7 +36,7 @@ def table(fields: dict[str, Any]) -> str:
             f"{guarantee['trust']}; {method_name(guarantee['method'])}. The largest of the runs and clients; noise "
             "from the operating system. Rows of `mnist-eps3-4bit` with other bits are the preset with `--bits`.",
         ]
-    lines += ["", "References, all with a trusted server, 60,000 samples in one place and 32 bits a coordinate:", ""]
+    lines += ["", "References, all with a trusted server, 60,000 samples in one place and 32 bits per coordinate:", ""]
     lines += [
         f"- {one['name']}: {100 * one['accuracy']:.2f} % on {one['dataset']} at ε = {one['epsilon']:g}"
         for one in fields["references"]

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.prose import wrapped
 from experiments.sections import section as paper_section
 
 from experiments import frontier_section
@@ -35,7 +36,7 @@ def page(name: str) -> str:
         place = RESULTS / f"{subject}.json"
         if place.exists():
             parts.append(section(subject, json.loads(place.read_text(encoding="utf-8"))))
-    return "\n\n".join(parts) + "\n"
+    return wrapped("\n\n".join(parts)) + "\n"
 
 
 def section(name: str, fields: dict[str, Any]) -> str:

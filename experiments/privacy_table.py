@@ -1,7 +1,7 @@
 """The ten settings of the paper's tables: nominal epsilon, proven epsilon, audited lower bound, for two clips.
 
-python experiments/privacy_table.py            # runs everything (about ten minutes on one core), writes both files
-python experiments/privacy_table.py --page     # writes docs/privacy_table.md again from the JSON
+python -m experiments.privacy_table            # runs everything (about ten minutes on one core), writes both files
+python -m experiments.privacy_table --page     # writes docs/privacy_table.md again from the JSON
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+from experiments.prose import wrapped
 
 from bqsgd.audit import EncoderRuns, audit
 from bqsgd.noise import privacy_rng
@@ -102,27 +104,27 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What the published settings guarantee",
         "",
-        "Made by `python experiments/privacy_table.py` from `experiments/results/privacy_table.json`; do not edit.",
+        "Made by `python -m experiments.privacy_table` from `experiments/results/privacy_table.json`; do not edit.",
         "",
         "The ten settings of the paper's Tables 2 and 3 (misprinted pairs corrected, see [errata](errata.md)).",
         "",
         "- **Nominal epsilon** is the paper's figure, as published; not a guarantee. One round, and Theorem 1's total.",
         f"- **Proven epsilon** is an upper bound: delta {results['delta']:g}, {total['relation']} {total['unit']}, "
-        f"worst case over data, {total['trust']}; {method_name(total['method'])}. All rounds: "
-        f"{total['sampling'].split(',')[0]}.",
+        f"worst case over data, {total['trust']}; {method_name(total['method'])}. "
+        f"All rounds: {total['sampling'].split(',')[0]}.",
         "  Every coordinate of the model counts (AlexNet narrowed for 28 x 28 images; the original has 50 times as "
         "many).",
         "- **Audited** is a lower bound on epsilon at the same delta, measured on the real encoder with worst-case "
         f"inputs and operating-system noise, each with confidence {results['confidence']:g}. n runs can show at most",
-        f"  about log(n/12): {one['samples']} runs a side for one message, {runs} for all rounds. "
+        f"  about log(n/12): {one['samples']} runs per side for one message, {runs} for all rounds. "
         "Passing an audit proves nothing; it would find a fault.",
-        "- **One message** is a single message in which the record takes part for sure: no help from sampling. For "
-        f"AlexNet {MOST_AUDITED:,} of its coordinates are audited, and the proven figure beside is for those.",
+        "- **One message** is a single message in which the record certainly takes part: sampling does not help. For "
+        f"AlexNet {MOST_AUDITED:,} of its coordinates are audited, and the proven figure beside it is for those.",
         "",
         "## Per-sample clamp (one sample moves a coordinate by at most C/32)",
         "",
-        "| setting | rounds | levels, trials | nominal, round | nominal, total | exact, all rounds "
-        "| audited, all rounds | exact, one message | audited, one message |",
+        "| setting | rounds | levels, trials | nominal, round | nominal, total | proven, all rounds "
+        "| audited, all rounds | proven, one message | audited, one message |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
@@ -141,7 +143,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "It has no meaningful guarantee in any setting, whatever the batch size.",
         "",
-        "| setting | levels, trials | exact, all rounds | exact, one message | audited, one message |",
+        "| setting | levels, trials | proven, all rounds | proven, one message | audited, one message |",
         "|---|---|---|---|---|",
     ]
     for row in results["rows"]:
@@ -151,7 +153,7 @@ def page(results: dict[str, Any]) -> str:
             f"| {clip['exact']['epsilon_text']} | {clip['one_message']['claimed']['epsilon_text']} "
             f"| {lower(clip['one_message'])} |"
         )
-    return "\n".join(lines) + "\n"
+    return wrapped("\n".join(lines)) + "\n"
 
 
 def setting(row: dict[str, Any]) -> str:

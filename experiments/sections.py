@@ -33,10 +33,10 @@ def _short(exact: dict[str, Any] | None) -> str:
 
 def _terms(exact: dict[str, Any], delta: float) -> str:
     return (
-        f"Proven epsilon: all rounds, delta {delta:g}, {exact['relation']} {exact['unit']}, {exact['trust']}; "
-        f"{method_name(exact['method'])}. It is what the run guarantees with noise from the operating system; "
-        "these runs are seeded: no privacy claim. Nominal epsilon: one round, delta beside it; as published; not a "
-        "guarantee."
+        f"Proven epsilon (an upper bound): all rounds, delta {delta:g}, {exact['relation']} {exact['unit']}, "
+        f"{exact['trust']}; {method_name(exact['method'])}. It is what the run guarantees with "
+        "noise from the operating system; these runs are seeded: no privacy claim. Nominal epsilon: one round, delta "
+        "beside it; as published; not a guarantee."
     )
 
 
@@ -48,7 +48,7 @@ def _table(fields: dict[str, Any]) -> str:
         "Accuracy in per cent on the test split after the last round, mean ± deviation (number of seeds).",
         "",
         "| data | row | s, m | published | batch-mean clip | per-sample clamp | nominal ε (printed; of the pair) "
-        "| exact ε, batch-mean | exact ε, clamp | bits asked | bits measured |",
+        "| proven ε, batch-mean | proven ε, clamp | bits asked | bits measured |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in fields["rows"]:
@@ -92,7 +92,7 @@ def _table1(fields: dict[str, Any]) -> str:
         "learning_rate": "learning rate",
         "batch_size": "batch size L",
         "clients": "clients",
-        "dataset_size": "samples a client",
+        "dataset_size": "samples per client",
         "rounds": "rounds",
     }
     for key, label in names.items():
@@ -113,7 +113,8 @@ def _compare(fields: dict[str, Any]) -> str:
         "",
         "![Accuracy against bytes and against proven epsilon](figures/compare.png)",
         "",
-        "| message | accuracy, per cent (seeds) | exact ε, all rounds | bytes an update | bits a coordinate | how |",
+        "| message | accuracy, per cent (seeds) | proven ε, all rounds | bytes per update | bits per coordinate "
+        "| how |",
         "|---|---|---|---|---|---|",
     ]
     for row in fields["rows"]:

@@ -30,7 +30,7 @@ def reproduce(*, quick: bool = False, **unused: Any) -> dict[str, Any]:
 
 
 def column(setting: PublishedSetting, *, quick: bool) -> dict[str, Any]:
-    """The published column, our model, and d_P as training goes on."""
+    """The published column, our model, and d_P as training proceeds."""
     training = job(setting, NOISELESS, clip="batch-mean", seed=0, quick=quick)
     after = MEASURED_AFTER[:1] if quick else MEASURED_AFTER
     found = []

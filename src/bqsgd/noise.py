@@ -77,7 +77,7 @@ def _shares(trials: int) -> tuple[int, int, list[int]]:
     first, weights = _weights(trials)
     total, whole = sum(weights), 1 << (NOISE_BITS + REFINE_BITS)
     shares = [w * whole // total for w in weights]
-    shares[trials // 2 - first] += whole - sum(shares)  # floors lose less than one unit an outcome
+    shares[trials // 2 - first] += whole - sum(shares)  # floors lose less than one unit per outcome
     return first, max(1, (len(shares) - 1).bit_length()), shares
 
 
@@ -145,7 +145,7 @@ def alias_table(trials: int) -> AliasTable:
         share[j] -= unit - share[i]
         if share[j] < unit:
             small.append(large.pop())
-    # Floors lose less than one unit an outcome; one unit more covers the weights' own error.
+    # Floors lose less than one unit per outcome; one unit more covers the weights' own error.
     rounding = (len(shares) + 1) / (entries * unit)
     threshold = np.array([k >> REFINE_BITS for k in keep], dtype=np.uint64)
     refine = np.array([k & ((1 << REFINE_BITS) - 1) for k in keep], dtype=np.uint64)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,16 +15,14 @@ from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, method_name
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments import privacy_table  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("privacy_table", ROOT / "experiments" / "privacy_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return privacy_table
 
 
 @pytest.fixture(scope="module")

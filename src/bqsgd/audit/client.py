@@ -22,7 +22,7 @@ from bqsgd.training.settings import Config
 from bqsgd.wire.frame import read_frame
 
 Data = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""A client's inputs and targets, a row a sample."""
+"""A client's inputs and targets, a row per sample."""
 MakeClient = Callable[[Config, Data], Client]
 MOST_ROUNDS = 2**40
 FINEST_LEVELS = 2**20

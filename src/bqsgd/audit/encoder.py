@@ -17,7 +17,7 @@ from bqsgd.params import check_int
 from bqsgd.release import Release
 
 Encode = Callable[..., npt.NDArray[np.unsignedinteger]]
-"""(values, *, rng) -> codes, one code a value."""
+"""(values, *, rng) -> codes, one code per value."""
 CHUNK_VALUES = 1 << 18
 
 

@@ -52,7 +52,7 @@ def demo(
     """Train on a Flower federation on this machine, and take everything down again.
 
     Without --tls: Flower's simulation. With it: a SuperLink that accepts TLS and registered node keys only, and one
-    SuperNode process a client, each with its own key and its own ledger.
+    SuperNode process per client, each with its own key and its own ledger.
 
     Example: bqsgd flower demo --tls
     """

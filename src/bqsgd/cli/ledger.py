@@ -59,7 +59,7 @@ def show(path: Where, delta: Delta = None, json: Json = False) -> None:
 @ledger.command()
 def export(
     path: Where,
-    out: Annotated[Path, typer.Option(help="File to write: .json (everything) or .csv (one line an entry).")],
+    out: Annotated[Path, typer.Option(help="File to write: .json (everything) or .csv (one line per entry).")],
     delta: Delta = None,
 ) -> None:
     """Write every entry, and in JSON the guarantee, to a file."""

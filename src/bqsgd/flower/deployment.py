@@ -115,7 +115,7 @@ class LoggedHandshake(ssl.SSLObject):
     """A TLS connection that says why its handshake failed. Who called is not known at this depth."""
 
     def do_handshake(self) -> None:
-        """As the class above, with a warning before the error goes on."""
+        """As the class above, with a warning before the error is raised again."""
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):

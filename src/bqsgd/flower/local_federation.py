@@ -261,7 +261,7 @@ class LocalFederation:
         return make_node_key(self.folder / "keys", name=name)[0]
 
     def register(self, names: Sequence[str]) -> list[Path]:
-        """Node keys that the SuperLink knows, one a name; returns the private ones."""
+        """Node keys that the SuperLink knows, one per name; returns the private ones."""
         made = {name: make_node_key(self.folder / "keys", name=name) for name in names}
         for name, (_, public) in made.items():
             self.processes.start(f"register-{name}", "flwr", "supernode", "register", str(public), _CONNECTION)

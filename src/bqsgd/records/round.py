@@ -16,7 +16,7 @@ from bqsgd.errors import BqsgdError
 
 MAX_COUNT = 2**63 - 1
 MAX_TEXT = 4096
-MAX_CLIENTS_A_ROUND = 100_000
+MAX_CLIENTS_PER_ROUND = 100_000
 MAX_STAGES = 16
 STAGES = ("gradients", "clip", "encode", "frame", "decode", "aggregate", "ledger")
 """Where a round's seconds go, in the order of the flow; a run may name others beside these."""
@@ -125,8 +125,8 @@ class RoundRecord:
         """Rebuild and check one round; unknown fields are ignored so that newer runs stay readable."""
         known = select(cls, fields, "a round")
         clients = known.get("clients") or ()
-        if not isinstance(clients, (list, tuple)) or len(clients) > MAX_CLIENTS_A_ROUND:
-            raise RunFolderError(f"clients must be a list of at most {MAX_CLIENTS_A_ROUND} entries")
+        if not isinstance(clients, (list, tuple)) or len(clients) > MAX_CLIENTS_PER_ROUND:
+            raise RunFolderError(f"clients must be a list of at most {MAX_CLIENTS_PER_ROUND} entries")
         known["clients"] = [ClientRecord(**select(ClientRecord, entry, "a client")) for entry in clients]
         known["seconds"] = mapping("seconds", known.get("seconds") or {})
         return cls(**known)

@@ -21,7 +21,7 @@ PUBLIC = {
 
 
 class TensorBoardLog:
-    """Appends the scalars of each round to an event file (`on_round=log.append`).
+    """Appends the scalars of each round to an event file.
 
     Only fields of `RoundRecord` are logged, all of them public. A figure not measured, infinite or not a number is left
     out: TensorBoard would draw it as a point.

@@ -136,10 +136,10 @@ def stages(run: History) -> list[Chart]:
         Chart(
             key="stages",
             title="Where a round's time goes",
-            note=f"Mean {short(whole / len(timed), Unit.SECONDS)} a round; all but gradients and clip take "
+            note=f"Mean {short(whole / len(timed), Unit.SECONDS)} per round; all but gradients and clip take "
             f"{short(rest, Unit.PERCENT)}.{average}",
             x_label="round",
-            y_label="seconds a round",
+            y_label="seconds per round",
             x_unit=Unit.COUNT,
             y_unit=Unit.SECONDS,
             stacked=True,

@@ -245,7 +245,7 @@ class Server:
             self.averaged = average(self.averaged, model, decay=self.config.server.average, round=self.round)
 
     def _noise_variance(self, current: _OpenRound) -> float:
-        """Variance a coordinate the noise gives the mean: sum p_i^2 (C / s_i)^2 m_i / 4 (not coarsened); public."""
+        """The noise's variance per coordinate of the mean: sum p_i^2 (C / s_i)^2 m_i / 4 (not coarsened); public."""
         total = sum(self.weights[client] for client in current.headers)
         return sum(
             (self.weights[client] / total * self.config.range / header.mechanism.levels) ** 2

@@ -183,7 +183,7 @@ class TorchDistributed:
         return {}
 
     def guarantees(self, *, delta: float, wait_seconds: float = 60.0) -> dict[int, Guarantee | None]:
-        """Client -> what its book says it has spent; of a client that is gone or late, what it said last."""
+        """Client -> what its ledger says it has spent; of a client that is gone or late, what it said last."""
         self._guarantees |= self.own.guarantees(delta=delta)
         if not self._closed:
             self._asked += 1

@@ -25,7 +25,7 @@ class PrivateSteps:
 
     Args:
         model: the module inside DDP (`ddp_model.module`).
-        loss: (outputs, targets) -> one loss a sample.
+        loss: (outputs, targets) -> one loss per sample.
         clip: of one sample's gradient: Dual, Clamp, L2 or Scale.
         batch_size: public L; the sum of clipped gradients is divided by it, however many samples a batch happens to
             have.
@@ -34,7 +34,7 @@ class PrivateSteps:
             Shuffling is neither Poisson nor fixed-size sampling: say Scheme.NONE then, which claims no amplification.
         ledger: this rank's, on its own disk; None only with seeded noise, which has no claim.
         run: name of this training in the ledger.
-        resume: goes on with a run that the ledger knows.
+        resume: continues a run that the ledger knows.
     """
 
     def __init__(
