@@ -1,10 +1,12 @@
 """What holds across the whole project: light imports, the paper map, the documents' links, commands and names."""
 
+import importlib
 import importlib.resources
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -175,3 +177,97 @@ def test_every_nominal_figure_of_the_documents_is_named_so():
         text = " ".join(document.read_text(encoding="utf-8").split()).lower()
         if "nominal ε" in text or "nominal epsilon" in text:
             assert "not a guarantee" in text, document.name
+
+
+def test_the_architecture_page_names_what_exists_and_every_folder():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "src" / "bqsgd"
+    figure = text.split("```")[1]
+    named = set(re.findall(r"`([\w/]+(?:/|\.py|\.md))`", text))
+    named |= set(re.findall(r"\b[a-z_]+(?:/[a-z_]*)*(?:/|\.py)(?![\w.])", figure))
+    roots = (package, package / "engines", ROOT)
+    assert [name for name in sorted(named) if not any((root / name).exists() for root in roots)] == []
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    modules = {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
+    assert (folders | modules) - named == set()
+
+
+def test_the_architecture_page_has_the_layers_of_the_import_contract():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    shown = text.split("## Layers")[1].split("```")[1].split("\n")[1:-1]
+    assert shown == [layer.replace("bqsgd.", "") for layer in contract["contracts"][0]["layers"]]
+
+
+def prose(text: str) -> list[str]:
+    """The lines of a document that are neither code nor tables."""
+    outside = re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.S | re.M)
+    return [line for line in outside.splitlines() if not line.startswith("|")]
+
+
+PAGES_OF_PROOFS = {"accounting.md", "persample.md"}
+"""Formulas there are easier to read unbroken."""
+
+
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if path.name not in PAGES_OF_PROOFS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_lines_of_prose_are_at_most_120_characters_long(document):
+    """A code span is not broken, however long."""
+    text = document.read_text(encoding="utf-8")
+    assert [line for line in prose(text) if len(re.sub(r"`[^`]+`", "", line)) > 120] == []
+
+
+def test_the_settings_table_of_the_training_page_has_every_group_and_known_names():
+    from bqsgd.tasks import ALL_GROUPS
+
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    group, seen = "", set()
+    for line in text.split("## Settings")[1].split("```toml")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|") or cells[0] in ("group", "---"):
+            continue
+        group = cells[0].strip("`") or group
+        seen.add(group)
+        for name in re.findall(r"`(\w+)`", cells[1]):
+            assert name in ALL_GROUPS[group].settings(), f"{name} is no setting of {group}"
+    assert seen == set(ALL_GROUPS)
+
+
+def test_the_settings_file_of_the_training_page_is_accepted(tmp_path):
+    from bqsgd.cli.train import new_settings
+
+    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "training.md").read_text(encoding="utf-8"), re.S)
+    (tmp_path / "settings.toml").write_text(block, encoding="utf-8")
+    named, config = new_settings({}, preset=None, file=tmp_path / "settings.toml")
+    assert (named.dataset, config.clip.rule, config.run.rounds) == ("mnist", "l2", 600)
+    assert config.privacy.budget(client=2, round=300).bits == 6
+
+
+def stale_names() -> list[tuple[str, str]]:
+    """Module names in the documents: every `bqsgd.some.module` or `bqsgd.some.module.name` that is shown."""
+    found = set()
+    for document in DOCUMENTS:
+        if document.name != "CHANGELOG.md":
+            text = document.read_text(encoding="utf-8")
+            found |= {(document.name, name) for name in re.findall(r"(?<![\w./\"-])bqsgd(?:\.\w+)+", text)}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("document", "name"), stale_names())
+def test_names_in_the_documents_exist(document, name):
+    """`bqsgd.a.b.c` is a module, or an attribute of one (`bqsgd.parameters.v1` and the like are formats, not names)."""
+    if re.search(r"\.v\d+$", name):
+        return
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            target = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[cut:]:
+            target = getattr(target, attribute, None)
+        assert target is not None, f"{document} names {name}, which does not exist"
+        return

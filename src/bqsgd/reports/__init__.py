@@ -1,1 +1,1 @@
-"""Records of runs, and the tables, figures and pages drawn from them."""
+"""Pages, charts and tables drawn from the records of runs."""

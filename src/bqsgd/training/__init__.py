@@ -1,1 +1,1 @@
-"""Algorithm 1 as a product: clients, server, aggregation, optimisers, rounds."""
+"""Algorithm 1: settings, task, client, server, aggregation and optimisers."""
