@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bqsgd.privacy.guarantee import rounded_up
+
 RESULTS = Path(__file__).parent / "results" / "accountant.json"
 CASES: dict[str, dict[str, Any]] = {
     "LeNet-5, s=1 m=251": {"levels": 1, "trials": 251, "dimension": 61_706, "batch_size": 32, "rounds": 1000},
@@ -81,7 +83,7 @@ def main() -> int:
         rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
         row = rows[-1]
         print(
-            f"{name:30} epsilon {row['guarantee']['epsilon']:<10.5g} {row['cpu_seconds']:7.2f} s CPU, "
+            f"{name:30} epsilon {rounded_up(row['guarantee']['epsilon']):10} {row['cpu_seconds']:7.2f} s CPU, "
             f"{row['cpu_seconds_cached'] * 1e3:.2f} ms cached, peak {row['peak_mib']:.0f} MiB"
         )
     RESULTS.write_text(json.dumps({"delta": 1e-5, "rows": rows}, indent=1) + "\n")

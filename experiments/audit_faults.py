@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from bqsgd.audit.client import Data, MakeClient, linear_client
 from bqsgd.audit.inputs import CANARY_SIZE
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
+from bqsgd.privacy.guarantee import rounded_down, rounded_up
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 from bqsgd.training.client import Client
 from bqsgd.training.settings import Config
@@ -320,22 +320,12 @@ def _row(name: str, row: dict[str, Any]) -> str:
         row["path"],
         "–" if row["moves"] is None else f"{row['moves']:.0f} times",
         row["claimed_text"],
-        f"≥ {rounded_down(row['epsilon_lower'], 2)}",
-        f"epsilon {rounded_up(point['claimed_epsilon'], 2)}: {rounded_up(point['delta'], 3)}, "
+        f"≥ {rounded_down(row['epsilon_lower'], 3)}",
+        f"epsilon {rounded_up(point['claimed_epsilon'], 3)}: {rounded_up(point['delta'], 3)}, "
         f"≥ {rounded_down(point['delta_lower'], 3)}",
         "**yes**" if row["violated"] else "no",
     )
     return "| " + " | ".join(cells) + " |"
-
-
-def rounded_down(value: float, digits: int) -> str:
-    """A lower bound, to so many digits after the point."""
-    return f"{math.floor(value * 10**digits) / 10**digits:.{digits}f}"
-
-
-def rounded_up(value: float, digits: int) -> str:
-    """An upper bound, to so many digits after the point."""
-    return f"{math.ceil(value * 10**digits) / 10**digits:.{digits}f}"
 
 
 def main() -> None:

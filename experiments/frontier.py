@@ -20,6 +20,7 @@ from experiments.frontier_figure import draw_frontier
 from experiments.runs import provenance
 
 from bqsgd.cli.progress import shown
+from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.records.summary import Summary
 from bqsgd.run import Run
 from bqsgd.tasks import NamedTask, plain_settings, settings_of
@@ -103,7 +104,9 @@ def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
         found = _fields(_trained(named, config, folder), named, config)
         RUNS.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(found | provenance(), indent=1) + "\n", encoding="utf-8")
-        print(f"{place.stem}: {found['accuracy']:.2%} at epsilon {found['guarantee']['epsilon']:.4g}", flush=True)
+        print(
+            f"{place.stem}: {found['accuracy']:.2%} at epsilon {rounded_up(found['guarantee']['epsilon'])}", flush=True
+        )
     return dict(json.loads(place.read_text(encoding="utf-8")))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bqsgd.privacy.guarantee import method_name
+from bqsgd.privacy.guarantee import as_given, method_name, rounded_up
 
 
 def table(fields: dict[str, Any]) -> str:
@@ -25,7 +25,8 @@ def table(fields: dict[str, Any]) -> str:
         target = "" if row["target"] is None else f"{100 * row['target']:.1f}"
         lines.append(
             f"| `{row['preset']}` | {row['dataset']} | {row['bits']}; {row['bits_measured']:.3f} "
-            f"| {row['guarantee']['epsilon']:.3f} | {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
+            f"| {rounded_up(row['guarantee']['epsilon'])} "
+            f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
             f"| **{100 * row['mean']:.2f}**{spread} | {target} | {row['bytes_up'] / 1e6:.1f} "
             f"| {row['bytes_up_float32'] / row['bytes_up']:.1f} |"
         )
@@ -38,7 +39,7 @@ def table(fields: dict[str, Any]) -> str:
         ]
     lines += ["", "References, all with a trusted server, 60,000 samples in one place and 32 bits per coordinate:", ""]
     lines += [
-        f"- {one['name']}: {100 * one['accuracy']:.2f} % on {one['dataset']} at ε = {one['epsilon']:g}"
+        f"- {one['name']}: {100 * one['accuracy']:.2f} % on {one['dataset']} at ε = {as_given(one['epsilon'])}"
         for one in fields["references"]
     ]
     return "\n".join(lines)

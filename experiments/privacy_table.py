@@ -20,7 +20,7 @@ from bqsgd.paper.published import ROWS, PublishedRow
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import ClientSetting
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import Guarantee, method_name
+from bqsgd.privacy.guarantee import Guarantee, method_name, rounded_down, rounded_up
 from bqsgd.release import Release
 
 HERE = Path(__file__).parent
@@ -133,7 +133,7 @@ def page(results: dict[str, Any]) -> str:
         lines.append(
             f"| {setting(row)} | {row['rounds']} | {row['mechanism']['levels']}, {row['mechanism']['trials']} "
             f"| {row['published_epsilon']} (delta {nominal['setting']['delta']:g}) "
-            f"| {nominal['epsilon_total']:,.0f} (delta {nominal['delta_total']:g}) "
+            f"| {rounded_up(nominal['epsilon_total'])} (delta {nominal['delta_total']:g}) "
             f"| {clip['exact']['epsilon_text']} | {'not run' if whole is None else lower(whole)} "
             f"| {clip['one_message']['claimed']['epsilon_text']} | {lower(clip['one_message'])} |"
         )
@@ -164,7 +164,7 @@ def setting(row: dict[str, Any]) -> str:
 def lower(fields: dict[str, Any]) -> str:
     """An audited figure, or the alarm."""
     violated = " **VIOLATION**" if fields["verdict"] == "violation" else ""
-    return f"≥ {fields['epsilon_lower']:.2f}{violated}"
+    return f"≥ {rounded_down(fields['epsilon_lower'], 3)}{violated}"
 
 
 def main() -> None:

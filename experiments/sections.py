@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bqsgd.privacy.guarantee import method_name
+from bqsgd.privacy.guarantee import method_name, rounded_up
 
 CLIPS = ("batch-mean", "clamp")
 
@@ -58,7 +58,8 @@ def _table(fields: dict[str, Any]) -> str:
         lines.append(
             f"| {row['dataset']} | {row['variant']} | {row['levels']}, {row['trials']} "
             f"| {_percent(row['published_accuracy'])} | {_accuracy(batch_mean)} | {_accuracy(clamp)} "
-            f"| {row['published_epsilon']}; {nominal['epsilon_per_round']:.2f} (δ {nominal['setting']['delta']:g}) "
+            f"| {row['published_epsilon']}; {rounded_up(nominal['epsilon_per_round'], 5)} "
+            f"(δ {nominal['setting']['delta']:g}) "
             f"| {_short(batch_mean['exact'])} | {_short(clamp['exact'])} "
             f"| {row['bits_asked']} | {'not run' if measured is None else format(measured, '.3f')} |"
         )

@@ -63,9 +63,9 @@ def emit(fields: Mapping[str, Any], *, as_json: bool, title: str, notes: tuple[s
     for name, value in fields.items():
         if isinstance(value, Mapping):
             for inner, detail in value.items():
-                table.add_row(f"{name}.{inner}", display(detail))
+                table.add_row(f"{name}.{inner}", display(detail, f"{name}.{inner}"))
         else:
-            table.add_row(name, display(value))
+            table.add_row(name, display(value, name))
     console = Console()
     console.print(table)
     for note in notes:
@@ -87,12 +87,21 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def display(value: Any) -> str:
-    """A table cell: floats to six digits, None as a dash, one line per item of a list."""
+def display(value: Any, name: str) -> str:
+    """The table cell of a field: floats to six digits, None as a dash, one line per item of a list.
+
+    An upper bound is rounded up and a lower one down; a budget is shown as it was given.
+    """
     if value is None:
         return "-"
     if isinstance(value, list | tuple):
-        return "\n".join(display(inner) for inner in value)
+        return "\n".join(display(inner, name) for inner in value)
     if isinstance(value, float):
-        return f"{value:.6g}"
+        from bqsgd.privacy.guarantee import as_given, rounded_down, rounded_up
+
+        if name.startswith("budget."):
+            return as_given(value)
+        if name.endswith("_lower"):
+            return rounded_down(value, 6)
+        return rounded_up(value, 6) if name.endswith(("epsilon", "claimed_delta")) else f"{value:.6g}"
     return str(value)

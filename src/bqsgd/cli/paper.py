@@ -122,6 +122,7 @@ def paper_plan(
     from bqsgd.paper.nominal import NominalSetting
     from bqsgd.paper.planner import make_nominal_plan
     from bqsgd.planner.plan import Budget
+    from bqsgd.privacy.guarantee import as_given
 
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     setting = NominalSetting(dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, delta=delta)
@@ -134,8 +135,10 @@ def paper_plan(
     lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
     lines |= message_lines(mechanism, variance=made.variance) | _nominal_lines(made.nominal)
     if made.nominal.epsilon_per_round > epsilon:
-        lines["rounding"] = f"to the nearest integers exceeds the nominal epsilon {epsilon:g} that was asked for"
-    show(f"Plan by the paper's formulas for {bits} bits, nominal epsilon {epsilon:g}, delta {delta:g}", lines)
+        lines["rounding"] = (
+            f"to the nearest integers exceeds the nominal epsilon {as_given(epsilon)} that was asked for"
+        )
+    show(f"Plan by the paper's formulas for {bits} bits, nominal epsilon {as_given(epsilon)}, delta {delta:g}", lines)
 
 
 @paper.command("tradeoffs")

@@ -45,6 +45,7 @@ def plan(
     """
     from bqsgd.planner.plan import Budget, ClientSetting
     from bqsgd.planner.search import make_plan
+    from bqsgd.privacy.guarantee import as_given
 
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     proposal = None
@@ -94,14 +95,14 @@ def plan(
     if proposal is not None:
         fields["proposal"] = asdict(proposal)
         lines["train with"] = (
-            f"bqsgd train --epsilon {epsilon:g} --delta {delta:g} --bits {bits} --rounds {proposal.rounds} "
-            f"--batch-size {proposal.batch_size} --clip l2 --clip-norm {proposal.clip_norm:g} "
-            f"--range {proposal.range:g}"
+            f"bqsgd train --epsilon {as_given(epsilon)} --delta {as_given(delta)} --bits {bits} "
+            f"--rounds {proposal.rounds} --batch-size {proposal.batch_size} --clip l2 "
+            f"--clip-norm {proposal.clip_norm:g} --range {proposal.range:g}"
         )
     if json:
         typer.echo(to_json(fields))
     else:
-        show(f"Plan for {bits} bits, epsilon {epsilon:g}, delta {delta:g}, {rounds} rounds", lines)
+        show(f"Plan for {bits} bits, epsilon {as_given(epsilon)}, delta {as_given(delta)}, {rounds} rounds", lines)
 
 
 def _coarsening_cost(mechanism: Mechanism) -> dict[str, float]:

@@ -63,8 +63,10 @@ def _plain(records: Iterable[RoundRecord], config: Config) -> Iterator[RoundReco
 def _line(record: RoundRecord | None, sent: int, config: Config) -> str:
     if record is None:
         return f"{sent / 1e6:.1f} MB up"
+    from bqsgd.privacy.guarantee import rounded_up
+
     epsilon = record.epsilon_max
-    privacy = "no privacy" if epsilon is None else f"epsilon {epsilon:.3g} at delta {config.privacy.delta:g}"
+    privacy = "no privacy" if epsilon is None else f"epsilon {rounded_up(epsilon)} at delta {config.privacy.delta:g}"
     if config.privacy.seed is not None:
         privacy += " (seeded: no claim)"
     test = f"test accuracy {record.test_accuracy:.2%}  loss {record.test_loss:.3f}"

@@ -18,6 +18,7 @@ from typing import Any
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.params import check_int, check_positive
+from bqsgd.privacy.guarantee import as_given
 from bqsgd.training.settings import Config
 
 LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"
@@ -77,7 +78,7 @@ class Node:
         for name, limit in (("epsilon", self.epsilon), ("delta", self.delta)):
             asked = getattr(config.privacy.budget(client=self.client, round=0), name)
             if limit is not None and asked > limit:
-                return f"the run asks for {name} {asked:g}, this node allows {limit:g}"
+                return f"the run asks for {name} {as_given(asked)}, this node allows {as_given(limit)}"
         return None
 
     def folder(self, *, run: str) -> Path:

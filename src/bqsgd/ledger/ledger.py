@@ -44,7 +44,7 @@ from bqsgd.ledger.entries import (
 from bqsgd.ledger.store import Store, create
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.privacy.guarantee import Guarantee, as_given
 from bqsgd.release import Release
 
 
@@ -333,7 +333,7 @@ class Ledger:
         guarantee = self.guarantee()
         spent = "nothing is spent" if guarantee is None else f"spent so far: {guarantee}"
         return (
-            f"{rounds} more round(s) would pass the budget of epsilon {self.budget.epsilon:g} at delta "
+            f"{rounds} more round(s) would pass the budget of epsilon {as_given(self.budget.epsilon)} at delta "
             f"{self.budget.delta:g} of client {self.client}; {left} round(s) of this release are left; {spent}. "
             "Nothing was recorded: send nothing, stop here or raise the budget with change_budget(...)"
         )

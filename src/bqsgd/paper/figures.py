@@ -15,6 +15,7 @@ from bqsgd.mechanism.properties import noise_density, noise_variance
 from bqsgd.noise import binomial_pmf
 from bqsgd.paper.tradeoffs import Curve
 from bqsgd.params import Mechanism, check_positive
+from bqsgd.privacy.guarantee import as_given
 
 Array = npt.NDArray[np.float64]
 COLOURS = ("#0b6e99", "#d1495b", "#3d8c40", "#8a5aa8", "#b8860b", "#444444")
@@ -184,7 +185,7 @@ def _marks(axes: Any) -> None:
 
 def _draw_curve(curve: Curve, panels: Sequence[Any], *, style: dict[str, Any], over_bits: bool) -> None:
     error, excess, parameters, bound = panels
-    label = f"nominal ε = {curve.value:g}" if over_bits else f"{curve.value:g} bits"
+    label = f"nominal ε = {as_given(curve.value)}" if over_bits else f"{curve.value:g} bits"
     x = [point.bits if over_bits else point.epsilon for point in curve.points]
 
     def column(name: str) -> list[float]:

@@ -21,7 +21,7 @@ from bqsgd.params import Mechanism
 from bqsgd.planner.coarsening_window import LEAST_FINE_BITS, coarsened, fine_bits
 from bqsgd.planner.plan import MAX_BITS, Budget, ClientSetting, Plan
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import rounded_up
+from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Release
 
 MakeRelease = Callable[[Mechanism], Release]
@@ -203,7 +203,7 @@ def _too_few_bits(epsilon: Callable[[int, int], float], budget: Budget, trials: 
     needed = None if trials is None else (trials + 2).bit_length()
     needs = f"more than {MAX_BITS} bits before coarsening" if needed is None else f"{needed} bits"
     return TooFewBits(
-        f"{bits} bits reach {reach}; epsilon {budget.epsilon:g} needs {needs} "
+        f"{bits} bits reach {reach}; epsilon {as_given(budget.epsilon)} needs {needs} "
         f"(proven total at delta {budget.delta:g}); use a larger batch, fewer rounds or a wider range",
         needed,
     )

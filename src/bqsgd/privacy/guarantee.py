@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
@@ -15,6 +15,8 @@ _LARGEST = 10**300
 _MAX_TEXT = 4096
 MEANINGLESS_EPSILON = 1000.0
 """Beyond this figure no effort is spent: the bound is shown as "no meaningful guarantee"."""
+_PLAIN = (Decimal("1e-4"), Decimal("1e9"))
+"""Sizes shown without a power of ten."""
 
 _EARLIER_METHODS = {
     "exact: privacy loss distribution, L-infinity": "proven upper bound (loss distribution, L-infinity)",
@@ -31,12 +33,37 @@ def method_name(stored: str) -> str:
 def rounded_up(value: float, digits: int = 4) -> str:
     """An upper bound shown in a few significant digits stays an upper bound: rounded up, never to the nearest.
 
-    >>> rounded_up(0.331749)
-    '0.3318'
+    Every epsilon that is shown goes through here, as text; JSON keeps the whole number.
+
+    >>> rounded_up(0.331749), rounded_up(0.18181637, 6), rounded_up(2.0000001e-6)
+    ('0.3318', '0.181817', '2.001e-6')
     """
+    return _in_digits(value, digits, ROUND_CEILING)
+
+
+def rounded_down(value: float, digits: int = 4) -> str:
+    """A lower bound, as an audit finds one, stays a lower bound.
+
+    >>> rounded_down(0.331749)
+    '0.3317'
+    """
+    return _in_digits(value, digits, ROUND_FLOOR)
+
+
+def as_given(value: float) -> str:
+    """A figure that somebody asked for, such as a budget: every digit of it, none rounded away.
+
+    >>> as_given(3.0), as_given(1.00000049)
+    ('3', '1.00000049')
+    """
+    return repr(float(value)).removesuffix(".0")
+
+
+def _in_digits(value: float, digits: int, rounding: str) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    return f"{Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value))):f}"
+    shown = Context(prec=digits, rounding=rounding).create_decimal(repr(float(value)))
+    return f"{shown:f}" if _PLAIN[0] <= abs(shown) < _PLAIN[1] else f"{shown:e}"
 
 
 @dataclass(frozen=True, kw_only=True)

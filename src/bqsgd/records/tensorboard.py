@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from bqsgd.records.round import RoundRecord, Status
 
 PUBLIC = {
@@ -59,4 +61,11 @@ def scalars(record: RoundRecord) -> dict[str, float]:
     figures |= {f"seconds/{stage}": seconds for stage, seconds in record.seconds.items()}
     if record.clients:
         figures |= {f"clients/{status}": sum(entry.status is status for entry in record.clients) for status in Status}
-    return {tag: float(figure) for tag, figure in figures.items() if figure is not None and math.isfinite(figure)}
+    known = {tag: float(figure) for tag, figure in figures.items() if figure is not None and math.isfinite(figure)}
+    return {tag: _float32_up(figure) if "epsilon" in tag else figure for tag, figure in known.items()}
+
+
+def _float32_up(value: float) -> float:
+    """The least float32, which is what TensorBoard keeps, that is not below `value`."""
+    nearest = np.float32(value)
+    return float(nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf)))

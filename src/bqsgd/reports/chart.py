@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.reports.axis import Axis
 from bqsgd.reports.units import Unit, short
 
@@ -80,14 +81,14 @@ class Chart:
                     "end": None
                     if not place or self.stacked or not self.ends
                     else [place[-1][0] / 10, place[-1][1] / 10],
-                    "data": [[_round(x), _round(y)] for x, y in values],
+                    "data": [[_round(x, self.x_unit), _round(y, self.y_unit)] for x, y in values],
                 }
             )
         return {
             "curves": curves,
             "hidden": hidden,
-            "x_ticks": [(100 * x_axis.place(t), short(t, self.x_unit)) for t in x_axis.ticks],
-            "y_ticks": [(100 * y_axis.place(t), short(t, self.y_unit)) for t in y_axis.ticks],
+            "x_ticks": [(100 * x_axis.place(t), _tick(t, self.x_unit)) for t in x_axis.ticks],
+            "y_ticks": [(100 * y_axis.place(t), _tick(t, self.y_unit)) for t in y_axis.ticks],
             "hover": {
                 "x": [x_axis.low, x_axis.high, self.log_x],
                 "y": [y_axis.low, y_axis.high, self.log_y],
@@ -146,5 +147,12 @@ def _path(points: Sequence[Point]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
 
 
-def _round(value: float) -> float:
+def _tick(value: float, unit: Unit) -> str:
+    """A mark of the axis, a round number already: nobody's epsilon."""
+    return short(value, Unit.NUMBER if unit is Unit.EPSILON else unit)
+
+
+def _round(value: float, unit: Unit) -> float:
+    if unit is Unit.EPSILON:
+        return float(rounded_up(value))  # as many digits as the page's script shows
     return float(f"{value:.5g}") if abs(value) < 1e5 or value != int(value) else int(value)

@@ -72,11 +72,11 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
             "proven epsilon so far",
             "accuracy",
             _against("epsilon_max"),
-            x_unit=Unit.NUMBER,
+            x_unit=Unit.EPSILON,
             y_unit=Unit.PERCENT,
         ),
         draw("loss", "Test loss", "round", "loss", _named("test_loss")),
-        draw("epsilon", "Privacy spent", "round", "proven epsilon so far", _named("epsilon_max")),
+        draw("epsilon", "Privacy spent", "round", "proven epsilon so far", _named("epsilon_max"), y_unit=Unit.EPSILON),
         draw(
             "bytes",
             "Bytes sent by the clients",

@@ -91,6 +91,7 @@ def epsilon(run: History) -> Chart:
         x_label="round",
         y_label="epsilon of the client that spent most",
         x_unit=Unit.COUNT,
+        y_unit=Unit.EPSILON,
         log_y=_orders_apart(proven, nominal),
         series=[
             Series(label="proven epsilon", points=proven, colour=2, fill=not nominal),

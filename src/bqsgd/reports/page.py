@@ -6,7 +6,6 @@ import base64
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from decimal import ROUND_CEILING, Context
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bqsgd import __version__
-from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, rounded_up
+from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given, rounded_up
 from bqsgd.records.folder import REPORT, SHOWN
 from bqsgd.records.history import ClientTally, History, Parameters, read_history
 from bqsgd.records.round import Status
@@ -85,8 +84,7 @@ def epsilon_text(claim: Guarantee) -> str:
     """The bound with its sign, rounded up: "= 2.94", or "> 1000" where no effort is spent on the figure."""
     if not claim.epsilon <= MEANINGLESS_EPSILON:
         return f"> {MEANINGLESS_EPSILON:.0f}"
-    bound = Context(prec=4, rounding=ROUND_CEILING).create_decimal(repr(claim.epsilon))
-    return f"= {short(float(bound), digits=4)}"
+    return f"= {short(claim.epsilon, Unit.EPSILON, digits=4)}"
 
 
 def claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
@@ -196,10 +194,16 @@ def flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[
         if isinstance(value, Mapping) and depth < 8:
             rows += flatten(value, f"{name}.", depth + 1)
         else:
-            rows.append((name, _cut(short(value, digits=6) if isinstance(value, float) else str(value))))
+            rows.append((name, _cut(_setting(name, value))))
         if len(rows) >= MAX_SETTINGS:
             break
     return rows[:MAX_SETTINGS]
+
+
+def _setting(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return as_given(value) if "epsilon" in name else short(value, digits=6)
 
 
 def _cut(words: str) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
+from bqsgd.privacy.guarantee import rounded_up
+
 
 class Unit(StrEnum):
     """What a figure counts."""
 
     NUMBER = "number"
+    EPSILON = "epsilon"
     COUNT = "count"
     PERCENT = "percent"
     BYTES = "bytes"
@@ -19,13 +22,19 @@ class Unit(StrEnum):
 def short(value: float | None, unit: Unit = Unit.NUMBER, digits: int = 3) -> str:
     """A figure for a label: at least `digits` significant digits, trailing zeros gone.
 
+    An epsilon is rounded up.
+
     >>> short(61788, Unit.BYTES), short(0.9712, Unit.PERCENT), short(0.0042, Unit.SECONDS), short(1e-5)
     ('61.8 kB', '97.1 %', '4.2 ms', '1e-5')
+    >>> short(0.18111), short(0.18111, Unit.EPSILON)
+    ('0.181', '0.182')
     """
     if value is None or math.isnan(value):
         return "–" if value is None else "not a number"
     if math.isinf(value):
         return _trimmed(value, digits)
+    if unit is Unit.EPSILON:
+        return _trimmed(float(rounded_up(value, digits)), digits)
     if unit is Unit.PERCENT:
         return f"{_trimmed(100 * value, digits)} %"
     if unit is Unit.BYTES:

@@ -14,6 +14,7 @@ from bqsgd.persample.clips import Clip
 from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import least_error_mechanism
 from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Relation, Release, Scheme, Unit
 from bqsgd.training.settings import Config
 
@@ -97,8 +98,8 @@ def plan_release(setting: ClientSetting, budget: Budget, *, rounds: int, spent: 
         before = before.compose(release, count)
     if spent and before.epsilon(budget.delta) >= budget.epsilon:
         raise Infeasible(
-            f"earlier rounds have spent epsilon {before.epsilon(budget.delta):.4g} at delta {budget.delta:g}, "
-            f"the budget is now {budget.epsilon:g}"
+            f"earlier rounds have spent epsilon {rounded_up(before.epsilon(budget.delta))} at delta {budget.delta:g}, "
+            f"the budget is now {as_given(budget.epsilon)}"
         )
     mechanism = None if spent else _kept.get((setting, budget, rounds))
     if mechanism is None:

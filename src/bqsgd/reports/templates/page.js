@@ -13,6 +13,7 @@
   };
   const show = {
     number: (value) => trim(value),
+    epsilon: (value) => trim(value), // comes rounded up to the digits that trim keeps
     count: (value) => String(Math.round(value)),
     percent: (value) => `${trim(100 * value)} %`,
     bytes: (value) => scaled(value, [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]]),

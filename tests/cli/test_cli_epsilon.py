@@ -1,0 +1,180 @@
+"""Each command shows every epsilon rounded up, beside the full figure in the JSON of the same command."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from bqsgd.audit import EncoderRuns, audit
+from bqsgd.cli.output import display, emit
+from bqsgd.cli.progress import shown
+from bqsgd.ledger import Ledger
+from bqsgd.noise import seeded_rng
+from bqsgd.params import Mechanism
+from bqsgd.records.round import RoundRecord
+from bqsgd.release import Release, Sampling, Scheme, Sensitivity
+
+CLIENT = ["--dimension", 100, "--batch-size", 32, "--dataset-size", 15000, "--delta", 1e-5]
+MECHANISM = ["--levels", 1, "--trials", 251]
+RELEASE = Release(
+    mechanism=Mechanism(levels=2, trials=60),
+    dimension=50,
+    sensitivity=Sensitivity(linf=0.5),
+    sampling=Sampling(scheme=Scheme.NONE),
+)
+
+
+def read(shown: str, words: str) -> float:
+    """The number after these words."""
+    found = re.search(rf"{re.escape(words)} ([0-9.e+-]*[0-9])", " ".join(shown.split()))
+    assert found, (words, shown)
+    return float(found[1])
+
+
+def cells(table: str) -> dict[str, str]:
+    """Name -> cell of a table on the screen."""
+    return dict(re.findall(r"^[│|] *([a-z0-9_.]+) *[│|] *(\S+) *[│|]$", table, re.M))
+
+
+def is_rounded_up(figure: float, exact: float) -> bool:
+    return exact <= figure <= exact * 1.0011
+
+
+def some_would_fall_below(exact: list[float], digits: int) -> bool:
+    """Whether rounding to the nearest would show one of these too small; without it the test above shows nothing."""
+    return any(float(f"{figure:.{digits}g}") < figure for figure in exact)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_account(bqsgd):
+    seen = []
+    for rounds in range(40, 48):
+        command = ["account", *MECHANISM, "--rounds", rounds, *CLIENT]
+        seen.append(bqsgd(*command, "--json").json["guarantee"]["epsilon"])
+        assert is_rounded_up(read(bqsgd(*command).out, "guarantee epsilon"), seen[-1])
+    assert some_would_fall_below(seen, 4)
+
+
+@pytest.mark.parametrize("command", [["account"], ["paper", "account"]], ids=" ".join)
+def test_nominal(bqsgd, command):
+    seen = []
+    for levels in range(1, 5):
+        words = [*command, "--levels", levels, "--trials", 251, "--rounds", 7, *CLIENT]
+        asked = ["--nominal"] if command == ["account"] else []
+        exact = bqsgd(*words, *asked, "--json").json["nominal"]
+        text = bqsgd(*words, *asked).out
+        per_round = "nominal epsilon" if asked else "per round epsilon"
+        assert is_rounded_up(read(text, per_round), exact["epsilon_per_round"])
+        if asked:
+            assert is_rounded_up(read(text, "per round at delta 1e-05,"), exact["epsilon_total"])
+        else:
+            assert is_rounded_up(read(text, "Lemma 2 epsilon"), exact["strong_epsilon"])
+        seen.append(exact["epsilon_per_round"])
+    assert some_would_fall_below(seen, 4)
+
+
+def test_plan(bqsgd):
+    command = ["plan", "--bits", 8, "--epsilon", 3.1234567, "--rounds", 5, *CLIENT]
+    text, exact = bqsgd(*command).out, bqsgd(*command, "--json").json["guarantee"]["epsilon"]
+    assert is_rounded_up(read(text, "guarantee epsilon"), exact)
+    assert "Plan for 8 bits, epsilon 3.1234567, delta 1e-05, 5 rounds" in text  # the budget is shown as given
+
+
+def test_a_proposed_command_repeats_the_budget_as_given(bqsgd):
+    command = "plan --bits 6 --epsilon 3.1234567 --delta 1.2345678e-5 --dimension 100 --dataset-size 15000"
+    assert "bqsgd train --epsilon 3.1234567 --delta 1.2345678e-05 " in " ".join(bqsgd(*command.split()).out.split())
+
+
+def test_paper_plan(bqsgd):
+    command = ["paper", "plan", "--bits", 8, "--epsilon", 3.4512345, *CLIENT[:-1], 1e-4]
+    text, exact = bqsgd(*command).out, bqsgd(*command, "--json").json["nominal"]
+    assert "nominal epsilon 3.4512345, delta 0.0001" in text
+    assert is_rounded_up(read(text, "per round epsilon"), exact["epsilon_per_round"])
+
+
+def test_what_too_few_bits_can_reach_is_rounded_up(bqsgd):
+    command = ["paper", "plan", "--bits", 4, *CLIENT]
+    refused = bqsgd(*command, "--epsilon", 0.10000049)
+    assert refused.code == 2
+    reach = read(refused.err, "bits reach epsilon >=")
+    assert "epsilon 0.10000049 needs" in " ".join(refused.err.split())
+    assert bqsgd(*command, "--epsilon", reach).code == 0  # the figure named is feasible
+
+
+def test_ledger_show(bqsgd, tmp_path):
+    path = tmp_path / "one.ledger"
+    seen = []
+    with Ledger.open(path, client=1, budget_epsilon=1e4 + 0.00000049, budget_delta=1e-5) as ledger:
+        for round in range(8):
+            ledger.spend(RELEASE, run="a", round=round, seeded=False)
+            seen.append(ledger.guarantee().epsilon)
+            text = bqsgd("ledger", "show", path).out
+            assert is_rounded_up(read(text, "epsilon"), seen[-1]) or "> 1000" in text
+        assert cells(text)["budget.epsilon"] == repr(ledger.budget.epsilon)
+    assert some_would_fall_below(seen, 4)
+
+
+def test_audit(capsys):
+    seen = []
+    for seed in range(6):
+        source = EncoderRuns(RELEASE, rng=seeded_rng(seed=seed), rounds=1)
+        fields = audit(source, claim=RELEASE, samples=400, delta=1e-5).to_dict()
+        emit({name: value for name, value in fields.items() if name != "release"}, as_json=False, title="Audit")
+        table = cells(capsys.readouterr().out)
+        for below, exact in (
+            ("epsilon_lower", fields["epsilon_lower"]),
+            ("curve.epsilon_lower", fields["curve"]["epsilon_lower"]),
+            ("curve.delta_lower", fields["curve"]["delta_lower"]),
+        ):
+            assert exact * (1 - 1e-5) <= float(table[below]) <= exact
+        for above, exact in (
+            ("claimed.epsilon", fields["claimed"]["epsilon"]),
+            ("curve.epsilon", fields["curve"]["epsilon"]),
+            ("curve.claimed_delta", fields["curve"]["claimed_delta"]),
+        ):
+            assert exact <= float(table[above]) <= exact * (1 + 1e-5)
+        seen.append(fields["epsilon_lower"])
+    assert any(float(f"{figure:.6g}") > figure > 0 for figure in seen), "to the nearest would show one too large"
+
+
+def test_audit_as_a_command(bqsgd):
+    command = ["audit", "--levels", 2, "--trials", 60, *CLIENT, "--samples", 40, "--sampling", "none"]
+    table = cells(bqsgd(*command).out)
+    exact = bqsgd(*command, "--json").json["claimed"]["epsilon"]  # the runs differ, the claim does not
+    assert exact <= float(table["claimed.epsilon"]) <= exact * (1 + 1e-5)
+
+
+def test_a_cell_of_a_table():
+    assert display(0.18181637, "epsilon") == display(0.18181637, "guarantee.epsilon") == "0.181817"
+    assert display(0.18181673, "epsilon_lower") == display(0.18181673, "curve.delta_lower") == "0.181816"
+    assert display(0.18181637, "budget.epsilon") == "0.18181637"
+    assert display(0.18181637, "variance") == "0.181816"
+    assert display([0.18181637, None, float("inf")], "epsilon") == "0.181817\n-\ninf"
+
+
+def test_the_line_of_a_round_in_progress(capsys):
+    record = RoundRecord(round=0, time=1.0, bytes_up=10, test_accuracy=0.5, test_loss=1.0, epsilon_max=0.18181637)
+    config = SimpleNamespace(run=SimpleNamespace(rounds=2), privacy=SimpleNamespace(delta=1e-5, seed=None))
+    assert list(shown([record], config=config, first_round=0)) == [record]
+    assert "epsilon 0.1819 at delta 1e-05" in capsys.readouterr().err
+
+
+def test_train(bqsgd, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    told = bqsgd("train", "--dataset", "digits", "--levels", 17, "--trials", 220, "--epsilon", 30, "--rounds", 3,
+                 "--evaluate-every", 1, "--clip", "clamp", "--clip-bound", 0.02, "--nominal", "--out", "one")  # fmt: skip
+    assert told.code == 0
+    from bqsgd.records.history import read_history
+
+    history = read_history(tmp_path / "one")
+    assert is_rounded_up(read(told.out, "guarantee epsilon"), history.summary.guarantee.epsilon)
+    assert is_rounded_up(read(told.out, "nominal epsilon"), history.summary.nominal_epsilon)
+    lines = told.err.splitlines()
+    for record in history.rounds:
+        (line,) = (line for line in lines if line.startswith(f"round {record.round + 1}/3"))
+        assert is_rounded_up(read(line, "epsilon"), record.epsilon_max)
