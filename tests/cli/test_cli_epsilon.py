@@ -166,8 +166,9 @@ def test_the_line_of_a_round_in_progress(capsys):
 def test_train(bqsgd, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
-    told = bqsgd("train", "--dataset", "digits", "--levels", 17, "--trials", 220, "--epsilon", 30, "--rounds", 3,
-                 "--evaluate-every", 1, "--clip", "clamp", "--clip-bound", 0.02, "--nominal", "--out", "one")  # fmt: skip
+    told = bqsgd("train", "--dataset", "digits", "--levels", 17, "--trials", 220, "--epsilon", 30,
+                 "--rounds", 3, "--evaluate-every", 1, "--clip", "clamp", "--clip-bound", 0.02, "--nominal",
+                 "--out", "one")  # fmt: skip
     assert told.code == 0
     from bqsgd.records.history import read_history
 
