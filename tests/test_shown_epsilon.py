@@ -1,7 +1,9 @@
 """Every epsilon that is shown is rounded up, by one function; JSON keeps the whole number."""
 
 import ast
+import json
 import math
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -151,3 +153,41 @@ def test_a_node_names_both_limits_as_given():
     node = Node.of({"client": 0, "epsilon": 1.00000049})
     refused = node.refusal(Config.of(clients=1, epsilon=1.0000005, delta=1e-5))
     assert refused == "the run asks for epsilon 1.0000005, this node allows 1.00000049"
+
+
+def test_the_page_of_the_paper_settings_bounds_from_the_right_side():
+    results = json.loads((ROOT / "experiments" / "results" / "privacy_table.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "privacy_table.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (?:Fashion-)?MNIST, .*\| ([0-9.]+) \(delta [0-9.]+\) \|.*\| ≥ ([0-9.]+) \|$", text, re.M)
+    assert len(table) == len(results["rows"])
+    for row, (total, lower) in zip(results["rows"], table, strict=True):
+        assert row["nominal"]["epsilon_total"] <= float(total) <= row["nominal"]["epsilon_total"] * 1.0011
+        audited = row["clips"]["per-sample clamp"]["one_message"]["epsilon_lower"]
+        assert audited * 0.99 <= float(lower) <= audited
+
+
+def test_the_page_of_planted_faults_bounds_from_the_right_side():
+    results = json.loads((ROOT / "experiments" / "results" / "audit_faults.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    for name, row in (results["faults"] | results["honest"]).items():
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        lower, claimed, delta, delta_lower = map(
+            float, re.search(r"≥ ([0-9.e-]+) \| epsilon ([0-9.e-]+): ([0-9.e-]+), ≥ ([0-9.e-]+) \|", line).groups()
+        )
+        point = row["point"]
+        assert lower <= row["epsilon_lower"]
+        assert claimed >= point["claimed_epsilon"]
+        assert delta >= point["delta"]
+        assert delta_lower <= point["delta_lower"]
+
+
+def test_the_pages_of_trained_rows_round_up():
+    for name in ("table2", "table3"):
+        fields = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+        for row in fields["rows"]:
+            found = re.search(
+                rf"\| {row['levels']}, {row['trials']} \|[^\n]*\| {row['published_epsilon']}; ([0-9.]+) \(δ", text
+            )
+            exact = row["nominal"]["epsilon_per_round"]
+            assert exact <= float(found[1]) <= exact * 1.0002

@@ -81,7 +81,9 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
     def make(settings: Config, data: object) -> Client:
         if not settings.privacy.trials:
             return linear_client(settings, data)  # type: ignore[arg-type]
-        ledger = Ledger.open(tmp_path / str(len(made)), client=0, budget_epsilon=1e3, budget_delta=settings.privacy.delta)
+        ledger = Ledger.open(
+            tmp_path / str(len(made)), client=0, budget_epsilon=1e3, budget_delta=settings.privacy.delta
+        )
         made.append(ledger)
         plain = linear_client(settings.but(seed=1), data)  # type: ignore[arg-type]
         return Client(
