@@ -131,9 +131,11 @@ def test_documented_commands_exist(document, command):
     while isinstance(current, click.Group) and arguments and not arguments[0].startswith("-"):
         assert arguments[0] in current.commands, f"{document}: no command {arguments[0]!r}"
         current = current.commands[arguments.pop(0)]
-    options = {name for parameter in current.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
-        "--help"
-    }
+    options = {
+        name
+        for parameter in current.get_params(click.Context(current))
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    } | {"--help"}
     for word in arguments:
         if word.startswith("--"):
             assert word.partition("=")[0] in options, f"{document}: {word} is no option of {current.name}"

@@ -99,7 +99,7 @@ def test_every_old_option_belongs_to_a_command_that_lacks_it():
         found = command
         for word in path.split():
             found = found.commands[word]
-        known = {name for parameter in found.params for name in parameter.opts}
+        known = {name for parameter in found.get_params(click.Context(found)) for name in parameter.opts}
         assert not known & options.keys(), path
         assert all(new in known for new in options.values() if new.startswith("--")), path
 

@@ -23,7 +23,7 @@ from bqsgd.cli.paper import paper
 from bqsgd.cli.plan import plan
 from bqsgd.cli.renamed import Commands, new_option
 from bqsgd.cli.report import report
-from bqsgd.cli.train import train
+from bqsgd.cli.train import SettingsCommand, train
 from bqsgd.errors import BqsgdError
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def about(
 
 
 app.command()(demo)
-app.command()(train)
+app.command(cls=SettingsCommand)(train)
 app.command()(plan)
 app.command()(account)
 app.command()(audit)

@@ -13,47 +13,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
+import typer.core
 
 from bqsgd.cli.output import Json, guarantee_lines, show, to_json
 from bqsgd.errors import DataUnavailable, InvalidParameter
-from bqsgd.tasks import ALL_GROUPS, NamedTask, plain_settings, settings_of
-from bqsgd.training.settings import Config, group_from_dict, options, read_toml
 
 if TYPE_CHECKING:
     from bqsgd.engines.engine import MakeEngine
     from bqsgd.records.summary import Summary
     from bqsgd.run import Run
+    from bqsgd.tasks import NamedTask
+    from bqsgd.training.settings import Config
 
 ENGINES = ("in-process", "torch-distributed")
 DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
 """What fits the 1,437 training samples of `digits` better than the defaults, which are for MNIST."""
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for every setting; those that are given reach it in its `**settings`."""
-    own = [
-        each for each in inspect.signature(command, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD
-    ]
-    made = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                _type(str(each.type)) | None, typer.Option(help=_help(each), rich_help_panel=group.title)
-            ],
-        )
-        for group in ALL_GROUPS.values()
-        for name, each in options(group)
-    ]
-    command.__signature__ = inspect.Signature([*made, *own])  # type: ignore[attr-defined]
-    command.__annotations__ = {}
+class SettingsCommand(typer.core.TyperCommand):
+    """A command with an option for every setting, made when it is first asked for: `bqsgd --help` needs none of them."""
+
+    _made = False
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The command's own options and those of the settings."""
+        if not self._made:
+            self._made = True
+            self.params.extend(_settings_options())
+        return super().get_params(ctx)
+
+
+def _settings_options() -> Iterator[typer.core.TyperOption]:
+    from bqsgd.tasks import ALL_GROUPS
+    from bqsgd.training.settings import options
+
+    kinds: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
+    for group in ALL_GROUPS.values():
+        for name, each in options(group):
+            kind, option = kinds[str(each.type).removesuffix(" | None")], f"--{name.replace('_', '-')}"
+            yield typer.core.TyperOption(
+                param_decls=[name, f"{option}/--no-{option[2:]}" if kind is bool else option],
+                type=kind,
+                help=_help(each),
+                rich_help_panel=group.title,
+            )
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Hide `**settings` from typer, which knows no such parameter; click passes them by name."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each for each in own if each.kind is not each.VAR_KEYWORD]
+    )
     return command
-
-
-def _type(name: str) -> Any:
-    return {"int": int, "float": float, "str": str, "bool": bool}[name.removesuffix(" | None")]
 
 
 def _help(each: Any) -> str:
@@ -63,7 +77,7 @@ def _help(each: Any) -> str:
     return f"{text} Default: {each.default}."
 
 
-@with_settings
+@takes_settings
 def train(
     *,
     engine: Annotated[
@@ -132,7 +146,9 @@ def begin(
 
 def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask, Config]:
     """The settings of a new run: defaults, then the preset, then the file, then what is given."""
+    from bqsgd.tasks import settings_of
     from bqsgd.training import presets
+    from bqsgd.training.settings import read_toml
 
     settings = {} if preset is None else presets.preset(preset)
     if file is not None:
@@ -142,6 +158,9 @@ def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None
 
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
     """The settings of a TOML file by their own names; every table is checked as a whole first."""
+    from bqsgd.tasks import ALL_GROUPS, NamedTask
+    from bqsgd.training.settings import Config, group_from_dict
+
     data = tables.pop("data", {})
     group_from_dict(NamedTask, "data", data)
     Config.from_dict(tables)
@@ -156,6 +175,8 @@ def _flat(tables: dict[str, Any]) -> dict[str, Any]:
 def resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask, Config]:
     """The settings of the run in `folder`; one that is given and differs is refused."""
     from bqsgd.run import stored_settings
+    from bqsgd.tasks import NamedTask, plain_settings
+    from bqsgd.training.settings import group_from_dict
 
     chosen, data = stored_settings(folder)
     named: NamedTask = group_from_dict(NamedTask, "data", data)
