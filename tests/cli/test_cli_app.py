@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import click
 import pytest
 import typer.main
 

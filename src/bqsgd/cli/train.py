@@ -33,7 +33,7 @@ DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every"
 
 
 class SettingsCommand(typer.core.TyperCommand):
-    """A command with an option for every setting, made when it is first asked for: `bqsgd --help` needs none of them."""
+    """A command with an option for every setting, made when first asked for: `bqsgd --help` needs none of them."""
 
     _made = False
 
