@@ -22,14 +22,14 @@ Law: TypeAlias = Any  # pld_pmf.DensePLDPmf, which carries no types
 Spent = tuple[tuple[Release, int], ...]
 """Releases and how many rounds of each, in a fixed order."""
 GRID_FRACTION = 0.01
-FINE_POINTS, MOST_POINTS = 1 << 17, 1 << 21
+FINE_POINTS, MOST_POINTS = 1 << 17, 1 << 20
 """The grid has at least FINE_POINTS over the losses that matter; above MOST_POINTS it is made coarser, which is
 pessimistic but keeps time and memory bounded (from some 10^6 rounds on)."""
 MANY_ROUNDS = 1 << 16
 TAIL = 1e-15
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def sampled_message(release: Release, *, attained: bool = False) -> Sampled:
     """The pair of one sampled message of a release, "remove" order."""
     shift = release.shift if attained else release.shift + ROUNDING_SLACK_STEPS
@@ -101,7 +101,7 @@ def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
     return total
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def composed(spent: Spent, *, attained: bool = False) -> tuple[Law, Law]:
     """The privacy loss distributions of everything spent: "remove" and "add" (one and the same under replace-one)."""
     messages = [(sampled_message(release, attained=attained), rounds) for release, rounds in spent]

@@ -116,7 +116,7 @@ def _blocks(dimension: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = False) -> Pair:
     """The pair that dominates one message of `dimension` coordinates, each moved by at most `shift` steps.
 
