@@ -12,7 +12,7 @@ import torch
 from experiments.held_out import HELD_OUT, try_out
 from experiments.runs import provenance
 
-from bqsgd.cli.demo import DEMO
+from bqsgd.cli.train import DEMO
 
 RESULTS = Path(__file__).parent / "results" / "learning_rate.json"
 RATES = (0.5, 1.0, 2.0, 4.0)

@@ -20,7 +20,7 @@ from bqsgd.engines.flower.engine import TooFewClients
 from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
 from bqsgd.errors import FrameError, InvalidParameter
 from bqsgd.flower import Node, client_app
-from bqsgd.flower.app_template import write_app
+from bqsgd.flower.local_federation import write_app
 from bqsgd.flower.server_app import serve
 from bqsgd.flower.settings import Service, read_settings
 from bqsgd.ledger import Ledger

@@ -15,8 +15,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 
 from bqsgd.cli.flower import demo_settings, run_demo
-from bqsgd.flower.app_template import write_app
-from bqsgd.flower.local_federation import Processes, free_port, make_federation
+from bqsgd.flower.local_federation import Processes, free_port, make_federation, write_app
 from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.entries import EntryKind

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism
-from bqsgd.reports.axis import Axis
-from bqsgd.reports.chart import Chart, Series, thin
+from bqsgd.reports.chart import Axis, Chart, Quantity, Series, short, thin
 from bqsgd.reports.figures import noise_chart
-from bqsgd.reports.units import Unit, short
 
 sizes = st.floats(1e-12, 1e12)
 values = sizes | sizes.map(lambda x: -x) | st.just(0.0)
@@ -95,23 +93,23 @@ def test_the_noise_densities_hold_all_mass(mechanism: Mechanism) -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "shown"),
     [
-        (61788, Unit.BYTES, "61.8 kB"),
-        (0, Unit.BYTES, "0 B"),
-        (999, Unit.BYTES, "999 B"),
-        (2.5e9, Unit.BYTES, "2.5 GB"),
-        (0.97123, Unit.PERCENT, "97.1 %"),
-        (1e308, Unit.PERCENT, "∞ %"),
-        (0.0042, Unit.SECONDS, "4.2 ms"),
-        (125.2, Unit.SECONDS, "2 min 5 s"),
-        (120, Unit.SECONDS, "2 min"),
-        (12345, Unit.COUNT, "12\u202f345"),
-        (1e-5, Unit.NUMBER, "1e-5"),
-        (-2.5, Unit.NUMBER, "−2.5"),
-        (1200, Unit.NUMBER, "1200"),
-        (math.inf, Unit.NUMBER, "∞"),
-        (math.nan, Unit.NUMBER, "not a number"),
-        (None, Unit.BYTES, "–"),
+        (61788, Quantity.BYTES, "61.8 kB"),
+        (0, Quantity.BYTES, "0 B"),
+        (999, Quantity.BYTES, "999 B"),
+        (2.5e9, Quantity.BYTES, "2.5 GB"),
+        (0.97123, Quantity.PERCENT, "97.1 %"),
+        (1e308, Quantity.PERCENT, "∞ %"),
+        (0.0042, Quantity.SECONDS, "4.2 ms"),
+        (125.2, Quantity.SECONDS, "2 min 5 s"),
+        (120, Quantity.SECONDS, "2 min"),
+        (12345, Quantity.COUNT, "12\u202f345"),
+        (1e-5, Quantity.NUMBER, "1e-5"),
+        (-2.5, Quantity.NUMBER, "−2.5"),
+        (1200, Quantity.NUMBER, "1200"),
+        (math.inf, Quantity.NUMBER, "∞"),
+        (math.nan, Quantity.NUMBER, "not a number"),
+        (None, Quantity.BYTES, "–"),
     ],
 )
-def test_figures_are_short_and_carry_their_unit(value: float | None, unit: Unit, shown: str) -> None:
+def test_figures_are_short_and_carry_their_unit(value: float | None, unit: Quantity, shown: str) -> None:
     assert short(value, unit) == shown

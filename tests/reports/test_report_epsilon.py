@@ -9,26 +9,25 @@ import pytest
 
 from bqsgd.records.history import read_history
 from bqsgd.records.tensorboard import scalars
-from bqsgd.reports.chart import Chart, Series
+from bqsgd.reports.chart import Chart, Quantity, Series, short
 from bqsgd.reports.compare import comparison_figures, comparison_page
 from bqsgd.reports.figures import epsilon
 from bqsgd.reports.page import flatten, run_page
-from bqsgd.reports.units import Unit, short
 
 
 def test_a_label_rounds_up():
-    assert short(0.18181637, Unit.EPSILON) == "0.182"
-    assert short(2.9130001, Unit.EPSILON, 4) == "2.914"
-    assert short(1_234_567.0, Unit.EPSILON) == "1.24e6"
-    assert short(float("inf"), Unit.EPSILON) == "∞"
+    assert short(0.18181637, Quantity.EPSILON) == "0.182"
+    assert short(2.9130001, Quantity.EPSILON, 4) == "2.914"
+    assert short(1_234_567.0, Quantity.EPSILON) == "1.24e6"
+    assert short(float("inf"), Quantity.EPSILON) == "∞"
     for value in np.geomspace(1e-6, 1e7, 500):
-        assert float(short(float(value), Unit.EPSILON)) >= value
+        assert float(short(float(value), Quantity.EPSILON)) >= value
 
 
 def test_a_curve_holds_what_the_script_may_show_as_it_is():
     points = [(float(i), 0.18181637 * i) for i in range(1, 50)]
     chart = Chart(
-        key="k", title="t", note="", x_label="x", y_label="y", y_unit=Unit.EPSILON,
+        key="k", title="t", note="", x_label="x", y_label="y", y_unit=Quantity.EPSILON,
         series=[Series(label="exact epsilon", points=points, colour=0)],
     )  # fmt: skip
     drawing = chart.drawing()
@@ -43,15 +42,15 @@ def test_a_curve_holds_what_the_script_may_show_as_it_is():
 def test_the_script_knows_every_unit():
     script = (files("bqsgd.reports") / "templates" / "page.js").read_text("utf-8")
     known = re.search(r"const show = \{(.*?)\n  \};", script, re.S)[1]
-    assert set(re.findall(r"^    (\w+): ", known, re.M)) == {str(unit) for unit in Unit}
+    assert set(re.findall(r"^    (\w+): ", known, re.M)) == {str(unit) for unit in Quantity}
 
 
 def test_the_pages_use_it(synthetic_run, stated_guarantee):
     folder = synthetic_run(guarantee={**stated_guarantee, "epsilon": 2.9130001})
     run = read_history(folder)
-    assert epsilon(run).y_unit is Unit.EPSILON
+    assert epsilon(run).y_unit is Quantity.EPSILON
     by_key = {chart.key: chart for chart in comparison_figures([run])}
-    assert by_key["epsilon"].y_unit is by_key["accuracy-epsilon"].x_unit is Unit.EPSILON
+    assert by_key["epsilon"].y_unit is by_key["accuracy-epsilon"].x_unit is Quantity.EPSILON
     assert "ε = 2.914" in comparison_page([run, run])
     text = run_page(run)
     assert "ε = 2.914" in text

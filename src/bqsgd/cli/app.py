@@ -16,14 +16,13 @@ import typer
 from bqsgd import __version__
 from bqsgd.cli.account import account
 from bqsgd.cli.audit import audit
-from bqsgd.cli.demo import demo
 from bqsgd.cli.flower import flower
 from bqsgd.cli.ledger import ledger
 from bqsgd.cli.paper import paper
 from bqsgd.cli.plan import plan
 from bqsgd.cli.renamed import Commands, new_option
 from bqsgd.cli.report import report
-from bqsgd.cli.train import SettingsCommand, train
+from bqsgd.cli.train import SettingsCommand, demo, train
 from bqsgd.errors import BqsgdError
 
 app = typer.Typer(

@@ -27,7 +27,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; ne
 
     Example: bqsgd flower init my-app
     """
-    from bqsgd.flower.app_template import write_app
+    from bqsgd.flower.local_federation import write_app
 
     for path in write_app(folder):
         typer.echo(path)
@@ -98,8 +98,7 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
     """The whole demo in `folder`; when this returns no process of it is left."""
     import time
 
-    from bqsgd.flower.app_template import write_app
-    from bqsgd.flower.local_federation import FlowerFailed, Processes, make_federation
+    from bqsgd.flower.local_federation import FlowerFailed, Processes, make_federation, write_app
     from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
     from bqsgd.records.checkpoint import load_checkpoint
     from bqsgd.records.history import read_history

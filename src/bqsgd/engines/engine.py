@@ -6,10 +6,12 @@ An engine holds no algorithm. `bqsgd.run.Run` gives it a `Setup` once and then o
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -141,3 +143,25 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def stop_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """Each Ctrl-C or SIGTERM calls `note` with its number, until the end of the block.
+
+    Only the main thread can listen for signals; in any other they are left to whoever does.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        note(number)
+
+    try:
+        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,17 +17,19 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bqsgd.errors import BqsgdError
+from bqsgd.errors import BqsgdError, InvalidParameter
 from bqsgd.flower.deployment import Certificates, make_certificates, make_node_key
 
 _MARK = "BQSGD_PROCESS_MARK"
 _LOOK_SECONDS = 0.2
 _START_SECONDS = 90.0
 _CONNECTION = "one-machine"
+_PACKAGE = "private_app"
 
 
 class FlowerFailed(BqsgdError, RuntimeError):
@@ -311,3 +313,19 @@ def make_federation(folder: Path, processes: Processes, *, tls: bool, simulation
     """A federation that has not begun."""
     certificates = make_certificates(folder / "certificates") if tls else None
     return LocalFederation(folder=folder, processes=processes, certificates=certificates, simulation=simulation)
+
+
+def write_app(folder: Path) -> list[Path]:
+    """Write the app; a folder with anything in it is refused. Returns the files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidParameter(f"{folder} is there already and not empty; name another folder")
+    (folder / _PACKAGE).mkdir(parents=True, exist_ok=True)
+    written = []
+    for source in sorted(files("bqsgd.flower").joinpath("template").iterdir(), key=lambda file: file.name):
+        if not source.name.endswith(".in"):
+            continue
+        name = source.name.removesuffix(".in")
+        target = folder / name if name == "pyproject.toml" else folder / _PACKAGE / name
+        target.write_text(source.read_text())
+        written.append(target)
+    return written

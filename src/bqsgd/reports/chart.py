@@ -6,19 +6,145 @@ sharp from phone to projector, needs no script to be read, and weighs kilobytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import rounded_up
-from bqsgd.reports.axis import Axis
-from bqsgd.reports.units import Unit, short
 
 Point = tuple[float, float]
 MAX_POINTS = 360
 LARGEST, SMALLEST = 1e100, 1e-100
 SIDE = 1000  # of the SVG's own square
+MAX_DECADES = 6
+STEPS = 5
+
+
+class Quantity(StrEnum):
+    """What a figure counts."""
+
+    NUMBER = "number"
+    EPSILON = "epsilon"
+    COUNT = "count"
+    PERCENT = "percent"
+    BYTES = "bytes"
+    SECONDS = "seconds"
+
+
+def short(value: float | None, unit: Quantity = Quantity.NUMBER, digits: int = 3) -> str:
+    """A figure for a label: at least `digits` significant digits, trailing zeros gone.
+
+    An epsilon is rounded up.
+
+    >>> short(61788, Quantity.BYTES), short(0.9712, Quantity.PERCENT), short(0.0042, Quantity.SECONDS), short(1e-5)
+    ('61.8 kB', '97.1 %', '4.2 ms', '1e-5')
+    >>> short(0.18111), short(0.18111, Quantity.EPSILON)
+    ('0.181', '0.182')
+    """
+    if value is None or math.isnan(value):
+        return "–" if value is None else "not a number"
+    if math.isinf(value):
+        return _trimmed(value, digits)
+    if unit is Quantity.EPSILON:
+        return _trimmed(float(rounded_up(value, digits)), digits)
+    if unit is Quantity.PERCENT:
+        return f"{_trimmed(100 * value, digits)} %"
+    if unit is Quantity.BYTES:
+        return _scaled(value, digits, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+    if unit is Quantity.SECONDS:
+        if value >= 120:
+            minutes, seconds = divmod(round(value), 60)
+            return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
+        return _scaled(value, digits, ((1, "s"), (1e-3, "ms"), (1e-6, "µs")))
+    if unit is Quantity.COUNT:
+        return f"{round(value):,}".replace(",", "\u202f")
+    return _trimmed(value, digits)
+
+
+def _scaled(value: float, digits: int, steps: tuple[tuple[float, str], ...]) -> str:
+    if value == 0:
+        return f"0 {steps[-1][1] if steps[-1][1] == 'B' else 's'}"
+    size, name = next((step for step in steps if abs(value) >= step[0]), steps[-1])
+    return f"{_trimmed(value / size, digits)} {name}"
+
+
+def _trimmed(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value < 0:
+        return "−" + _trimmed(-value, digits)
+    if not 1e-4 <= value < 1e6:
+        mantissa, power = f"{value:.{digits - 1}e}".split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{mantissa}e{int(power)}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(value)))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A linear or logarithmic axis from `low` to `high` with its ticks."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    @classmethod
+    def over(cls, values: Iterable[float], *, log: bool = False, from_zero: bool = False, tight: bool = False) -> Axis:
+        """Cover finite `values` (positive ones when log).
+
+        The ends are ticks: whole decades when log, round steps when linear; `tight` keeps the ends of the data instead.
+
+        >>> Axis.over([0.1, 0.97], from_zero=True).ticks[-1]
+        1.0
+        """
+        values = list(values)
+        low, high = min(values), max(values)
+        return (
+            _decades(low, high, tight=tight) if log else _steps(min(low, 0.0) if from_zero else low, high, tight=tight)
+        )
+
+    def place(self, value: float) -> float:
+        """Where `value` lies: 0 at `low`, 1 at `high`."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def _steps(low: float, high: float, *, tight: bool) -> Axis:
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-100):  # a flat line: give it room above
+        high = low + (abs(low) if abs(low) > 1e-100 else 1.0)
+    step = _round_step((high - low) / STEPS)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(float(f"{step * i:.12g}") for i in range(first, last + 1))
+    if tight:
+        room = 1e-9 * (high - low)
+        return Axis(low=low, high=high, ticks=tuple(t for t in ticks if low - room <= t <= high + room))
+    return Axis(low=ticks[0], high=ticks[-1], ticks=ticks)
+
+
+def _decades(low: float, high: float, *, tight: bool) -> Axis:
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    last = max(last, first + 1)
+    stride = math.ceil((last - first) / MAX_DECADES)
+    if not tight or high <= low * (1 + 1e-9):
+        ticks = tuple(10.0**power for power in range(first, last + 1, stride))
+        return Axis(low=ticks[0], high=10.0**last, ticks=ticks, log=True)
+    factors = (1, 2, 5) if last - first <= 2 else (1, 3) if last - first <= 3 else (1,)
+    fine = (factor * 10.0**power for power in range(first, last + 1, stride) for factor in factors)
+    return Axis(low=low, high=high, ticks=tuple(t for t in fine if low <= t <= high), log=True)
+
+
+def _round_step(least: float) -> float:
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +168,8 @@ class Chart:
     x_label: str
     y_label: str
     series: Sequence[Series]
-    y_unit: Unit = Unit.NUMBER
-    x_unit: Unit = Unit.NUMBER
+    y_unit: Quantity = Quantity.NUMBER
+    x_unit: Quantity = Quantity.NUMBER
     log_y: bool = False
     log_x: bool = False
     stacked: bool = False
@@ -147,12 +273,12 @@ def _path(points: Sequence[Point]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
 
 
-def _tick(value: float, unit: Unit) -> str:
+def _tick(value: float, unit: Quantity) -> str:
     """A mark of the axis, a round number already: nobody's epsilon."""
-    return short(value, Unit.NUMBER if unit is Unit.EPSILON else unit)
+    return short(value, Quantity.NUMBER if unit is Quantity.EPSILON else unit)
 
 
-def _round(value: float, unit: Unit) -> float:
-    if unit is Unit.EPSILON:
+def _round(value: float, unit: Quantity) -> float:
+    if unit is Quantity.EPSILON:
         return float(rounded_up(value))  # as many digits as the page's script shows
     return float(f"{value:.5g}") if abs(value) < 1e5 or value != int(value) else int(value)

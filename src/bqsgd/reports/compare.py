@@ -11,10 +11,9 @@ from typing import Any
 from bqsgd.errors import InvalidParameter
 from bqsgd.records.folder import SHOWN
 from bqsgd.records.history import History, read_history
-from bqsgd.reports.chart import Chart, Point, Series
+from bqsgd.reports.chart import Chart, Point, Quantity, Series, short
 from bqsgd.reports.figures import measured, running_total
 from bqsgd.reports.page import claim_terms, epsilon_text, render
-from bqsgd.reports.units import Unit, short
 from bqsgd.storage import write_atomic
 
 MAX_RUNS = 16
@@ -55,16 +54,16 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
     """Accuracy against rounds, bytes and epsilon; loss, epsilon and bytes against rounds."""
     draw = _Overlay(runs)
     return [
-        draw("accuracy", "Test accuracy", "round", "accuracy", _named("test_accuracy"), y_unit=Unit.PERCENT),
+        draw("accuracy", "Test accuracy", "round", "accuracy", _named("test_accuracy"), y_unit=Quantity.PERCENT),
         draw(
             "accuracy-bytes",
             "Accuracy for the bytes sent",
             "bytes up so far",
             "accuracy",
             _against("bytes_up"),
-            x_unit=Unit.BYTES,
+            x_unit=Quantity.BYTES,
             log_x=True,
-            y_unit=Unit.PERCENT,
+            y_unit=Quantity.PERCENT,
         ),
         draw(
             "accuracy-epsilon",
@@ -72,18 +71,20 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
             "proven epsilon so far",
             "accuracy",
             _against("epsilon_max"),
-            x_unit=Unit.EPSILON,
-            y_unit=Unit.PERCENT,
+            x_unit=Quantity.EPSILON,
+            y_unit=Quantity.PERCENT,
         ),
         draw("loss", "Test loss", "round", "loss", _named("test_loss")),
-        draw("epsilon", "Privacy spent", "round", "proven epsilon so far", _named("epsilon_max"), y_unit=Unit.EPSILON),
+        draw(
+            "epsilon", "Privacy spent", "round", "proven epsilon so far", _named("epsilon_max"), y_unit=Quantity.EPSILON
+        ),
         draw(
             "bytes",
             "Bytes sent by the clients",
             "round",
             "bytes up so far",
             lambda run: running_total(run.rounds, "bytes_up"),
-            y_unit=Unit.BYTES,
+            y_unit=Quantity.BYTES,
         ),
     ]
 
@@ -113,7 +114,7 @@ class _Overlay:
             Series(label=run.name, points=points(run), colour=COLOURS[i % 8], dashed=i >= 8)
             for i, run in enumerate(self.runs)
         ]
-        options = {"x_unit": Unit.COUNT, "note": NOTES.get(key, ""), **options}
+        options = {"x_unit": Quantity.COUNT, "note": NOTES.get(key, ""), **options}
         return Chart(key=key, title=title, x_label=x_label, y_label=y_label, series=series, **options)
 
 
@@ -136,15 +137,15 @@ def _row(index: int, run: History) -> dict[str, Any]:
     return {
         "name": run.name,
         "colour": COLOURS[index % 8],
-        "accuracy": short(run.accuracy, Unit.PERCENT, 4),
+        "accuracy": short(run.accuracy, Quantity.PERCENT, 4),
         "epsilon": "none" if claim is None else f"ε {epsilon_text(claim)} at δ = {short(claim.delta)}",
         "terms": "" if claim is None else "; ".join(value for _, value in claim_terms(claim)[:5]),
         "seeded": run.seeded,
-        "bytes_up": short(run.total("bytes_up"), Unit.BYTES),
+        "bytes_up": short(run.total("bytes_up"), Quantity.BYTES),
         "saving": "–" if run.saving is None else f"{short(run.saving)}×",
         "bits": short(run.bits_per_coordinate, digits=4),
-        "rounds": short(run.round_count, Unit.COUNT),
-        "seconds": short(run.seconds, Unit.SECONDS),
+        "rounds": short(run.round_count, Quantity.COUNT),
+        "seconds": short(run.seconds, Quantity.SECONDS),
         "finished": run.summary is not None,
     }
 

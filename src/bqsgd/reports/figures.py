@@ -10,8 +10,7 @@ from bqsgd.params import Mechanism
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.history import History
 from bqsgd.records.round import STAGES, RoundRecord
-from bqsgd.reports.chart import MAX_POINTS, Chart, Point, Series
-from bqsgd.reports.units import Unit, short
+from bqsgd.reports.chart import MAX_POINTS, Chart, Point, Quantity, Series, short
 
 NOMINAL = "nominal epsilon (as published; not a guarantee)"
 OUTSIDE_NOISE = ("gradients", "clip")
@@ -45,11 +44,11 @@ def accuracy(run: History) -> Chart:
     return Chart(
         key="accuracy",
         title="Test accuracy",
-        note="On the public test split." + ("" if best is None else f" Best {short(best, Unit.PERCENT, 4)}."),
+        note="On the public test split." + ("" if best is None else f" Best {short(best, Quantity.PERCENT, 4)}."),
         x_label="round",
         y_label="accuracy",
-        x_unit=Unit.COUNT,
-        y_unit=Unit.PERCENT,
+        x_unit=Quantity.COUNT,
+        y_unit=Quantity.PERCENT,
         series=[Series(label="test accuracy", points=points, colour=0, fill=True)],
     )
 
@@ -62,7 +61,7 @@ def loss(run: History) -> Chart:
         note="On the public test split. The training loss is private and stays on the clients.",
         x_label="round",
         y_label="loss",
-        x_unit=Unit.COUNT,
+        x_unit=Quantity.COUNT,
         series=[Series(label="test loss", points=measured(run.rounds, "test_loss"), colour=4)],
     )
 
@@ -90,8 +89,8 @@ def epsilon(run: History) -> Chart:
         note=note,
         x_label="round",
         y_label="epsilon of the client that spent most",
-        x_unit=Unit.COUNT,
-        y_unit=Unit.EPSILON,
+        x_unit=Quantity.COUNT,
+        y_unit=Quantity.EPSILON,
         log_y=_orders_apart(proven, nominal),
         series=[
             Series(label="proven epsilon", points=proven, colour=2, fill=not nominal),
@@ -109,8 +108,8 @@ def traffic(run: History) -> Chart:
         note="Measured frames, headers included, summed over clients and rounds." + saved,
         x_label="round",
         y_label="bytes up so far",
-        x_unit=Unit.COUNT,
-        y_unit=Unit.BYTES,
+        x_unit=Quantity.COUNT,
+        y_unit=Quantity.BYTES,
         series=[
             Series(
                 label="as 32-bit floats", points=running_total(run.rounds, "bytes_up_float32"), colour=5, dashed=True
@@ -137,12 +136,12 @@ def stages(run: History) -> list[Chart]:
         Chart(
             key="stages",
             title="Where a round's time goes",
-            note=f"Mean {short(whole / len(timed), Unit.SECONDS)} per round; all but gradients and clip take "
-            f"{short(rest, Unit.PERCENT)}.{average}",
+            note=f"Mean {short(whole / len(timed), Quantity.SECONDS)} per round; all but gradients and clip take "
+            f"{short(rest, Quantity.PERCENT)}.{average}",
             x_label="round",
             y_label="seconds per round",
-            x_unit=Unit.COUNT,
-            y_unit=Unit.SECONDS,
+            x_unit=Quantity.COUNT,
+            y_unit=Quantity.SECONDS,
             stacked=True,
             series=[
                 Series(

@@ -19,8 +19,8 @@ from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given, ro
 from bqsgd.records.folder import REPORT, SHOWN
 from bqsgd.records.history import ClientTally, History, Parameters, read_history
 from bqsgd.records.round import Status
+from bqsgd.reports.chart import Quantity, short
 from bqsgd.reports.figures import run_figures
-from bqsgd.reports.units import Unit, short
 from bqsgd.storage import write_atomic
 
 MAX_CLIENT_ROWS = 40
@@ -53,9 +53,9 @@ def run_page(run: History) -> str:
         lead=_lead(run),
         seeded=run.seeded,
         notices=_notices(run),
-        accuracy=short(run.accuracy, Unit.PERCENT, 4),
-        rounds=short(run.round_count, Unit.COUNT),
-        seconds="" if run.seconds is None else short(run.seconds, Unit.SECONDS),
+        accuracy=short(run.accuracy, Quantity.PERCENT, 4),
+        rounds=short(run.round_count, Quantity.COUNT),
+        seconds="" if run.seconds is None else short(run.seconds, Quantity.SECONDS),
         claim=claim,
         epsilon="" if claim is None else epsilon_text(claim),
         delta="" if claim is None else short(claim.delta),
@@ -64,14 +64,14 @@ def run_page(run: History) -> str:
         bits=short(run.bits_per_coordinate, digits=4),
         mechanism=mechanism,
         mechanism_bits="" if mechanism is None else short(mechanism.bits_per_coordinate, digits=3),
-        bytes_up=short(up, Unit.BYTES),
-        bytes_float=short(plain_up, Unit.BYTES),
-        bytes_down=short(run.total("bytes_down"), Unit.BYTES),
+        bytes_up=short(up, Quantity.BYTES),
+        bytes_float=short(plain_up, Quantity.BYTES),
+        bytes_down=short(run.total("bytes_down"), Quantity.BYTES),
         saving="" if run.saving is None else short(run.saving),
         bar_sent=100 * up / longest,
         bar_float=100 * plain_up / longest,
         client_count=len(run.clients) or "–",
-        used=short(statuses[Status.OK], Unit.COUNT),
+        used=short(statuses[Status.OK], Quantity.COUNT),
         unused=[(str(status), statuses[status]) for status in Status if status is not Status.OK and statuses[status]],
         charts=run_figures(run),
         clients=_client_rows(run.clients),
@@ -84,7 +84,7 @@ def epsilon_text(claim: Guarantee) -> str:
     """The bound with its sign, rounded up: "= 2.94", or "> 1000" where no effort is spent on the figure."""
     if not claim.epsilon <= MEANINGLESS_EPSILON:
         return f"> {MEANINGLESS_EPSILON:.0f}"
-    return f"= {short(claim.epsilon, Unit.EPSILON, digits=4)}"
+    return f"= {short(claim.epsilon, Quantity.EPSILON, digits=4)}"
 
 
 def claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
@@ -171,7 +171,7 @@ def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
         {
             "client": tally.client,
             "counts": [tally.counts[status] for status in Status],
-            "sent": short(tally.frame_bytes, Unit.BYTES),
+            "sent": short(tally.frame_bytes, Quantity.BYTES),
             "mechanisms": "; ".join(_parameters(used) for used, _ in tally.mechanisms.most_common(3)) or "–",
             "reasons": "; ".join(f"{_cut(reason)} ({n})" for reason, n in tally.reasons.most_common(3)),
         }

@@ -11,10 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bqsgd.engines.engine import Setup, make_client, one_thread
-from bqsgd.engines.stopping import stop_signals
+from bqsgd.engines.engine import Setup, make_client, one_thread, stop_signals
 from bqsgd.engines.torch_distributed.handshake import MOST_BYTES, SettingsDiffer, read_greeting, reply_to_greeting
-from bqsgd.engines.torch_distributed.transport import SERVER, Channel, Group, MessageKind, PeerLost, ServerConnection
+from bqsgd.engines.torch_distributed.transport import (
+    SERVER,
+    Channel,
+    MessageKind,
+    PeerLost,
+    RankGroup,
+    ServerConnection,
+)
 from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.ledger.spending import Spending
 from bqsgd.training.client import Client, Declined
@@ -37,7 +43,7 @@ def joined_run(
     task: Task,
     config: Config,
     *,
-    group: Group,
+    group: RankGroup,
     folder: str | Path | None = None,
     resuming: bool = False,
 ) -> Iterator[tuple[Client, Channel, ServerConnection]]:
@@ -86,7 +92,7 @@ def work(task: Task, config: Config, **options: Any) -> None:
         answer_rounds(client.answer, client.spending, channel, connection)
 
 
-def share_of(task: Task, config: Config, group: Group) -> Samples:
+def share_of(task: Task, config: Config, group: RankGroup) -> Samples:
     """This rank's data: its part of all shares, or the one share that the task holds."""
     if config.clients.count != group.size:
         raise InvalidParameter(

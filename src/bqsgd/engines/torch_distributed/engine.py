@@ -17,9 +17,9 @@ from bqsgd.engines.torch_distributed.handshake import MOST_BYTES, greeting, read
 from bqsgd.engines.torch_distributed.transport import (
     SERVER,
     Channel,
-    Group,
     MessageKind,
     RankConnection,
+    RankGroup,
     Reply,
     as_tensor,
 )
@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 1800.0
 _REASON_BYTES = 500
 
 
-def torch_distributed(group: Group) -> MakeEngine:
+def torch_distributed(group: RankGroup) -> MakeEngine:
     """The engine of a run on rank 0 of `group`; every other rank calls `work`."""
     if not group.serves:
         raise InvalidParameter(f"rank {group.rank} does not serve; it calls work")

@@ -203,7 +203,7 @@ class GroupError(BqsgdError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """This rank's place among the others."""
 
     rank: int
@@ -239,7 +239,7 @@ def world_size() -> int:
 
 
 @contextmanager
-def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[Group]:
+def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[RankGroup]:
     """Meet the other ranks, and leave them at the end.
 
     Args:
@@ -259,6 +259,6 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[G
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        yield Group(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+        yield RankGroup(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     finally:
         dist.destroy_process_group()
