@@ -22,13 +22,25 @@ from typing import Any
 
 import torch
 
-from benchmarks.persample_rivals import CLIPS, MATERIALISING, MODELS, OPACUS, RIVALS, Step, batch_of, make_step, plain
+from benchmarks.persample_rivals import (
+    CLIPS,
+    MATERIALISING,
+    MODELS,
+    OPACUS,
+    RIVALS,
+    ROWS,
+    Step,
+    batch_of,
+    make_step,
+    plain,
+)
 
 RESULTS = Path(__file__).parent / "results" / "persample.json"
 ROUNDS, PATIENCE_SECONDS = 10, 15.0
-SPEED_LIMIT, MEMORY_LIMIT = 2.0, 1.5
+SPEED_LIMIT, LENET_LIMIT, MEMORY_LIMIT = 2.0, 1.6, 1.5
 MEMORY_MODEL = "MLP 784-2048-2048-10"
 FAST_CLIPS = ("L2", "Scale", "Clamp")
+PER_SAMPLE = (*FAST_CLIPS, "Dual")
 
 
 def best_seconds(steps: dict[str, Step], threads: int) -> dict[str, float]:
@@ -55,7 +67,7 @@ def check_agreement(steps: dict[str, Step], batch_size: int) -> dict[str, float]
         if name in OPACUS or name == "torch.func.vmap":
             flat = torch.cat([g.flatten() for g in steps[name]()])
             distances[name] = float((flat - reference).norm() / reference.norm())
-            if distances[name] > 1e-4:
+            if distances[name] > 1e-3:  # our L2 clip aims sqrt(dimension) / 2^22 inside its bound
                 raise AssertionError(f"{name} does other work than ours: relative distance {distances[name]}")
     return distances
 
@@ -123,6 +135,11 @@ def verdicts(speed: dict[str, Any], memory: dict[str, int]) -> list[dict[str, An
                 rows += [
                     (f"{label}, {clip}, {threads} core(s): <= 2.0x plain", seconds[clip], limit) for clip in FAST_CLIPS
                 ]
+    seconds = speed["1"]["LeNet-5"]["seconds"]
+    best = min(seconds[name] for name in OPACUS if name in seconds)
+    for clip in PER_SAMPLE:
+        rows.append((f"LeNet-5, {clip}, 1 core: <= 1.6x plain", seconds[clip], LENET_LIMIT * seconds["plain"]))
+        rows.append((f"LeNet-5, {clip}, drawn, 1 core: faster than every opacus mode", seconds[f"{clip}, drawn"], best))
     limit = MEMORY_LIMIT * memory["plain"]
     rows += [(f"{MEMORY_MODEL}, {clip}: memory <= 1.5x plain", memory[clip], limit) for clip in ("Clamp", "L2")]
     return [{"target": name, "value": value, "limit": limit, "met": value <= limit} for name, value, limit in rows]
@@ -154,6 +171,7 @@ def main() -> int:
     if chosen.memory:
         print(json.dumps(measure_memory(chosen.memory)))
         return 0
+    load = os.getloadavg()
     speed = {str(n): in_fresh_process("--speed", str(n), threads=n) for n in (1, 2)}
     memory = {
         name: in_fresh_process("--memory", name, threads=1)
@@ -161,6 +179,8 @@ def main() -> int:
     }
     result = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "load_average_before": load,
+        "rows": ROWS,
         "versions": {name: version(name) for name in ("torch", "opacus", "numba", "numpy")},
         "clock": {"1": "CPU time", "2": "wall time"},
         "speed": speed,

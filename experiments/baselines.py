@@ -76,9 +76,10 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
                     rng=client.sources.at(Purpose.BATCH, round),
                 )
                 batch = client.inputs[rows], client.targets[rows]
-                mean = clipped_gradients(
-                    client.model, client.loss, batch, clip=clip, batch_size=config.privacy.batch_size
-                ).mean.numpy()
+                clipped = clipped_gradients(
+                    client.model, client.loss, batch, indices=rows, clip=clip, batch_size=config.privacy.batch_size
+                )
+                mean = clipped.mean.float().numpy()
                 if deviation:
                     seed = derive(int(config.privacy.seed or 0), Purpose.NOISE, client=client.client, round=round)
                     noise = np.random.default_rng(seed).standard_normal(mean.size, dtype=np.float32)

@@ -86,10 +86,13 @@ def is_private(rank, size, folder):
         total = np.zeros(sum(parameter.numel() for parameter in model.parameters()))
         steps = 40
         for _ in range(steps):
-            state.supply(batch(rank))
+            state.supply(batch(rank), indices=np.arange(32))
             total += gradient(ddp, batch(rank))
         spent, guarantee = ledger.spent_rounds, private.guarantee(delta=1e-5)
-    means = [clipped_gradients(network(), LOSS, batch(r), clip=clip, batch_size=32).mean.numpy() for r in range(size)]
+    means = [
+        clipped_gradients(network(), LOSS, batch(r), indices=np.arange(32), clip=clip, batch_size=32).mean.numpy()
+        for r in range(size)
+    ]
     deviation = 0.01 / NOISY.levels * np.sqrt((NOISY.trials / 4 + 0.25) / size / steps)
     z = (total / steps - np.mean(means, axis=0)) / deviation
     return {
@@ -169,7 +172,7 @@ def repeated(rank, folder, times=200):
             return gradient(ddp, batch(rank))
 
         small = {"bucket_cap_mb": 0.001, "find_unused_parameters": True}  # so that buckets are small from the start
-        state.supply(batch(rank))
+        state.supply(batch(rank), indices=np.arange(32))
         model.through, Trap.armed = ThroughTrap(), True
         failed = 0
         for _ in range(times):
@@ -187,7 +190,7 @@ def repeated(rank, folder, times=200):
         between = len(sent)
         first = backward(**small)
         whole = {"messages": len(sent) - between, "distinct": len(set(sent)), "ledger": ledger.spent_rounds}
-        state.supply(batch(rank))
+        state.supply(batch(rank), indices=np.arange(32))
         second = backward(**small)
         after = {"distinct": len(set(sent)), "ledger": ledger.spent_rounds, "fresh": bool((first != second).any())}
     return {
@@ -212,8 +215,11 @@ def same_everywhere(rank, size):
     state = BQHookState(NOISY, range=0.1, rng=seeded_rng(seed=rank), private=private)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, bq_hook)
-    mean = {r: clipped_gradients(model, LOSS, batch(r), clip=Clamp(0.1), batch_size=32).mean for r in range(size)}
-    state.supply(batch(rank))
+    mean = {
+        r: clipped_gradients(model, LOSS, batch(r), indices=np.arange(32), clip=Clamp(0.1), batch_size=32).mean
+        for r in range(size)
+    }
+    state.supply(batch(rank), indices=np.arange(32))
     found = gradient(ddp, batch(rank))
     # DDP's bucket holds the parameters in the order in which their gradients come: here bias before weight or after.
     orders = [slice(None), np.r_[4:6, 0:4]]

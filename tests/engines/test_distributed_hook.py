@@ -91,7 +91,7 @@ def test_a_rank_with_another_range_is_refused_everywhere(found):
 def test_arguments_are_checked():
     state = BQHookState(Mechanism(levels=2, trials=4), range=1.0, rng=seeded_rng(seed=0))
     with pytest.raises(InvalidParameter, match="supply needs"):
-        state.supply((torch.zeros(1, 2), torch.zeros(1)))
+        state.supply((torch.zeros(1, 2), torch.zeros(1)), indices=torch.arange(1))
     with pytest.raises(InvalidParameter, match="range"):
         BQHookState(Mechanism(levels=2, trials=4), range=0.0, rng=seeded_rng(seed=0))
 

@@ -1,12 +1,13 @@
-"""One thread a process (the suite runs several), and the count of cases the battery ran."""
+"""One thread a process unless told otherwise (the suite runs several), and the count of cases the battery ran."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("BQSGD_TEST_THREADS", "1")))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -49,9 +49,11 @@ def test_a_sample_that_is_not_finite_counts_as_zero_and_is_counted(
     inputs = inputs.to(dtype)
     inputs[2, 0, 1, 1] = poison
     inputs[5] = poison
-    mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), clip=clip, batch_size=7)
+    mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=clip, batch_size=7)
     good = torch.tensor([0, 1, 3, 4, 6])
-    expected, none = clipped_gradients(model, LOSS, (inputs[good], targets[good]), clip=clip, batch_size=7)
+    expected, none = clipped_gradients(
+        model, LOSS, (inputs[good], targets[good]), indices=None, clip=clip, batch_size=7
+    )
     assert (dropped, none) == (2, 0)
     assert torch.allclose(mean, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     assert mean.abs().max() > 0
@@ -63,7 +65,7 @@ def test_a_poisoned_sample_is_dropped_on_the_slow_road_too(clip: Clip) -> None:
     inputs, targets = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     inputs[1] = float("nan")
     with pytest.warns(SlowGradientsWarning, match="PReLU has no fast rule"):
-        mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), clip=clip, batch_size=5)
+        mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=clip, batch_size=5)
     assert dropped == 1
     assert torch.isfinite(mean).all()
     assert mean.abs().max() > 0
@@ -78,8 +80,8 @@ def test_a_finite_gradient_whose_square_overflows_is_clipped_not_dropped(clip: C
     def linear_loss(outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.gather(1, labels[:, None])[:, 0]
 
-    mean, dropped = clipped_gradients(model, linear_loss, (inputs, targets), clip=clip, batch_size=3)
-    alone, _ = clipped_gradients(model, linear_loss, (inputs[1:2], targets[1:2]), clip=clip, batch_size=1)
+    mean, dropped = clipped_gradients(model, linear_loss, (inputs, targets), indices=None, clip=clip, batch_size=3)
+    alone, _ = clipped_gradients(model, linear_loss, (inputs[1:2], targets[1:2]), indices=None, clip=clip, batch_size=1)
     stated = clip.sensitivity(batch_size=1, range=1.0)
     assert dropped == 0
     assert torch.isfinite(mean).all()
@@ -88,19 +90,26 @@ def test_a_finite_gradient_whose_square_overflows_is_clipped_not_dropped(clip: C
         assert 0.9 * min(stated.l2, float(alone.norm())) < alone.norm() <= stated.l2 * (1 + 1e-5)
 
 
-def test_a_batch_mean_that_overflows_counts_as_zero() -> None:
-    model, inputs = nn.Linear(2, 1, bias=False), torch.full((4, 2), 3e38)
-    found = clipped_gradients(
-        model, lambda out, _: out[:, 0], (inputs, torch.zeros(4)), clip=BatchMean(1.0), batch_size=1
-    )
-    assert found.mean.tolist() == [0.0, 0.0]
+def test_a_batch_mean_that_overflows_is_clamped_and_gradients_that_could_overflow_count_as_zero() -> None:
+    model, clip = nn.Linear(2, 1, bias=False), BatchMean(1.0)
+
+    def linear_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs[:, 0]
+
+    for value, dropped in ((8e37, 0), (3e38, 1)):
+        inputs = torch.full((40, 2), 8e37)
+        inputs[3] = value
+        batch = inputs, torch.zeros(40)
+        found = clipped_gradients(model, linear_loss, batch, indices=None, clip=clip, batch_size=1)
+        assert found.dropped == dropped
+        assert found.mean.tolist() == [1.0, 1.0]
 
 
 @each_clip
 def test_an_empty_batch_gives_exact_zeros(clip: Clip) -> None:
     model = small_net()
     mean, dropped = clipped_gradients(
-        model, LOSS, (torch.empty(0, 1, 6, 6), torch.empty(0, dtype=torch.long)), clip=clip, batch_size=32
+        model, LOSS, (torch.empty(0, 1, 6, 6), torch.empty(0, dtype=torch.long)), indices=None, clip=clip, batch_size=32
     )
     assert mean.shape == (sum(p.numel() for p in model.parameters()),)
     assert mean.abs().max() == 0
@@ -118,7 +127,7 @@ def state_of(model: nn.Module) -> list[tuple[object, ...]]:
 def test_nothing_is_left_on_the_model(clip: Clip) -> None:
     model = small_net()
     before = state_of(model)
-    clipped_gradients(model, LOSS, small_batch(), clip=clip, batch_size=7)
+    clipped_gradients(model, LOSS, small_batch(), indices=None, clip=clip, batch_size=7)
     assert state_of(model) == before
 
 
@@ -130,17 +139,17 @@ def test_an_exception_takes_its_hooks_along() -> None:
         raise KeyError("loss")
 
     with pytest.raises(KeyError):
-        clipped_gradients(model, broken, small_batch(), clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, broken, small_batch(), indices=None, clip=L2(1.0), batch_size=7)
     assert state_of(model) == before
 
 
 def test_existing_gradients_and_no_grad_do_not_matter() -> None:
     model = small_net()
-    expected, _ = clipped_gradients(model, LOSS, small_batch(), clip=L2(0.1), batch_size=7)
+    expected, _ = clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(0.1), batch_size=7)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with torch.no_grad():
-        mean, _ = clipped_gradients(model, LOSS, small_batch(), clip=L2(0.1), batch_size=7)
+        mean, _ = clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(0.1), batch_size=7)
     assert torch.equal(mean, expected)
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
 
@@ -148,10 +157,10 @@ def test_existing_gradients_and_no_grad_do_not_matter() -> None:
 @each_clip
 def test_two_threads_give_the_result_of_one(clip: Clip) -> None:
     model, batch = small_net(), small_batch(9)
-    one, _ = clipped_gradients(model, LOSS, batch, clip=clip, batch_size=9)
+    one, _ = clipped_gradients(model, LOSS, batch, indices=None, clip=clip, batch_size=9)
     torch.set_num_threads(2)
     try:
-        two, _ = clipped_gradients(model, LOSS, batch, clip=clip, batch_size=9)
+        two, _ = clipped_gradients(model, LOSS, batch, indices=None, clip=clip, batch_size=9)
     finally:
         torch.set_num_threads(1)
     assert torch.allclose(one, two, rtol=1e-5, atol=1e-8)
@@ -161,17 +170,17 @@ def test_dropout_masks_are_those_of_the_one_forward() -> None:
     model = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 3))
     inputs, targets = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
     torch.manual_seed(9)
-    mean, _ = clipped_gradients(model, LOSS, (inputs, targets), clip=BatchMean(1e6), batch_size=5)
+    mean, _ = clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=BatchMean(1e6), batch_size=5)
     torch.manual_seed(9)
     found = torch.autograd.grad(LOSS(model(inputs), targets).sum() / 5, list(model.parameters()))
-    assert torch.allclose(mean, torch.cat([g.flatten() for g in found]), rtol=1e-5, atol=1e-7)
+    assert torch.allclose(mean.float(), torch.cat([g.flatten() for g in found]), rtol=1e-5, atol=1e-7)
 
 
 def test_dropout_works_on_the_slow_road() -> None:
     model = nn.Sequential(nn.PReLU(6), nn.Dropout(0.5), nn.Linear(6, 3))
     with pytest.warns(SlowGradientsWarning):
         mean, _ = clipped_gradients(
-            model, LOSS, (torch.randn(5, 6), torch.zeros(5, dtype=torch.long)), clip=L2(1.0), batch_size=5
+            model, LOSS, (torch.randn(5, 6), torch.zeros(5, dtype=torch.long)), indices=None, clip=L2(1.0), batch_size=5
         )
     assert mean.abs().max() > 0
 
@@ -191,28 +200,30 @@ def test_dropout_works_on_the_slow_road() -> None:
 def test_layers_that_mix_samples_are_refused_with_the_replacement(layer: nn.Module, advice: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), layer)
     with pytest.raises(InvalidParameter, match=advice):
-        clipped_gradients(model, LOSS, small_batch(), clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(1.0), batch_size=7)
 
 
 @pytest.mark.parametrize("model", [small_net(), nn.Sequential(nn.PReLU(), nn.Flatten(), nn.Linear(36, 3))])
 @pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
 def test_a_reduced_loss_is_refused(model: nn.Module) -> None:
     with pytest.raises(InvalidParameter, match="one loss a sample"):
-        clipped_gradients(model, nn.CrossEntropyLoss(), small_batch(), clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, nn.CrossEntropyLoss(), small_batch(), indices=None, clip=L2(1.0), batch_size=7)
 
 
 def test_arguments_are_checked() -> None:
     model, (inputs, targets) = small_net(), small_batch()
     with pytest.raises(InvalidParameter, match="batch_size"):
-        clipped_gradients(model, LOSS, (inputs, targets), clip=L2(1.0), batch_size=0)
+        clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=L2(1.0), batch_size=0)
     with pytest.raises(InvalidParameter, match="same batch dimension"):
-        clipped_gradients(model, LOSS, (inputs, targets[1:]), clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, LOSS, (inputs, targets[1:]), indices=None, clip=L2(1.0), batch_size=7)
     with pytest.raises(InvalidParameter, match="pair of tensors"):
-        clipped_gradients(model, LOSS, inputs, clip=L2(1.0), batch_size=7)  # type: ignore[arg-type]
+        clipped_gradients(model, LOSS, inputs, indices=None, clip=L2(1.0), batch_size=7)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="clip must be"):
-        clipped_gradients(model, LOSS, (inputs, targets), clip=1.0, batch_size=7)  # type: ignore[arg-type]
+        clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=1.0, batch_size=7)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="no parameter that requires"):
-        clipped_gradients(model.requires_grad_(False), LOSS, (inputs, targets), clip=L2(1.0), batch_size=7)
+        clipped_gradients(
+            model.requires_grad_(False), LOSS, (inputs, targets), indices=None, clip=L2(1.0), batch_size=7
+        )
 
 
 def test_an_unused_layer_keeps_zeros_in_its_place() -> None:
@@ -226,7 +237,7 @@ def test_an_unused_layer_keeps_zeros_in_its_place() -> None:
             return self.used(x)
 
     model, batch = Partly(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
-    mean, _ = clipped_gradients(model, LOSS, batch, clip=Clamp(0.01), batch_size=5)
+    mean, _ = clipped_gradients(model, LOSS, batch, indices=None, clip=Clamp(0.01), batch_size=5)
     assert mean[:20].abs().max() == 0
     assert torch.allclose(mean.double(), expected_mean(model, *batch, Clamp(0.01), 5), atol=1e-7)
 
@@ -243,8 +254,8 @@ def test_a_forward_that_mixes_samples_is_found() -> None:
 
     batch = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with pytest.raises(InvalidParameter, match="mixes samples"):
-        check_samples_apart(Mixing(), LOSS, batch)
-    check_samples_apart(small_net(), LOSS, small_batch())
+        check_samples_apart(Mixing(), LOSS, batch, batch_size=64)
+    check_samples_apart(small_net(), LOSS, small_batch(), batch_size=64, packed=True)
 
 
 def test_the_clips_need_no_torch() -> None:

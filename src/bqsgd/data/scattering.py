@@ -9,7 +9,8 @@ three channels (Tramer and Boneh 2021). Nothing is learnt or measured from data:
 sample alone, so the transform costs no privacy and a client may apply it before anything else.
 
 Speed: what is subsampled is folded in the Fourier domain before the inverse transform, the Gaussian mean is two small
-matrix products, and few images are in hand at a time so that they stay in the cache.
+matrix products. Images are taken one at a time: what libraries do to an image may depend on how many there are and on
+its place among them, and a bit that depends on the others would be a leak.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MOST_PIXELS = 1 << 20
 _PIXEL_SLACK = 1e-4
 """What normalising and undoing it may have rounded."""
 _CHUNK = 32
-"""Images in hand at a time."""
+"""Images a thread takes at a time."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,20 +78,24 @@ class Scattering:
                 f"images must be float32 of shape (n, {self.shape[0]}, {self.shape[1]}), "
                 f"got {images.dtype} {tuple(images.shape)}"
             )
-        padded = images[:, self._rows][:, :, self._columns]
+        return self.coefficients(self.padded(images))
+
+    def padded(self, images: Tensor) -> Tensor:
+        """Images with a reflected margin; with sides that are multiples of four, each starts at a multiple of 64
+        bytes."""
+        return images[:, self._rows][:, :, self._columns]
+
+    def coefficients(self, padded: Tensor) -> Tensor:
+        """Those of padded images."""
+        count, height, width = padded.shape
+        fine = torch.empty(count, 1 + DIRECTIONS, height, width)  # x and |x * psi_1| on the full grid
+        coarse = torch.empty(count, DIRECTIONS + DIRECTIONS**2, height // 2, width // 2)
+        fine[:, 0] = padded
         spectrum = torch.fft.fft2(padded)[:, None]
-        first_fine = _filtered(spectrum, self._fine)
-        first_coarse = _filtered(spectrum, self._coarse)
-        second = _filtered(torch.fft.fft2(first_fine), self._coarse)
-        return torch.cat(
-            [
-                self._mean(padded[:, None], scale=0),
-                self._mean(first_fine, scale=0),
-                self._mean(first_coarse, scale=1),
-                self._mean(second, scale=1),
-            ],
-            dim=1,
-        )
+        _filtered(spectrum, self._fine, fine[:, 1:])
+        _filtered(spectrum, self._coarse, coarse[:, :DIRECTIONS])
+        _filtered(torch.fft.fft2(fine[:, 1:]), self._coarse, coarse[:, DIRECTIONS:])
+        return torch.cat([self._mean(fine, scale=0), self._mean(coarse, scale=1)], dim=1)
 
     def _mean(self, images: Tensor, *, scale: int) -> Tensor:
         rows, columns = self._means[scale]
@@ -138,10 +143,10 @@ def features(
 
     def one(start: int) -> None:
         part = found[start : start + _CHUNK]
-        pixels = torch.zeros(_CHUNK, height, width)  # always a whole chunk: the same instructions for every image
-        pixels[: len(part)] = torch.from_numpy(part * np.float32(deviation) + np.float32(mean))
-        normalised = torch.nn.functional.group_norm(transform(pixels), GROUPS)
-        out[start : start + len(part)] = normalised[: len(part)].numpy()
+        padded = transform.padded(torch.from_numpy(part * np.float32(deviation) + np.float32(mean)))
+        for row in range(len(part)):  # each by itself: one shape, one alignment, so one result wherever it stands
+            alone = torch.nn.functional.group_norm(transform.coefficients(padded[row : row + 1]), GROUPS)
+            out[start + row] = alone[0].numpy()
         progress(len(part))
 
     before = torch.get_num_threads()
@@ -161,19 +166,17 @@ def transform_for(height: int, width: int) -> Scattering:
     return Scattering(height, width)
 
 
-def _filtered(spectra: Tensor, filters: Floats) -> Tensor:
-    """|x * psi| for all spectra (n, channels, ...) and filters: (n, channels x filters, ...), subsampled as `filters`
-    were folded."""
+def _filtered(spectra: Tensor, filters: Floats, out: Tensor) -> None:
+    """out = |x * psi| for all spectra (n, channels, ...) and filters: (n, channels x filters, ...), subsampled as
+    `filters` were folded."""
     count, step, height, _, double_width = filters.shape
     images = spectra.shape[0] * spectra.shape[1]
     laid_out = torch.view_as_real(spectra.contiguous()).numpy().reshape(images, step, height, step, double_width)
-    product = np.empty((images, count, height, double_width), dtype=np.float32)
-    (_multiply if step == 1 else _multiply_and_fold)(laid_out, filters, product)
-    complex_product = torch.view_as_complex(torch.from_numpy(product).view(images, count, height, -1, 2))
-    waves = torch.view_as_real(torch.fft.ifft2(complex_product)).numpy()
-    modulus = product.reshape(-1)[: waves.size // 2]  # what was there is spent; fresh memory costs more than the sums
-    _modulus(waves.reshape(-1, 2), modulus)
-    return torch.from_numpy(modulus).view(len(spectra), -1, height, double_width // 2)
+    product = torch.empty(images, count, height, double_width)  # torch's memory is aligned, NumPy's anyhow
+    (_multiply if step == 1 else _multiply_and_fold)(laid_out, filters, product.numpy())
+    waves = torch.fft.ifft2(torch.view_as_complex(product.view(images, count, height, -1, 2)))
+    flat = out.flatten(1).numpy()
+    _modulus(torch.view_as_real(waves).numpy().reshape(*flat.shape, 2), flat)
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -201,5 +204,6 @@ def _multiply_and_fold(spectra, filters, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _modulus(waves, out):  # type: ignore[no-untyped-def]
-    for i in range(len(out)):
-        out[i] = np.sqrt(waves[i, 0] * waves[i, 0] + waves[i, 1] * waves[i, 1])
+    for n in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[n, i] = np.sqrt(waves[n, i, 0] * waves[n, i, 0] + waves[n, i, 1] * waves[n, i, 1])

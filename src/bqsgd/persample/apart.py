@@ -1,36 +1,93 @@
-"""A check that a model treats the samples of a batch apart, which no layer list can prove."""
+"""Checks, on this machine and this model, of what no layer list can prove: that a sample's gradient is its own."""
 
 from __future__ import annotations
+
+import copy
+import math
 
 import torch
 from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.capture import NoRule, capture
-from bqsgd.persample.factors import Dense, Factor
+from bqsgd.persample.chunks import aligned_zeros, rows_for
+from bqsgd.persample.factors import Factor, Summed, micro_batch
 from bqsgd.persample.functional import LossFunction, per_sample_gradients
+from bqsgd.persample.outer import Outer
 
 TOLERANCE = 1e-3
 
 
-def check_samples_apart(model: nn.Module, loss_fn: LossFunction, batch: tuple[Tensor, Tensor]) -> None:
-    """Raise unless the batch gives every sample the gradient norm that it has alone.
+def check_samples_apart(
+    model: nn.Module, loss_fn: LossFunction, batch: tuple[Tensor, Tensor], *, batch_size: int, packed: bool = False
+) -> None:
+    """Raise unless samples are kept apart: run this once, on a few samples, before training with `batch_size`.
 
-    A forward that mixes samples in code of its own (`x - x.mean(0)`), or that moves the batch dimension away from the
-    front, would have the wrong gradients clipped. Run this once on a few samples before training; layers that draw
-    random numbers must be switched off (`model.eval()`), or the two roads see different masks. A model without fast
-    rules is taken sample by sample anyway and passes.
+    First, every sample of the batch must have the gradient norm that it has alone: a forward that mixes samples in code
+    of its own (`x - x.mean(0)`), or that moves the batch dimension away from the front, would have the wrong gradients
+    clipped. Second, a row of a full pass must come out the same to the last bit whatever stands in the other rows; with
+    `packed` (no indices given to `clipped_gradients`) also whichever row it is. Both are tried on a copy of the model
+    in evaluation mode with random weights, so that weights which hide a difference do not pass.
+
+    Args:
+        batch: inputs and targets of a few samples; floating-point values only lend their shape to the second check.
+
+    Raises:
+        InvalidParameter: the check failed, so that no sensitivity can be stated for this model on this machine.
     """
-    inputs, targets = batch
+    generator = torch.Generator().manual_seed(0)
+    probe = _randomised(model, generator)
+    _check_norms(probe, loss_fn, *batch)
+    rows = rows_for(batch_size)
+    first, second = (_company(batch, rows, generator) for _ in range(2))
+    seen = _seen(probe, loss_fn, first)
+    for parity in (0, 1):
+        kept = torch.arange(rows) % 2 == parity
+        mixed = [torch.where(kept.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(first, second, strict=True)]
+        for before, after in zip(seen, _seen(probe, loss_fn, mixed), strict=True):
+            if not _same_bits(before[kept], after[kept]):
+                raise InvalidParameter(
+                    "the gradient of a sample changes in its last bits with the other samples of its batch on this "
+                    "machine: no sensitivity can be stated; run it on another device or replace the layer that does it"
+                )
+    if packed:
+        alike = [values[:1].expand_as(values) for values in first]
+        for values in _seen(probe, loss_fn, alike):
+            if not _same_bits(values, values[:1].expand_as(values)):
+                raise InvalidParameter(
+                    "the gradient of a sample changes in its last bits with its row in the batch on this machine: "
+                    "give the samples' indices, so that each has a row of its own"
+                )
+
+
+def samples_like(values: Tensor) -> Tensor:
+    """Four made-up samples of the same shape and type: a check must not depend on data."""
+    shape = (4, *values.shape[1:])
+    if values.is_floating_point():
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(values.dtype)
+    return torch.arange(4).view(-1, *[1] * (values.dim() - 1)).expand(shape).remainder(2).to(values.dtype)
+
+
+def _randomised(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    probe = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for parameter in probe.parameters():
+            fan_in = max(1, parameter[0].numel()) if parameter.dim() > 1 else 1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(fan_in))
+    return probe
+
+
+def _check_norms(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         factors = capture(model, loss_fn, inputs, targets, parameters)
     except NoRule:
-        return
+        return  # such a model is taken sample by sample
     with torch.no_grad():
         together = _norms([factor for factor in factors if factor is not None])
-        parts = per_sample_gradients(model, loss_fn, inputs, targets)
-        alone = torch.cat([_norms([Dense(gradient) for gradient in part]) for part in parts])
+        alone = torch.stack(
+            [_norm_alone(model, loss_fn, inputs[i : i + 1], targets[i : i + 1]) for i in range(len(inputs))]
+        )
     if not bool(((together - alone).abs() <= TOLERANCE * alone.abs().max()).all()):
         worst = int((together - alone).abs().argmax())
         raise InvalidParameter(
@@ -39,5 +96,59 @@ def check_samples_apart(model: nn.Module, loss_fn: LossFunction, batch: tuple[Te
         )
 
 
+def _norm_alone(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> Tensor:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        found = torch.autograd.grad(loss_fn(model(inputs), targets).sum(), parameters, allow_unused=True)
+    norm: Tensor = torch.stack([gradient.double().norm() for gradient in found if gradient is not None]).norm()
+    return norm.cpu()
+
+
 def _norms(factors: list[Factor]) -> Tensor:
     return torch.stack([factor.squared_norms() for factor in factors]).sum(dim=0).sqrt()
+
+
+def _company(batch: tuple[Tensor, Tensor], rows: int, generator: torch.Generator) -> list[Tensor]:
+    """A full pass of random samples over four orders of magnitude; integers are those of the batch, drawn anew."""
+    made = []
+    for values in batch:
+        filled = aligned_zeros(rows, values)
+        if values.is_floating_point():
+            scale = 10 ** (4 * torch.rand(rows, *[1] * (values.dim() - 1), generator=generator) - 2)
+            filled.copy_(torch.randn(filled.shape, generator=generator) * scale)
+        else:
+            filled.copy_(values[torch.randint(0, len(values), (rows,), generator=generator)])
+        made.append(filled)
+    return made
+
+
+def _seen(model: nn.Module, loss_fn: LossFunction, batch: list[Tensor]) -> list[Tensor]:
+    """All that a sample's gradient is made of, a row a sample, after a pass over the model."""
+    inputs, targets = batch
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        factors = capture(model, loss_fn, inputs, targets, parameters)
+    except NoRule:
+        part = min(len(inputs), micro_batch(sum(parameter.numel() for parameter in parameters)))
+        batches = [
+            (inputs[at : at + part].clone(), targets[at : at + part].clone())
+            for at in range(0, len(inputs) // part * part, part)
+        ]
+        found = list(per_sample_gradients(model, loss_fn, batches))
+        return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+    with torch.no_grad():
+        return [values for factor in factors if factor is not None for values in _parts(factor, len(inputs))]
+
+
+def _parts(factor: Factor, rows: int) -> list[Tensor]:
+    match factor:
+        case Outer():
+            return [factor.a.clone(), factor.e.clone()]
+        case Summed():
+            return [values for use in factor.uses for values in _parts(use, rows)]
+        case _:
+            return [factor.materialise(slice(0, rows)).clone()]
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.contiguous().cpu().numpy().tobytes() == right.contiguous().cpu().numpy().tobytes()

@@ -1,8 +1,8 @@
-"""Per-sample gradients of any model through `torch.func`, a micro-batch at a time: the slow road that always works."""
+"""Per-sample gradients of any model through `torch.func`, a small batch at a time: the slow road that always works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.persample.factors import micro_batch
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """loss_fn(outputs, targets) -> one loss a sample, shape (batch,)."""
@@ -28,9 +27,10 @@ def check_losses(losses: Tensor, batch: int) -> Tensor:
 
 
 def per_sample_gradients(
-    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor
+    model: nn.Module, loss_fn: LossFunction, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> Iterator[list[Tensor]]:
-    """Yield, for one micro-batch after another, a (samples, coordinates) gradient for each trainable parameter."""
+    """Yield, for one batch of inputs and targets after another, a (samples, coordinates) gradient for each trainable
+    parameter."""
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     rest = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     rest |= {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -40,10 +40,8 @@ def per_sample_gradients(
         return check_losses(loss_fn(outputs, y.unsqueeze(0)), 1)[0]
 
     gradients_of = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
-    size = micro_batch(sum(p.numel() for p in trainable.values()))
-    for start in range(0, len(inputs), size):
-        part = slice(start, start + size)
+    for inputs, targets in batches:
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels cannot be vmapped
-            gradients = gradients_of(trainable, inputs[part].detach(), targets[part])
+            gradients = gradients_of(trainable, inputs.detach(), targets)
         with torch.no_grad():
             yield [gradients[name].detach().flatten(1) for name in trainable]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,17 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
-from bqsgd.persample.capture import NoRule, capture
-from bqsgd.persample.clipping import Slot, clipped_sum
-from bqsgd.persample.clips import BatchMean, Clamp, Clip, Dual
-from bqsgd.persample.factors import Dense, Factor
+from bqsgd.persample.capture import NoRule, capture, working
+from bqsgd.persample.chunks import Numbers, passes, plan, rows_for
+from bqsgd.persample.clipping import clipped_steps, places, provably_finite
+from bqsgd.persample.clips import BatchMean, Clip
+from bqsgd.persample.factors import Dense, Factor, micro_batch
 from bqsgd.persample.functional import LossFunction, check_losses, per_sample_gradients
+from bqsgd.persample.grid import MOST_COORDINATES, MOST_SAMPLES
 from bqsgd.persample.rules import refuse_mixing
+
+GROUP_SAMPLES = 1024
+"""Samples whose layers' inputs and errors are held at once."""
 
 
 class SlowGradientsWarning(UserWarning):
@@ -27,10 +32,10 @@ class SlowGradientsWarning(UserWarning):
 class ClippedGradients(NamedTuple):
     """What one batch gives.
 
-    mean: flat float32 sum of the clipped per-sample gradients over the public batch size, in the order of
+    mean: flat float64 sum of the clipped per-sample gradients over the public batch size, in the order of
         `model.parameters()` (those that require a gradient).
-    dropped: samples whose gradient held NaN or infinity. They count as zero in `mean`. The number depends on the data:
-        keep it on the client.
+    dropped: samples whose gradient held NaN or infinity, or could overflow. They count as zero in `mean`. The number
+        depends on the data: keep it on the client.
     """
 
     mean: Tensor
@@ -38,15 +43,28 @@ class ClippedGradients(NamedTuple):
 
 
 def clipped_gradients(
-    model: nn.Module, loss_fn: LossFunction, batch: tuple[Tensor, Tensor], *, clip: Clip, batch_size: int
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: tuple[Tensor, Tensor],
+    *,
+    indices: Numbers | None,
+    clip: Clip,
+    batch_size: int,
 ) -> ClippedGradients:
     """Eq. (7): (1/L) sum over the batch of the clipped gradient of each sample, with L the *public* batch size.
+
+    What a sample adds is, to the last bit, a function of the sample, its index, the model and the settings, and the sum
+    is exact: one sample more or less moves the mean by that sample's own clipped gradient and nothing else.
 
     Args:
         model: an ordinary module whose forward treats the samples of a batch apart. Left as it was: no attribute, hook
             or `.grad` remains, and the parameters are not touched.
         loss_fn: (outputs, targets) -> one loss a sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
         batch: (inputs, targets), the batch dimension first. May be empty (a Poisson batch): the mean is then zero.
+        indices: the number of each sample in the client's data, the same in every batch it is drawn for; it decides
+            the row in which the sample goes through the model. None packs the samples as they come, which is faster;
+            the claim then rests on the assumption that the kernels of this machine give a row the same result in
+            every place of a batch of one shape. `check_samples_apart(packed=True)` tries it, nothing proves it.
         clip: `Scale`, `Clamp`, `L2`, `Dual` or `BatchMean`; `clip.sensitivity(batch_size=L)` belongs to the result.
         batch_size: L, fixed in advance; not the number of samples that happen to be in the batch.
 
@@ -57,34 +75,99 @@ def clipped_gradients(
         raise InvalidParameter(f"clip must be Scale, Clamp, L2, Dual or BatchMean, got {clip!r}")
     inputs, targets = _check_batch(batch)
     check_int("batch_size", batch_size, 1, 2**53)
+    check_int("samples in the batch", len(inputs), 0, MOST_SAMPLES)
     refuse_mixing(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InvalidParameter("model has no parameter that requires a gradient")
-    bounds = _bounds(clip, len(parameters))
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-    mean = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
-    dropped = 0
-    plain = isinstance(clip, BatchMean) and _mean_of_all(mean, parameters, model, loss_fn, inputs, targets, batch_size)
-    if len(inputs) and not plain:
-        try:
-            factors = capture(model, loss_fn, inputs, targets, parameters)
-        except NoRule as reason:
-            warnings.warn(
-                f"{reason}: per-sample gradients of this model go through torch.func, which is slower",
-                SlowGradientsWarning,
-                stacklevel=2,
-            )
-            dropped = _through_functional(mean, parameters, model, loss_fn, inputs, targets, clip, bounds, batch_size)
-        else:
-            with torch.no_grad():
-                dropped = clipped_sum(_slots(mean, parameters, factors, bounds), clip, batch_size=batch_size)
-    mean = mean.float()
     if isinstance(clip, BatchMean):
-        if not all(math.isfinite(end) for end in mean.aminmax()):
-            mean.zero_()  # the sum overflows float32. An error would depend on the data; zero is within the sensitivity
-        mean.clamp_(-clip.bound, clip.bound)
-    return ClippedGradients(mean, dropped)
+        return _batch_mean(parameters, model, loss_fn, inputs, targets, clip, batch_size)
+    found = places(clip, [parameter.numel() for parameter in parameters])
+    dimension, dropped = check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES), 0
+    steps: Tensor | None = None
+    for factors in _groups(parameters, model, loss_fn, inputs, targets, indices, rows_for(batch_size)):
+        with torch.no_grad():
+            part = torch.empty(dimension, dtype=torch.float64)
+            dropped += clipped_steps(factors, found, clip, part)
+            steps = part if steps is None else steps.add_(part)  # whole numbers: exact
+    mean = torch.zeros(dimension, dtype=torch.float64) if steps is None else steps
+    for place in found:
+        mean[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
+    return ClippedGradients(mean.to(parameters[0].device), dropped)
+
+
+def _groups(
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    indices: Numbers | None,
+    rows: int,
+) -> Iterator[list[Factor | None]]:
+    """The per-sample gradients of each parameter, some hundred samples at a time."""
+    chunks = plan(len(inputs), indices, rows)
+    if not chunks:
+        return
+    gathered: list[list[Factor | None]] = []
+    try:
+        for chunk, x, y in passes(inputs, targets, chunks, rows):
+            factors = capture(model, loss_fn, x, y, parameters)
+            with torch.no_grad():
+                gathered.append([None if factor is None else factor.kept(chunk.rows) for factor in factors])
+            if len(gathered) * rows >= GROUP_SAMPLES:
+                yield _joined(gathered)
+                gathered = []
+    except NoRule as reason:
+        warnings.warn(
+            f"{reason}: per-sample gradients of this model go through torch.func, which is slower",
+            SlowGradientsWarning,
+            stacklevel=4,
+        )
+        rows = min(rows, micro_batch(sum(parameter.numel() for parameter in parameters)))
+        chunks = plan(len(inputs), indices, rows)
+        laid_out = passes(inputs, targets, chunks, rows)
+        gradients = per_sample_gradients(model, loss_fn, ((x, y) for _, x, y in laid_out))
+        for chunk, each in zip(chunks, gradients, strict=True):
+            yield [Dense(working(gradient)).take(chunk.rows) for gradient in each]
+        return
+    if gathered:
+        yield _joined(gathered)
+
+
+def _joined(gathered: list[list[Factor | None]]) -> list[Factor | None]:
+    with torch.no_grad():
+        return [
+            None if first is None else first.joined([chunk[n] for chunk in gathered[1:]])
+            for n, first in enumerate(gathered[0])
+        ]
+
+
+def _batch_mean(
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    clip: BatchMean,
+    batch_size: int,
+) -> ClippedGradients:
+    """The mean of unclipped gradients, clamped: one record can move it across the whole range whatever is rounded."""
+    mean = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64, device=parameters[0].device)
+    dropped = 0
+    if not _mean_of_all(mean, parameters, model, loss_fn, inputs, targets, batch_size):
+        for factors in _groups(parameters, model, loss_fn, inputs, targets, None, rows_for(batch_size)):
+            with torch.no_grad():
+                finite = provably_finite([factor for factor in factors if factor is not None])
+                dropped += int((~finite).sum())
+                for sample in finite.nonzero().flatten():
+                    start = 0
+                    for parameter, factor in zip(parameters, factors, strict=True):
+                        if factor is not None:
+                            own = factor.materialise(sample.reshape(1))[0]
+                            mean[start : start + parameter.numel()] += own.double() / batch_size
+                        start += parameter.numel()
+    return ClippedGradients(mean.clamp_(-clip.bound, clip.bound), dropped)
 
 
 def _mean_of_all(
@@ -115,40 +198,6 @@ def _mean_of_all(
     return False
 
 
-def _slots(
-    flat: Tensor, parameters: list[nn.Parameter], factors: Sequence[Factor | None], bounds: Sequence[float]
-) -> list[Slot]:
-    """Each factor with its place in the flat sum; a parameter without a factor keeps its zeros."""
-    slots, start = [], 0
-    for parameter, factor, bound in zip(parameters, factors, bounds, strict=True):
-        out = flat[start : start + parameter.numel()]
-        start += parameter.numel()
-        if factor is not None:
-            slots.append(Slot(factor, out, bound))
-    return slots
-
-
-def _through_functional(
-    mean: Tensor,
-    parameters: list[nn.Parameter],
-    model: nn.Module,
-    loss_fn: LossFunction,
-    inputs: Tensor,
-    targets: Tensor,
-    clip: Clip,
-    bounds: Sequence[float],
-    batch_size: int,
-) -> int:
-    """Add the clipped gradients to `mean`, a micro-batch at a time; returns the samples dropped."""
-    part, dropped = torch.empty_like(mean), 0
-    for gradients in per_sample_gradients(model, loss_fn, inputs, targets):
-        with torch.no_grad():
-            factors = [Dense(gradient.to(mean.dtype)) for gradient in gradients]
-            dropped += clipped_sum(_slots(part, parameters, factors, bounds), clip, batch_size=batch_size)
-            mean += part
-    return dropped
-
-
 def _check_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)):
         raise InvalidParameter(f"batch must be a pair of tensors (inputs, targets), got {type(batch).__name__}")
@@ -158,14 +207,3 @@ def _check_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)} must have the same batch dimension first"
         )
     return inputs, targets
-
-
-def _bounds(clip: Clip, count: int) -> tuple[float, ...]:
-    """One coordinate bound a parameter tensor; infinity where the clip has none."""
-    match clip:
-        case Clamp():
-            return clip.bounds(count)
-        case Dual():
-            return (clip.bound,) * count
-        case _:
-            return (float("inf"),) * count

@@ -1,5 +1,7 @@
-"""Fused CPU kernels for weight gradients: sums of clamped per-sample gradients, and their norms, without a
-(batch, out, in) tensor. Each runs on as many threads as torch uses.
+"""Compiled CPU loops over per-sample gradients: norms, and sums of clipped gradients in whole grid steps.
+
+A sample is treated alike wherever it stands and whatever stands beside it; a sum is of whole numbers, so the number of
+threads changes no bit. Each runs on as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -15,48 +17,39 @@ from numba import njit
 from torch import Tensor
 
 from bqsgd.persample import tiles
-from bqsgd.persample.vectors import LANES
+from bqsgd.persample.grid import Grid, held_to
 
 BLOCK_FLOATS = 1 << 16
 """Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""
 
 
 PIECES = 4
-"""Parts a thread's work is cut into where any thread may take any part."""
+"""Parts a thread's work is cut into; any thread may take any part."""
 
 
-def shares(items: int) -> int:
-    """Threads worth using for so many items."""
-    return max(1, min(torch.get_num_threads(), items))
+def in_threads(work: Callable[[int, int], None], items: int) -> None:
+    """Call work(start, stop) over disjoint parts of range(items), on as many threads as torch has.
 
-
-def in_threads(work: Callable[[int, int, int], None], items: int, *, pieces: int = 1) -> None:
-    """Call work(thread, start, stop) over disjoint parts of range(items), on as many threads as torch has.
-
-    With several `pieces` a thread, each takes the next piece when it is done, so that a core kept busy by torch's own
-    waiting threads holds nobody up. Only for work whose result does not depend on who does it: a thread that adds up
-    its own partial sum must have one piece, or the last bits would change from run to run.
+    Each thread takes the next of several pieces when it is done, so that a core kept busy by torch's own waiting
+    threads holds nobody up.
     """
-    threads = shares(items)
-    count = min(items, threads * pieces)
+    threads = max(1, min(torch.get_num_threads(), items))
+    count = min(items, threads * PIECES)
     edges = [items * i // count for i in range(count + 1)] if items else [0, 0]
     following = itertools.count()
     failures: list[BaseException] = []
 
-    def guarded(thread: int) -> None:
+    def guarded() -> None:
         try:
-            if pieces == 1:
-                work(thread, edges[thread], edges[thread + 1])
-                return
             while (piece := next(following)) < count:
-                work(thread, edges[piece], edges[piece + 1])
+                work(edges[piece], edges[piece + 1])
         except BaseException as error:  # raised again below, in the calling thread
             failures.append(error)
 
-    others = [threading.Thread(target=guarded, args=(thread,)) for thread in range(1, threads)]
+    others = [threading.Thread(target=guarded) for _ in range(1, threads)]
     for other in others:
         other.start()
-    guarded(0)
+    guarded()
     for other in others:
         other.join()
     if failures:
@@ -68,42 +61,87 @@ def usable(values: Tensor) -> bool:
     return values.device.type == "cpu" and values.dtype == torch.float32
 
 
-def pack_lanes(values: Tensor, width: int) -> Tensor:
-    """(batch, positions, groups, n) -> (groups, panels, batch, positions, width), the last panel filled with zeros."""
-    batch, positions, groups, size = values.shape
-    whole, rest = divmod(size, width)
-    packed = values.new_empty(groups, whole + bool(rest), batch, positions, width)
-    if whole:
-        panels = values[..., : whole * width].reshape(batch, positions, groups, whole, width)
-        packed[:, :whole].permute(2, 3, 0, 1, 4).copy_(panels)
-    if rest:
-        packed[:, whole, ..., :rest] = values[..., whole * width :].permute(2, 0, 1, 3)
-        packed[:, whole, ..., rest:] = 0
-    return packed
+@njit(nogil=True, cache=True)
+def _squares(values: np.ndarray, bound: float, start: int, stop: int, out: np.ndarray) -> None:
+    """Sums of squares in float64, in 16 parts so that they vectorise; the order is that of the coordinates alone."""
+    size = values.shape[1]
+    whole = size - size % 16
+    parts = np.empty(16)
+    for sample in range(start, stop):
+        parts[:] = 0.0
+        for first in range(0, whole, 16):
+            for lane in range(16):
+                value = min(abs(np.float64(values[sample, first + lane])), bound)
+                parts[lane] += value * value
+        total = 0.0
+        for lane in range(16):
+            total += parts[lane]
+        for at in range(whole, size):
+            value = min(abs(np.float64(values[sample, at])), bound)
+            total += value * value
+        out[sample] = total
 
 
-def inside(bound: float) -> np.float32:
-    """The largest float32 not above `bound`."""
-    value = np.float32(bound)
-    return value if value <= bound else np.nextafter(value, np.float32(0))
+def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
+    """(batch,) float64 sums of squares of (batch, coordinates), clamped to +-bound where one is given."""
+    array, out = _array(values), np.empty(len(values))
+    in_threads(lambda start, stop: _squares(array, np.inf if bound is None else bound, start, stop, out), len(out))
+    return torch.from_numpy(out)
 
 
-def clamped_outer_sum(a: Tensor, e: Tensor, bound: float, weights: Tensor, out: Tensor) -> None:
-    """out[o, i] = sum_b w_b clamp(e_bo a_bi, -C, C) for (batch, i) activations and (batch, o) errors.
+STRETCH = 2048
+"""Coordinates whose sums stay in the nearest cache while the samples pass by."""
 
-    clamp(e a, C) = e clamp(a, C / |e|): the thresholds are made once a sample and row, a hair inside C / |e|, so that
-    rounding never takes a product beyond C.
+
+@njit(nogil=True, cache=True)
+def _add_steps(values: np.ndarray, weights: np.ndarray, reach: float, start: int, stop: int, out: np.ndarray) -> None:
+    for first in range(start, stop, STRETCH):
+        last = min(stop, first + STRETCH)
+        for sample in range(len(values)):
+            weight = weights[sample]
+            for at in range(first, last):
+                out[at] += np.rint(min(max(np.float64(values[sample, at]), -reach), reach) * weight)
+
+
+def add_steps(values: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
+    """out += sum_b of weights_b values_b in whole grid steps; values_b is clamped to +-bound first, if given."""
+    array, scaled, target = _array(values), (weights / grid.step).numpy(), out.numpy()
+    reach = held_to(bound)
+    in_threads(lambda start, stop: _add_steps(array, scaled, reach, start, stop, target), len(target))
+
+
+def in_steps(values: Tensor, grid: Grid, weights: Tensor, *, bound: float | None) -> Tensor:
+    """(rows, coordinates) float64: what `add_steps` adds for each row."""
+    held = values.cpu().double()
+    held = held.clamp(-held_to(bound), held_to(bound))
+    return (held * (weights / grid.step)[:, None]).round_()
+
+
+def _array(values: Tensor) -> np.ndarray:
+    """The values where the loops can read them; those of another device are copied to the CPU."""
+    return values.detach().cpu().contiguous().numpy()
+
+
+def outer_steps(a: Tensor, e: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
+    """out[o, i] = sum_b of w_b clamp(e_bo a_bi, -C, C), in whole grid steps, of (batch, i) activations and (batch, o)
+    errors.
+
+    clamp(e a, C) = e clamp(a, C / |e|): two vector instructions instead of four, the thresholds being made once a
+    sample and row. Each sample's activations are scaled by a power of two to below 1, so that nothing overflows.
     """
-    errors, factors, target = e.numpy(), weights.float().numpy(), out.numpy()
-    lanes = pack_lanes(a[:, None, None, :], tiles.OUTER_WIDTH)[0, :, :, 0].numpy()
+    inputs, errors, target = a.contiguous().numpy(), e.contiguous().numpy(), out.numpy()
+    scales = np.ldexp(1.0, -np.frexp(np.abs(inputs).max(axis=1).astype(np.float64))[1])
+    factors, reach = (weights / grid.step).numpy(), held_to(bound)
+    lanes = np.empty((-(-inputs.shape[1] // tiles.OUTER_WIDTH), len(inputs), tiles.OUTER_WIDTH), np.float32)
+    in_threads(lambda start, stop: tiles.pack_lanes(inputs, scales, start, stop, lanes), len(inputs))
 
-    def strips(_: int, start: int, stop: int) -> None:
+    def strips(start: int, stop: int) -> None:
         rows = slice(start * tiles.OUTER_ROWS, stop * tiles.OUTER_ROWS)
-        scalars = np.zeros((stop - start, len(errors), 2, tiles.OUTER_ROWS), np.float32)
-        tiles.pack_scalars(np.ascontiguousarray(errors[:, rows]), factors, bound, scalars)
+        scalars = np.zeros((stop - start, len(errors), 2 if bound else 1, tiles.OUTER_ROWS), np.float32)
+        tiles.pack_scalars(np.ascontiguousarray(errors[:, rows]), scales, factors, reach, scalars)
         tiles.run_outer(scalars, lanes, 0, stop - start, target[rows])
 
-    in_threads(strips, -(-errors.shape[1] // tiles.OUTER_ROWS), pieces=PIECES)
+    in_threads(strips, -(-errors.shape[1] // tiles.OUTER_ROWS))
 
 
 @njit(nogil=True, cache=True)
@@ -122,11 +160,9 @@ def _clamped_outer_squares(a: np.ndarray, e: np.ndarray, bound: float, start: in
 
 def clamped_outer_squares(a: Tensor, e: Tensor, bound: float) -> Tensor:
     """(batch,) float64 squared norms of clamp(e_bo a_bi, -C, C) in O(n log n): sort both sides, then sweep once."""
-    left, right = np.sort(a.abs().numpy(), axis=1), np.sort(e.abs().numpy(), axis=1)
+    left, right = (np.sort(_array(values.abs()), axis=1) for values in (a, e))
     out = np.empty(len(left))
-    in_threads(
-        lambda _, start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left), pieces=PIECES
-    )
+    in_threads(lambda start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left))
     return torch.from_numpy(out)
 
 
@@ -144,36 +180,34 @@ class Windows:
     lanes: Tensor
     group_stride: int = 0
 
-    def clamped_sum(self, bound: float, weights: Tensor) -> Tensor:
-        """(groups, rows, lanes a group): sum_b w_b clamp(g_b, -C, C)."""
-        batch, _, groups, size = self.lanes.shape
-        strips, panels = -(-len(self.offsets) // tiles.ROWS), -(-size // self._width)
-        sums = torch.zeros(shares(batch), groups * panels * strips * tiles.ROWS * self._width)
-        self._run(0, bound, weights.float().contiguous().numpy(), lambda share: sums[share].numpy())
-        total = sums[0] if len(sums) == 1 else sums.sum(dim=0)
-        ordered = total.view(groups, panels, strips * tiles.ROWS, self._width).transpose(1, 2).flatten(2)
-        return ordered[:, : len(self.offsets), :size]
-
-    def norms(self, *, squared: bool, bound: float = float("inf")) -> Tensor:
-        """(batch,) sums of squares of clamp(g_b, -C, C) in float64, or max|g_b|."""
-        partial = torch.zeros(len(self.lanes), LANES, dtype=torch.float64)
-        flat = partial.numpy().reshape(-1)
-        self._run(2 if squared else 1, bound, np.empty(0, np.float32), lambda _: flat)
-        return partial.sum(dim=1) if squared else partial.amax(dim=1).float()
+    @property
+    def _tiles(self) -> tuple[int, int, int, int]:
+        """Groups, panels of lanes, rows with those that fill up a tile, lanes of a panel."""
+        groups, size = self.lanes.shape[2:]
+        width = tiles.NARROW if size <= tiles.NARROW else tiles.WIDE
+        return groups, -(-size // width), -(-len(self.offsets) // tiles.ROWS) * tiles.ROWS, width
 
     @property
-    def _width(self) -> int:
-        return tiles.NARROW if self.lanes.shape[3] <= tiles.NARROW else tiles.WIDE
+    def size(self) -> int:
+        """Coordinates of a gradient with those that fill up its tiles."""
+        return int(np.prod(self._tiles))
 
-    def _run(self, mode: int, bound: float, weights: np.ndarray, result: Callable[[int], np.ndarray]) -> None:
-        rows, (batch, positions, groups, size) = len(self.offsets), self.lanes.shape
-        offsets = np.pad(self.offsets, (0, -rows % tiles.ROWS), mode="edge")
-        scalars, lanes, width, limit = self.scalars.contiguous().numpy(), self.lanes.numpy(), self._width, inside(bound)
+    def gradients(self, part: slice) -> Tensor:
+        """(samples, coordinates) of the samples `part`, in the order of the tiles and with zeros where a tile is filled
+        up; `places` tells where each lies."""
+        groups, _, padded, width = self._tiles
+        rows, (_, positions, _, size) = len(self.offsets), self.lanes.shape
+        offsets = np.pad(self.offsets, (0, padded - rows), mode="edge")
+        scalars, lanes = self.scalars[part].contiguous().numpy(), self.lanes[part].numpy()
         block = max(1, BLOCK_FLOATS // (scalars.shape[1] + positions * groups * size))
-        windows = (scalars, self.group_stride, self.base, offsets, rows, lanes, width, block, limit, weights)
-        pieces = PIECES if mode else 1  # every sample has a norm of its own; sums are a thread's own
-        in_threads(
-            lambda share, start, stop: tiles.run_windows(mode, *windows, start, stop, result(share)),
-            batch,
-            pieces=pieces,
-        )
+        found = np.empty((len(lanes), self.size), np.float32)
+        windows = (scalars, self.group_stride, self.base, offsets, rows, lanes, width, block)
+        flat, stride = found.reshape(-1), found.shape[1]
+        in_threads(lambda start, stop: tiles.run_windows(*windows, start, stop, flat, stride), len(lanes))
+        return torch.from_numpy(found)
+
+    def places(self) -> Tensor:
+        """(groups, rows, lanes a group): where each coordinate lies in the order of the tiles."""
+        groups, panels, padded, width = self._tiles
+        ordered = torch.arange(self.size).view(groups, panels, padded, width).transpose(1, 2).flatten(2)
+        return ordered[:, : len(self.offsets), : self.lanes.shape[3]]

@@ -5,30 +5,45 @@ Key: a inputs of the layer (patches of a convolution), e errors at its output, P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bqsgd.persample.factors import Built, max_norm, micro_batch, squared_norm
-from bqsgd.persample.kernels import Windows, clamped_outer_squares, clamped_outer_sum, usable
+from bqsgd.persample.factors import Built, Dense, Factor, max_norm
+from bqsgd.persample.grid import Grid
+from bqsgd.persample.kernels import Windows, clamped_outer_squares, outer_steps, squared_norms, usable
+
+KEPT_SHARE = 4
+"""Gradients are kept instead of what they are made of, unless they are more than so many times as large."""
 
 
 class Outer(Built):
-    """What a linear layer and a convolution share. Coordinates are ordered (group, output, input)."""
+    """What a linear layer and a convolution share. Coordinates are ordered (group, output, input).
 
+    Norms and sums read the same gradients, bit for bit: a norm of anything else would not bound what is summed where
+    the positions cancel.
+    """
+
+    a: Tensor
+    e: Tensor
     batch: int
     positions: int
     groups: int
     inputs: int
     outputs: int
-    gather_cost: float
-    """Multiplications that fetching one entry of a patch as float64 is worth (measured)."""
 
     @property
     def coordinates(self) -> int:  # type: ignore[override]
         return self.groups * self.outputs * self.inputs
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """The same for the CPU kernels, or None where they do not apply."""
+        raise NotImplementedError
 
     def patches(self, index: slice | Tensor) -> Tensor:
         """(samples, groups, positions, inputs)."""
@@ -38,64 +53,47 @@ class Outer(Built):
         """(samples, groups, positions, outputs)."""
         raise NotImplementedError
 
-    def windows(self) -> Windows | None:
-        """The same for the CPU kernels, or None where they do not apply."""
-        raise NotImplementedError
-
-    def place(self, sums: Tensor, out: Tensor) -> None:
-        """Copy what `windows` summed into the flat `out`."""
-        raise NotImplementedError
+    def bounds(self) -> Tensor:
+        return max_norm(self.a) * max_norm(self.e) * self.positions
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         return (self.errors(index).transpose(2, 3) @ self.patches(index)).flatten(1)
 
-    def max_norms(self) -> Tensor:
-        windows = self.windows()
-        return super().max_norms() if windows is None else windows.norms(squared=False)
+    def kept(self, index: Tensor) -> Factor:
+        chosen = self if len(index) == self.batch else self.take(index)  # a full pass is in order
+        windows = None if self.positions == 1 else chosen.windows
+        if windows is None or windows.size > KEPT_SHARE * (self.a[0].numel() + self.e[0].numel()):
+            return self.take(index)
+        return chosen._gradients(slice(0, chosen.batch))
 
-    def squared_norms(self, bound: float | None = None) -> Tensor:
-        gram = self.inputs * self.gather_cost + 3 * self.positions * (self.inputs + self.outputs)
-        if bound is None and gram < self.inputs * self.outputs:
-            return self._gram_norms()
-        windows = self.windows()
-        if windows is None:
-            return super().squared_norms(bound)
-        norms = windows.norms(squared=True, bound=float("inf") if bound is None else bound)
-        for sample in (~torch.isfinite(norms)).nonzero().flatten():  # the float32 squares overflowed
-            norms[sample] = squared_norm(self.materialise(sample.reshape(1)))[0]
-        return norms
+    def take(self, index: Tensor) -> Outer:
+        raise NotImplementedError
 
-    def _gram_norms(self) -> Tensor:
-        """||sum_p e_p a_p^T||^2 = sum over p, q of (a_p . a_q)(e_p . e_q); float64, because the terms cancel."""
-        size = micro_batch(2 * self.groups * self.positions * (self.inputs + self.outputs + self.positions))
-        norms = []
-        for start in range(0, self.batch, size):
-            a, e = (part(slice(start, start + size)).double() for part in (self.patches, self.errors))
-            norms.append(((a @ a.transpose(2, 3)) * (e @ e.transpose(2, 3))).sum(dim=(1, 2, 3)).clamp_(min=0))
-        return torch.cat(norms)
+    def _gradients(self, part: slice) -> Dense:
+        if self.windows is None:
+            return super()._gradients(part)
+        return Dense(self.windows.gradients(part), self.order(self.windows))
 
-    def clamped_sum(self, bound: float, weights: Tensor, out: Tensor) -> None:
-        windows = self.windows()
-        if windows is None:
-            super().clamped_sum(bound, weights, out)
-        else:
-            self.place(windows.clamped_sum(bound, weights), out)
+    def order(self, windows: Windows) -> Tensor:
+        """Where each coordinate lies among those of `windows`."""
+        raise NotImplementedError
 
 
 class LinearWeight(Outer):
     """a (batch, positions, inputs) and e (batch, positions, outputs); one position unless it runs over sequences."""
 
-    groups, gather_cost = 1, 50.0
+    groups = 1
 
     def __init__(self, a: Tensor, e: Tensor) -> None:
         self.a, self.e = a, e
         self.batch, self.positions, self.inputs, self.outputs = *a.shape, e.shape[2]
 
-    def bounds(self) -> Tensor:
-        return max_norm(self.a) * max_norm(self.e) * self.positions
-
     def take(self, index: Tensor) -> LinearWeight:
         return LinearWeight(self.a[index], self.e[index])
+
+    def joined(self, others: Sequence[Any]) -> LinearWeight:
+        every = [self, *others]
+        return LinearWeight(torch.cat([part.a for part in every]), torch.cat([part.e for part in every]))
 
     def patches(self, index: slice | Tensor) -> Tensor:
         return self.a[index].unsqueeze(1)
@@ -103,41 +101,41 @@ class LinearWeight(Outer):
     def errors(self, index: slice | Tensor) -> Tensor:
         return self.e[index].unsqueeze(1)
 
+    @cached_property
     def windows(self) -> Windows | None:
         if not usable(self.a):
             return None
         base = np.arange(self.positions) * self.outputs
         return Windows(self.e.flatten(1), base, np.arange(self.outputs), self.a.unsqueeze(2))
 
-    def place(self, sums: Tensor, out: Tensor) -> None:
-        out.view(self.outputs, self.inputs).copy_(sums[0])
+    def order(self, windows: Windows) -> Tensor:
+        return windows.places().flatten()
+
+    def materialise(self, index: slice | Tensor) -> Tensor:
+        if self.positions == 1:  # one product an entry
+            return (self.e[index].transpose(1, 2) * self.a[index]).flatten(1)
+        return super().materialise(index)
 
     def max_norms(self) -> Tensor:
         return max_norm(self.a) * max_norm(self.e) if self.positions == 1 else super().max_norms()
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
-        if self.positions == 1 and bound is None:
-            return squared_norm(self.a) * squared_norm(self.e)
-        if self.positions == 1 and bound is not None and usable(self.a):
-            return clamped_outer_squares(self.a[:, 0], self.e[:, 0], bound)
-        return super().squared_norms(bound)
+        if self.positions > 1:
+            return super().squared_norms(bound)
+        if bound is None:
+            return squared_norms(self.a[:, 0]) * squared_norms(self.e[:, 0])
+        return clamped_outer_squares(self.a[:, 0], self.e[:, 0], bound)
 
-    def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
-        e = (self.e * weights.to(self.e.dtype)[:, None, None]).flatten(0, 1)
-        torch.mm(e.t(), self.a.flatten(0, 1), out=out.view(self.outputs, self.inputs))
-
-    def clamped_sum(self, bound: float, weights: Tensor, out: Tensor) -> None:
+    def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
         if self.positions == 1 and usable(self.a):
             matrix = out.view(self.outputs, self.inputs)
-            clamped_outer_sum(self.a[:, 0], self.e[:, 0], bound, weights.to(self.a.dtype), matrix)
+            outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound)
         else:
-            super().clamped_sum(bound, weights, out)
+            super().steps(grid, weights, out, bound=bound)
 
 
 class ConvWeight(Outer):
     """A convolution of padded inputs a (batch, channels, *space) with errors e (batch, outputs, *positions)."""
-
-    gather_cost = 340.0
 
     def __init__(
         self,
@@ -154,12 +152,17 @@ class ConvWeight(Outer):
         self.batch, self.positions = len(a), int(np.prod(e.shape[2:]))
         self.inputs, self.outputs = a.shape[1] // groups * int(np.prod(kernel)), e.shape[1] // groups
 
-    def bounds(self) -> Tensor:
-        return max_norm(self.a) * max_norm(self.e) * self.positions
+    def _of(self, a: Tensor, e: Tensor) -> ConvWeight:
+        """Other samples of the same convolution."""
+        geometry = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        return ConvWeight(a, e, **geometry)  # type: ignore[arg-type]
 
     def take(self, index: Tensor) -> ConvWeight:
-        geometry = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-        return ConvWeight(self.a[index], self.e[index], **geometry)  # type: ignore[arg-type]
+        return self._of(self.a[index], self.e[index])
+
+    def joined(self, others: Sequence[Any]) -> ConvWeight:
+        every = [self, *others]
+        return self._of(torch.cat([part.a for part in every]), torch.cat([part.e for part in every]))
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, int]:
@@ -182,6 +185,7 @@ class ConvWeight(Outer):
     def errors(self, index: slice | Tensor) -> Tensor:
         return self.e[index].reshape(-1, self.groups, self.outputs, self.positions).transpose(2, 3)
 
+    @cached_property
     def windows(self) -> Windows | None:
         if not usable(self.a):
             return None
@@ -189,26 +193,5 @@ class ConvWeight(Outer):
         lanes = self.e.view(self.batch, self.groups, self.outputs, self.positions).permute(0, 3, 1, 2)
         return Windows(self.a.flatten(1), base, offsets, lanes, group_stride)
 
-    def place(self, sums: Tensor, out: Tensor) -> None:
-        out.view(self.groups, self.outputs, self.inputs).copy_(sums.transpose(1, 2))
-
-    def weighted_sum(self, weights: Tensor, out: Tensor) -> None:
-        if usable(self.a):  # twice as fast as torch's own weight gradient at these sizes
-            self.clamped_sum(float("inf"), weights, out)
-            return
-        space, shape = len(self.kernel), (self.e.shape[1], self.a.shape[1] // self.groups, *self.kernel)
-        e = self.e * weights.to(self.e.dtype).view(-1, *[1] * (1 + space))
-        gradients = torch.ops.aten.convolution_backward(
-            e,
-            self.a,
-            self.a.new_empty(1).expand(shape),
-            None,
-            self.stride,
-            [0] * space,
-            self.dilation,
-            False,
-            [0] * space,
-            self.groups,
-            [False, True, False],
-        )
-        out.copy_(gradients[1].flatten())
+    def order(self, windows: Windows) -> Tensor:
+        return windows.places().transpose(1, 2).flatten()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.factors import Dense, Factor, Summed
 from bqsgd.persample.outer import ConvWeight, LinearWeight
-from bqsgd.persample.rows import Rows
+from bqsgd.persample.table_rows import TableRows
 
 Gradients = Iterator[tuple[Tensor | None, Callable[[], Factor]]]
 Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
@@ -56,7 +56,7 @@ def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
 def _embedding(layer: nn.Embedding, index: Tensor, e: Tensor) -> Gradients:
     flat, errors = index.reshape(len(index), -1), e.reshape(len(index), -1, e.shape[-1])
     rows, padding = layer.num_embeddings, layer.padding_idx
-    yield layer.weight, lambda: Rows.of_lookups(flat, errors, rows=rows, padding=padding)
+    yield layer.weight, lambda: TableRows.of_lookups(flat, errors, rows=rows, padding=padding)
 
 
 def _layer_norm(layer: nn.LayerNorm, a: Tensor, e: Tensor) -> Gradients:

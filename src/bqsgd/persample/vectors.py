@@ -16,8 +16,8 @@ from numba.core import cgutils
 LANES = 16
 FLOAT, WORD, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
+WHOLE = ir.VectorType(INT32, LANES)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
-UNDEFINED = ir.Constant(VECTOR, ir.Undefined)
 
 
 class Emit:
@@ -37,11 +37,12 @@ class Emit:
         return self.builder.load(self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
 
     def store(self, value: Any, pointer: Any, offset: Any) -> None:
-        self.builder.store(value, self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
+        self.builder.store(value, self.builder.bitcast(self.at(pointer, offset), value.type.as_pointer()), align=4)
 
     def broadcast(self, scalar: Any) -> Any:
-        first = self.builder.insert_element(UNDEFINED, scalar, ir.Constant(INT32, 0))
-        return self.builder.shuffle_vector(first, UNDEFINED, ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES))
+        undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, ir.Constant(INT32, 0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(WHOLE, [0] * LANES))
 
     def intrinsic(self, name: str, *arguments: Any) -> Any:
         kind = ir.FunctionType(VECTOR, [argument.type for argument in arguments])
@@ -64,13 +65,6 @@ class Emit:
         x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
         return self.maximum(x, low)
 
-    def registers(self, rows: int, vectors: int) -> list[list[Any]]:
+    def registers(self, rows: int, vectors: int, kind: ir.VectorType = VECTOR) -> list[list[Any]]:
         one = cgutils.alloca_once
-        return [[one(self.builder, VECTOR) for _ in range(vectors)] for _ in range(rows)]  # type: ignore[no-untyped-call]
-
-    def reduce_double(self, value: Any, pointer: Any, *, largest: bool) -> None:
-        """Add the vector to 16 float64 at `pointer`, or keep the larger of each."""
-        wide = ir.VectorType(ir.DoubleType(), LANES)
-        place = self.builder.bitcast(pointer, wide.as_pointer())
-        old, new = self.builder.load(place, align=8), self.builder.fpext(value, wide)
-        self.builder.store(self.maximum(new, old) if largest else self.builder.fadd(new, old), place, align=8)
+        return [[one(self.builder, kind) for _ in range(vectors)] for _ in range(rows)]  # type: ignore[no-untyped-call]

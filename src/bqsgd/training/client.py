@@ -24,12 +24,12 @@ from bqsgd.noise import NoiseSource
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.release import Unit
-from bqsgd.training.batches import draw_batch
+from bqsgd.training.batches import Rows, draw_batch
 from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.parameters import dimension_of, load_vector
 from bqsgd.training.seeds import Purpose, Sources
 from bqsgd.training.settings import Config
-from bqsgd.training.values import check_model, client_values, sample_values
+from bqsgd.training.values import Values, check_model, client_values, sample_values
 from bqsgd.wire.model_message import read_model
 
 PrivateLog = Callable[[dict[str, Any]], None]
@@ -171,38 +171,54 @@ class Client:
         with self._timed("gradients"):
             if not self._checked:
                 batch = self.inputs, self.targets
-                check_model(self.model, self.loss, batch, clip=self.clip, unit=self.setting.unit)
+                check_model(
+                    self.model,
+                    self.loss,
+                    batch,
+                    clip=self.clip,
+                    batch_size=self.setting.batch_size,
+                    unit=self.setting.unit,
+                )
                 self._checked = True
             load_vector(self.model, model)
 
-    def _values(self, round: int) -> npt.NDArray[np.float32]:
+    def _values(self, round: int) -> Values:
         """The clipped mean gradient, or the clipped update after several local steps."""
         rng = self.sources.at(Purpose.BATCH, round)
         if self.setting.unit is Unit.CLIENT:
             return client_values(
                 self.model,
                 self.loss,
-                lambda: self._batch(rng),
+                lambda: self._batch(self._drawn(rng)),
                 steps=self.config.clients.local_steps,
                 learning_rate=self.config.clients.local_learning_rate,
                 clip=self.clip,
             )
-        batch = self._batch(rng)
-        mean, dropped = sample_values(self.model, self.loss, batch, clip=self.clip, batch_size=self.setting.batch_size)
+        rows = self._drawn(rng)
+        batch = self._batch(rows)
+        mean, dropped = sample_values(
+            self.model,
+            self.loss,
+            batch,
+            indices=rows,
+            clip=self.clip,
+            batch_size=self.setting.batch_size,
+        )
         if self.private_log is not None:
             self._log(round, batch, dropped, mean)
         return mean
 
-    def _batch(self, rng: NoiseSource) -> tuple[Tensor, Tensor]:
+    def _drawn(self, rng: NoiseSource) -> Rows:
+        """Numbers of the samples of a batch."""
         setting = self.setting
-        rows = torch.from_numpy(
-            draw_batch(
-                self.config.privacy.scheme, batch_size=setting.batch_size, dataset_size=setting.dataset_size, rng=rng
-            )
+        return draw_batch(
+            self.config.privacy.scheme, batch_size=setting.batch_size, dataset_size=setting.dataset_size, rng=rng
         )
+
+    def _batch(self, rows: Rows) -> tuple[Tensor, Tensor]:
         return self.inputs[rows], self.targets[rows]
 
-    def _log(self, round: int, batch: tuple[Tensor, Tensor], dropped: int, mean: npt.NDArray[np.float32]) -> None:
+    def _log(self, round: int, batch: tuple[Tensor, Tensor], dropped: int, mean: Values) -> None:
         assert self.private_log is not None
         self.private_log(
             {

@@ -8,29 +8,36 @@ update. Only what follows from the model and the settings is refused, and that b
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bqsgd.persample import clipped_gradients
-from bqsgd.persample.clips import L2, Clamp, Clip
+from bqsgd.persample import BatchMean, check_samples_apart, clipped_gradients
+from bqsgd.persample.apart import samples_like
+from bqsgd.persample.chunks import Numbers
+from bqsgd.persample.clips import Clip
 from bqsgd.persample.functional import LossFunction
 from bqsgd.release import Unit
 from bqsgd.training.local import local_update
 from bqsgd.training.parameters import dimension_of, trainable
 
-Values = npt.NDArray[np.float32]
+Values = npt.NDArray[np.floating]
 _TRIAL_ROWS = 2
-_GRID = 2.0**-30
-"""Of the clip's bound: samples taken one at a time are cut to this grid and added as integers, which is exact."""
+_apart: WeakKeyDictionary[nn.Module, set[tuple[object, ...]]] = WeakKeyDictionary()
+"""What was checked of each model, which many clients may share."""
 
 
-def check_model(model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tensor], *, clip: Clip, unit: Unit) -> None:
+def check_model(
+    model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tensor], *, clip: Clip, batch_size: int, unit: Unit
+) -> None:
     """Run model and loss on rows of zeros shaped like `batch`: what raises here is no matter of the data.
 
-    Nothing of the data is read but its shape, and nothing is left behind: buffers and torch's generator are put back.
+    Where the guarantee is for one sample, also refuse a model or a machine on which samples touch each other, tried on
+    made-up samples. Nothing of the data is read but its shape, and nothing is left behind: buffers and torch's
+    generator are put back.
     """
     x, y = (torch.zeros((_TRIAL_ROWS, *rows.shape[1:]), dtype=rows.dtype, device=rows.device) for rows in batch)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -38,48 +45,70 @@ def check_model(model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tenso
         if unit is Unit.CLIENT:
             torch.autograd.grad(loss(model(x), y).mean(), trainable(model), allow_unused=True)
         else:
-            clipped_gradients(model, loss, (x, y), clip=clip, batch_size=1)
+            clipped_gradients(model, loss, (x, y), indices=None, clip=clip, batch_size=1)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
+    if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
+        question = (batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
+        answered = _apart.setdefault(model, set())
+        if question not in answered:
+            made_up = samples_like(batch[0]), samples_like(batch[1])
+            check_samples_apart(model, loss, made_up, batch_size=batch_size)
+            answered.add(question)
 
 
 def sample_values(
-    model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tensor], *, clip: Clip, batch_size: int
+    model: nn.Module,
+    loss: LossFunction,
+    batch: tuple[Tensor, Tensor],
+    *,
+    indices: Numbers,
+    clip: Clip,
+    batch_size: int,
 ) -> tuple[Values, int]:
     """The mean of the clipped gradients over the public batch size, and how many samples count as zero.
 
+    indices: the number of each sample in the client's data.
     The number depends on the data: keep it on the client.
     """
     try:
-        clipped = clipped_gradients(model, loss, batch, clip=clip, batch_size=batch_size)
+        clipped = clipped_gradients(model, loss, batch, indices=indices, clip=clip, batch_size=batch_size)
         mean = clipped.mean.cpu().numpy()
         if bool(np.isfinite(mean).all()):
             return mean, clipped.dropped
     except Exception:
         pass  # one sample's doing: the others must count all the same, or it would move the mean by more than its share
-    return _one_by_one(model, loss, batch, clip=clip, batch_size=batch_size)
+    return _one_by_one(model, loss, batch, indices=indices, clip=clip, batch_size=batch_size)
 
 
 def _one_by_one(
-    model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tensor], *, clip: Clip, batch_size: int
+    model: nn.Module,
+    loss: LossFunction,
+    batch: tuple[Tensor, Tensor],
+    *,
+    indices: Numbers,
+    clip: Clip,
+    batch_size: int,
 ) -> tuple[Values, int]:
-    """The same mean from each sample alone. Cutting towards zero keeps every bound of the clip."""
-    step = _reach(clip) * _GRID
-    total, dropped = np.zeros(dimension_of(model), np.int64), 0
+    """The same mean from each sample alone, to the last bit: in the row and the shape that it has in every batch."""
+    numbers = np.asarray(indices)
+    # A power of two that gives the same rows and is exact to divide by; a batch mean is clamped sample by sample here.
+    power = 1 if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
+    total, dropped = np.zeros(dimension_of(model)), 0
     for row in range(len(batch[0])):
         one = (batch[0][row : row + 1], batch[1][row : row + 1])
         try:
-            alone = clipped_gradients(model, loss, one, clip=clip, batch_size=1)
-            values = alone.mean.double().cpu().numpy()
-            lost = alone.dropped or not bool(np.isfinite(values).all())
+            alone = clipped_gradients(model, loss, one, indices=numbers[row : row + 1], clip=clip, batch_size=power)
+            values = alone.mean.cpu().numpy()
+            lost = bool(alone.dropped) or not bool(np.isfinite(values).all())
         except Exception:
-            lost = 1
+            lost = True
         if lost:
             dropped += 1
         else:
-            total += np.trunc(values / step).astype(np.int64)
-    return (total * (step / batch_size)).astype(np.float32), dropped
+            total += values  # whole steps over a power of two: exact
+    return total * power / batch_size, dropped
 
 
 def client_values(
@@ -96,14 +125,3 @@ def client_values(
         return local_update(model, loss, draw, steps=steps, learning_rate=learning_rate, clip=clip)
     except Exception:
         return np.zeros(dimension_of(model), np.float32)
-
-
-def _reach(clip: Clip) -> float:
-    """The largest coordinate that the clip lets through."""
-    match clip:
-        case L2(norm=norm):
-            return norm
-        case Clamp(bound=tuple(bounds)):
-            return max(bounds)
-        case _:
-            return float(clip.bound)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ gradients instead, counts every step in the rank's ledger before its first byte 
                            ledger=Ledger.open(...), run="mine")
     state = BQHookState(mechanism, range=0.03, rng=privacy_rng(), private=private)
     ddp_model.register_comm_hook(state, bq_hook)
-    for inputs, targets in poisson_batches:
-        state.supply((inputs, targets))                # per-sample gradients, clipped, spent in the ledger
+    for inputs, targets, indices in poisson_batches:   # indices: the number of each sample in this rank's data
+        state.supply((inputs, targets), indices=indices)     # per-sample gradients, clipped, spent in the ledger
         loss(ddp_model(inputs), targets).mean().backward()   # the hook sends the clipped mean, not this gradient
         optimiser.step(); optimiser.zero_grad()
     print(private.guarantee(delta=1e-5))
@@ -37,6 +37,7 @@ from bqsgd.engines.torch_distributed.private_steps import PrivateSteps
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import NoiseSource
 from bqsgd.params import Mechanism, check_int, check_positive
+from bqsgd.persample.chunks import Numbers
 
 _BUCKET_BITS = 20
 _UNCLIPPED = (
@@ -73,15 +74,24 @@ class BQHookState:
         self.process_group, self.private = process_group, private
         self.step, self.warned = 0, False
 
-    def supply(self, batch: tuple[Tensor, Tensor]) -> None:
+    def supply(self, batch: tuple[Tensor, Tensor], *, indices: Numbers) -> None:
         """Clip this step's gradients sample by sample and count the step; call it once before every backward.
+
+        indices: the number of each sample in this rank's data, the same in every batch it is drawn for.
 
         Raises:
             BudgetExhausted: the step would pass the budget; nothing was recorded, and the backward would be refused.
         """
         if self.private is None:
             raise InvalidParameter("supply needs BQHookState(private=PrivateSteps(...))")
-        self.private.supply(batch, mechanism=self.mechanism, range=self.range, step=self.step, seeded=self.rng.seeded)
+        self.private.supply(
+            batch,
+            indices=indices,
+            mechanism=self.mechanism,
+            range=self.range,
+            step=self.step,
+            seeded=self.rng.seeded,
+        )
 
 
 def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -11,6 +11,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.spending import Spending
 from bqsgd.params import Mechanism, check_int
+from bqsgd.persample.chunks import Numbers, check_numbers
 from bqsgd.persample.clips import Clip
 from bqsgd.persample.functional import LossFunction
 from bqsgd.privacy.guarantee import Guarantee
@@ -77,7 +78,14 @@ class PrivateSteps:
         return setting.release(mechanism)
 
     def supply(
-        self, batch: tuple[Tensor, Tensor], *, mechanism: Mechanism, range: float, step: int, seeded: bool
+        self,
+        batch: tuple[Tensor, Tensor],
+        *,
+        indices: Numbers,
+        mechanism: Mechanism,
+        range: float,
+        step: int,
+        seeded: bool,
     ) -> None:
         """Count the step, then clip its gradients sample by sample and keep their mean for the hook.
 
@@ -88,13 +96,16 @@ class PrivateSteps:
         shapes = tuple(part.shape[1:] for part in batch)
         if len(batch[0]) != len(batch[1]):
             raise InvalidParameter(f"{len(batch[0])} inputs and {len(batch[1])} targets do not pair up")
+        check_numbers(indices, len(batch[0]))
         if shapes != self._checked:
-            check_model(self.model, self.loss, batch, clip=self.clip, unit=Unit.SAMPLE)
+            check_model(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size, unit=Unit.SAMPLE)
             self._checked = shapes
         if self._spending is None:
             self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
         self._spending.spend(self.release(mechanism, range=range), round=step, last_round=step)
-        self._mean, _ = sample_values(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size)
+        self._mean, _ = sample_values(
+            self.model, self.loss, batch, indices=indices, clip=self.clip, batch_size=self.batch_size
+        )
 
     def frame(self, parameters: Sequence[Tensor], bucket: int, encode: Callable[[Values], bytearray]) -> bytearray:
         """The one frame of this step that holds these parameters: encoded when first asked for, then the same bytes.
@@ -107,7 +118,7 @@ class PrivateSteps:
                 bucket of this step.
         """
         if self._mean is None:
-            raise InvalidParameter("call state.supply((inputs, targets)) before every backward: nothing was sent")
+            raise InvalidParameter("call state.supply(batch, indices=...) before every backward: nothing was sent")
         asked = (bucket, *(id(parameter) for parameter in parameters))
         found = self._frames.get(asked)
         if found is None:
