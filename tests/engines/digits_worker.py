@@ -27,7 +27,7 @@ def main():
     asked = json.loads(sys.argv[1])
     folder, config = Path(asked["folder"]), Config.of(**asked["settings"])
     task = digits_task(config.clients.count)
-    with join(timeout_seconds=120) as group:
+    with join(timeout_seconds=500) as group:
         if not group.serves:
             work(task, config, group=group, folder=folder / f"disk-{group.rank}")
             return

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
-SECONDS = 150
+SECONDS = 540
 
 
 def free_port():

@@ -27,7 +27,6 @@ from bqsgd.training.task import Task
 from bqsgd.wire.model_message import read_model
 
 DIMENSION = 6
-LATE_SECONDS = 8.0
 
 
 def linear():
@@ -69,7 +68,7 @@ class Mischief:
 
     def __init__(self, client, plan, folder):
         self.real, self.plan, self.client = client.answer, plan, client.client
-        self.notes = folder / f"sent-{client.client}.jsonl"
+        self.notes, self.rounds = folder / f"sent-{client.client}.jsonl", folder / "rounds.jsonl"
 
     def __call__(self, message):
         round = read_model(message, dimension=DIMENSION).round
@@ -78,7 +77,8 @@ class Mischief:
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "late":
-            time.sleep(LATE_SECONDS)
+            while f'"round": {round},' not in self.rounds.read_text():  # until the server has closed the round
+                time.sleep(0.05)
         if what == "corrupt":
             frame[-1] ^= 1
         if what == "foreign":
@@ -106,7 +106,7 @@ def main():
     folder, config = Path(asked["folder"]), Config.of(**asked["settings"])
     if config.server.deadline_seconds is not None:
         warm(config.but(deadline_seconds=None), config.clients.count)
-    with join(timeout_seconds=120) as group:
+    with join(timeout_seconds=500) as group:
         plan = asked["mischief"].get(str(group.rank), {})
         if not group.serves:
             with joined_run(

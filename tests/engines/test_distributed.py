@@ -52,7 +52,7 @@ def rank_process(parent, rank):
 
 
 def wait_for_rounds(path, count, launcher):
-    until = time.monotonic() + 100
+    until = time.monotonic() + 500
     while not path.exists() or len(path.read_bytes().splitlines()) < count:
         assert launcher.poll() is None, launcher.stdout.read()
         assert time.monotonic() < until

@@ -52,7 +52,7 @@ class Federation:
 
     def serve(self, **service):
         config, _, options = read_settings(self.settings)
-        return serve(self.grid, config, Service(**{"join_seconds": 5.0, **service}), self.own(config, None, options))
+        return serve(self.grid, config, Service(**{"join_seconds": 60.0, **service}), self.own(config, None, options))
 
     def spent(self):
         found = {}
@@ -216,7 +216,7 @@ def test_the_deadline_is_held_against_the_arrival_not_against_the_handing_over(f
             return None  # never answers, so every round is handed over only after its deadline
         return reply
 
-    made = federation(tamper, deadline_seconds=3.0, rounds=1)
+    made = federation(tamper, deadline_seconds=10.0, rounds=1)
     made.serve(folder=tmp_path / "server")
     assert statuses(records_in(tmp_path / "server")) == [["ok", "ok", "ok", "missing"]]
 
@@ -376,7 +376,7 @@ def test_without_flower_the_error_names_the_extra_and_the_rest_works():
         "import bqsgd.run, bqsgd.cli.app\n"
         "sys.exit(bqsgd.cli.app.main(['flower', 'init', 'never-made']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 2
     assert "pip install 'bqsgd[flower]'" in done.stderr
 

@@ -1,5 +1,6 @@
 """Certificates that a TLS client accepts, node keys, child processes that never outlive their family, the commands."""
 
+import os
 import socket
 import ssl
 import stat
@@ -67,10 +68,13 @@ def test_a_node_key_is_a_pair_and_is_never_written_over(tmp_path):
 def test_not_even_a_grandchild_in_a_session_of_its_own_is_left(tmp_path):
     with Processes(tmp_path) as processes:
         processes.start("parent", "bash", "-c", "setsid sleep 300 & echo started $!; wait")
-        processes.wait_for("parent", "started", seconds=30)
-        time.sleep(0.3)
-        found = processes.left_over()
-        assert len(found) >= 2
+        processes.wait_for("parent", "started", seconds=300)
+        parent = processes.running["parent"].pid
+        until = time.monotonic() + 300
+        while not any(os.getsid(one) not in (os.getsid(0), parent) for one in processes.left_over()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert len(processes.left_over()) >= 2
     assert processes.left_over() == []
     assert processes.environment["FLWR_TELEMETRY_ENABLED"] == "0"
     assert processes.environment["FLWR_HOME"].startswith(str(tmp_path))
@@ -80,9 +84,9 @@ def test_a_kill_takes_the_descendants_with_it(tmp_path):
     with Processes(tmp_path) as processes:
         processes.start("one", "bash", "-c", "setsid bash -c 'sleep 300 & echo started; wait' & wait")
         processes.start("other", "sleep", "300")
-        processes.wait_for("one", "started", seconds=30)
+        processes.wait_for("one", "started", seconds=300)
         processes.kill("one")
-        end = time.monotonic() + 10
+        end = time.monotonic() + 300
         while len(processes.left_over()) > 1 and time.monotonic() < end:
             time.sleep(0.05)
         assert processes.left_over() == [processes.running["other"].pid]
@@ -90,18 +94,16 @@ def test_a_kill_takes_the_descendants_with_it(tmp_path):
 
 def test_a_program_that_fails_or_hangs_says_so_with_its_last_lines(tmp_path):
     with Processes(tmp_path) as processes:
-        assert processes.run("well", "bash", "-c", "echo fine", seconds=30) == "fine\n"
+        assert processes.run("well", "bash", "-c", "echo fine", seconds=300) == "fine\n"
         heard = []
         processes.run(
-            "told", "bash", "-c", "echo one; sleep 0.6; echo two; printf half", seconds=30, heard=heard.append
+            "told", "bash", "-c", "echo one; sleep 0.6; echo two; printf half", seconds=300, heard=heard.append
         )
         assert heard == ["one", "two"]
         with pytest.raises(FlowerFailed, match=r"ended with code 3\nthe reason"):
-            processes.run("bad", "bash", "-c", "echo the reason; exit 3", seconds=30)
-        started = time.monotonic()
+            processes.run("bad", "bash", "-c", "echo the reason; exit 3", seconds=300)
         with pytest.raises(FlowerFailed, match=r"was not done after 0\.5 s"):
-            processes.run("slow", "bash", "-c", "sleep 300", seconds=0.5)
-        assert time.monotonic() - started < 60
+            processes.run("slow", "bash", "-c", "sleep 3600", seconds=0.5)  # longer than any test may take
         processes.start("mute", "sleep", "300")
         with pytest.raises(FlowerFailed, match="did not print 'never'"):
             processes.wait_for("mute", "never", seconds=0.3)

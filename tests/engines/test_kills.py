@@ -36,7 +36,10 @@ def work(task, config, folder):
 
 
 def killed_run(task, config, folder, kills):
-    """Kill `kills` children at random moments, then let one finish; returns how many died at work."""
+    """Kill `kills` children, each after it sent so many messages more; returns how many died at work.
+
+    The moments are counted in messages, not in seconds: on a busy machine a child may do nothing for a while.
+    """
     moments, at_work = random.Random(5), 0
     for _ in range(kills):
         child = os.fork()
@@ -45,11 +48,21 @@ def killed_run(task, config, folder, kills):
                 work(task, config, folder)
             finally:
                 os._exit(0)
-        time.sleep(moments.uniform(0.01, 0.35))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        enough, ended = messages_sent(folder) + moments.randrange(60), 0
+        while messages_sent(folder) < enough and not ended:
+            time.sleep(0.001)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            time.sleep(moments.uniform(0, 0.005))  # within a round, too
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
         at_work += os.WIFSIGNALED(status)
     return at_work
+
+
+def messages_sent(folder):
+    log = folder / "sent.log"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def sent(folder):

@@ -132,11 +132,11 @@ def test_ctrl_c_stops_after_the_round_with_a_checkpoint(somewhere, capsys):
     command = [sys.executable, "-c", script, "train", *arguments, "--seed", "1", "--checkpoint-every", "100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         rounds = somewhere / "one/rounds.jsonl"
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 500
         while not (rounds.exists() and rounds.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=240)
+        _, error = process.communicate(timeout=500)
     assert process.returncode == 130, error
     assert "stopped after round" in error
     _, state = load_checkpoint(somewhere / "one")

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +123,14 @@ def test_every_kept_run_is_whole_and_of_the_one_recipe() -> None:
 
 
 KILLED = """
-import sys
+import os, signal, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
+def die(event, arguments):  # in the middle of the second checkpoint
+    if event == "os.rename" and str(arguments[1]).endswith("checkpoint.safetensors") and Path(arguments[1]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+if {dies}:
+    sys.addaudithook(die)
 from bqsgd.tasks import settings_of
 from experiments import runs
 runs.RESULTS, runs.CHECKPOINTS = Path({folder!r}) / "results", Path({folder!r}) / "checkpoints"
@@ -138,16 +142,13 @@ runs.run(runs.Job(name="killed", named=named, config=config))
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
-    def start(folder: str) -> subprocess.Popen[bytes]:
-        code = KILLED.format(root=str(ROOT), folder=str(tmp_path / folder))
+    def start(folder: str, *, dies: bool = False) -> subprocess.Popen[bytes]:
+        code = KILLED.format(root=str(ROOT), folder=str(tmp_path / folder), dies=dies)
         return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
 
-    whole, cut = start("whole"), start("cut")
-    checkpoint = tmp_path / "cut" / "checkpoints" / "killed" / "checkpoint.safetensors"
-    while not checkpoint.exists() and cut.poll() is None:
-        time.sleep(0.002)
-    cut.send_signal(signal.SIGKILL)
+    whole, cut = start("whole"), start("cut", dies=True)
     assert cut.wait() == -signal.SIGKILL
+    assert (tmp_path / "cut" / "checkpoints" / "killed" / "checkpoint.safetensors").exists()
     assert start("cut").wait() == whole.wait() == 0
     found = [json.loads((tmp_path / name / "results" / "killed.json").read_text()) for name in ("whole", "cut")]
     for key in ("accuracy", "loss", "curve", "bytes_up", "frames"):
