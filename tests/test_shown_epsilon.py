@@ -55,7 +55,7 @@ def offences(source: str) -> list[int]:
                 bad = names_epsilon(value)
             case ast.Call(func=ast.Name(id="short"), args=args, keywords=keywords):
                 unit = [ast.unparse(argument) for argument in args] + [ast.unparse(word.value) for word in keywords]
-                bad = any(names_epsilon(argument) for argument in args[:1]) and "Unit.EPSILON" not in unit
+                bad = any(names_epsilon(argument) for argument in args[:1]) and "Quantity.EPSILON" not in unit
             case ast.Call(func=ast.Name(id=name), args=[value, _, *_]) if name in FORMATTING:
                 bad = names_epsilon(value)
             case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="format"), args=args):
@@ -95,7 +95,7 @@ def test_the_test_finds_what_it_looks_for(line):
 
 
 def test_the_test_lets_the_right_ways_pass():
-    right = ['f"{rounded_up(epsilon):10}"', 'f"{epsilon}"', "short(claim.epsilon, Unit.EPSILON)", 'f"{delta:g}"']
+    right = ['f"{rounded_up(epsilon):10}"', 'f"{epsilon}"', "short(claim.epsilon, Quantity.EPSILON)", 'f"{delta:g}"']
     assert [line for line in right if offences(line)] == []
 
 
