@@ -247,7 +247,7 @@ def test_a_late_frame_is_not_lost_while_a_newcomer_is_greeted(federation, tmp_pa
     made = federation(tamper, rounds=2)
     with caplog.at_level(logging.INFO):
         made.serve(folder=tmp_path / "server", round_seconds=1.0)
-    assert "node 1004 declines the run: the run has the clients 0 to 3, this is client 9" in caplog.text
+    assert "node 1004 declines the run: the run has clients 0 to 3, this is client 9" in caplog.text
     assert statuses(records_in(tmp_path / "server"))[1] == ["ok"] * 4 + ["refused"]
 
 
@@ -260,7 +260,7 @@ def test_two_nodes_with_one_number_and_a_number_beyond(federation, caplog):
     with caplog.at_level(logging.INFO):
         run = made.serve(join_seconds=0.5)
     assert "client 1 is on node 1001 already" in caplog.text
-    assert "beginning without the clients [2, 3]" in caplog.text
+    assert "starting without clients [2, 3]" in caplog.text
     assert len(run.last.clients) == 2
 
 

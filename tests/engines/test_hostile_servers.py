@@ -277,5 +277,5 @@ def test_torch_distributed_carries_a_frame(tmp_path):
     frame = found[0]["answers"][0]
     assert frame[0] == "FRAME"
     for case in found:
-        assert case["answers"] == [frame] * finite + [["DECLINED", "the model message came damaged"]] * refused, case
+        assert case["answers"] == [frame] * finite + [["DECLINED", "the model message arrived damaged"]] * refused, case
         assert case["spent"] == finite

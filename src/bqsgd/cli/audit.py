@@ -34,7 +34,7 @@ def audit(
     samples: Annotated[int, typer.Option(help="Runs with the record, and as many without.", min=4)] = 4000,
     confidence: Annotated[float, typer.Option(help="Probability that the audit's statements hold.")] = 0.99,
     audit_dimension: Annotated[
-        int | None, typer.Option(help="Audit only so many coordinates: faster, and a weaker bound.", min=1)
+        int | None, typer.Option(help="Audit only this many coordinates: faster, with a weaker bound.", min=1)
     ] = None,
     sampling: options.Sampling = options.SamplingChoice.POISSON,
     linf: options.Linf = None,

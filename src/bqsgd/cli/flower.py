@@ -152,7 +152,7 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
 
 
 def _ledgers(folder: Path) -> int:
-    """Rounds that the clients' own ledgers count, in all."""
+    """Rounds that the clients' own ledgers count in total."""
     from bqsgd.ledger import Ledger
 
     total = 0

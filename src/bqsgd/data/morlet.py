@@ -14,7 +14,7 @@ Real = npt.NDArray[np.float64]
 SCALES = 2
 DIRECTIONS = 8
 REDUCTION = 2**SCALES
-"""How many pixels a side one output position stands for."""
+"""How many pixels per side one output position stands for."""
 _PERIODS = 5
 _PI_OF_KYMATIO = 3.1415
 """In the norm of its Gaussians; kept, so that the coefficients agree."""

@@ -32,7 +32,7 @@ from bqsgd.training.task import Task
 logger = logging.getLogger("flwr.bqsgd")
 _PLAN = "bqsgd.plan"
 NO_ANSWER = "the client could not answer; its own log says why"
-"""All that the server hears of any error here: even the kind of error can depend on the data."""
+"""All that the server learns of any error here: even the kind of error can depend on the data."""
 
 _Respond = Callable[[MakeTask, Message, Context], RecordDict]
 

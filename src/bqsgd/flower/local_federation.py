@@ -272,7 +272,7 @@ class LocalFederation:
         return [made[name][0] for name in names]
 
     def start_node(self, name: str, *, client: int, key: Path | None, **environment: str) -> None:
-        """Start a SuperNode; its ledger lies in nodes/`name`."""
+        """Start a SuperNode; its ledger is in nodes/`name`."""
         ledgers = self.folder / "nodes" / name
         options = ["--superlink", self.address, "--port", str(free_port())]
         options += ["--node-config", f'client={client} ledger-folder="{ledgers}" allow-no-privacy=true']

@@ -68,13 +68,13 @@ class Node:
         )
 
     def refusal(self, config: Config) -> str | None:
-        """Why this client takes no part in the run, or None."""
+        """Why this client does not take part in the run, or None."""
         noiseless = config.privacy.noiseless
         if not self.allow_no_privacy and (noiseless or config.privacy.seed is not None):
             what = "has no noise" if noiseless else "has seeded noise, which whoever knows the seed can remove"
             return f"the run {what}; this node takes part in it only with allow-no-privacy=true"
         if self.client >= config.clients.count:
-            return f"the run has the clients 0 to {config.clients.count - 1}, this is client {self.client}"
+            return f"the run has clients 0 to {config.clients.count - 1}, this is client {self.client}"
         for name, limit in (("epsilon", self.epsilon), ("delta", self.delta)):
             asked = getattr(config.privacy.budget(client=self.client, round=0), name)
             if limit is not None and asked > limit:

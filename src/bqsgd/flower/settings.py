@@ -59,5 +59,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[
 def check_name(run: object) -> str:
     """A run's name is part of file names on the clients, so it holds nothing that could lead elsewhere."""
     if not isinstance(run, str) or not _NAME.fullmatch(run):
-        raise InvalidParameter(f"run must be 1 to 100 of A-Z a-z 0-9 . _ - and begin with none of these three: {run!r}")
+        raise InvalidParameter(
+            f"run must be 1 to 100 of A-Z a-z 0-9 . _ - and begin with a letter or digit, got {run!r}"
+        )
     return run

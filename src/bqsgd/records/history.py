@@ -122,7 +122,7 @@ def read_history(folder: str | Path) -> History:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise RunFolderError(f"{path} is not a folder; give the folder a run wrote (it holds {CONFIG} and {ROUNDS})")
+        raise RunFolderError(f"{path} is not a folder; give the folder of a run (it holds {CONFIG} and {ROUNDS})")
     rounds: list[RoundRecord] = []
     used: list[int] = []
     tallies: dict[int, ClientTally] = {}

@@ -150,7 +150,7 @@ class Privacy(Group):
         return SAMPLINGS[self.sampling]
 
     def budget(self, *, client: int, round: int) -> Budget:
-        """What `client` may spend in all, as it stands in `round`: the latest change that has come into force."""
+        """What `client` may spend in total, as of `round`: the latest change that is in force."""
         values: dict[str, Any] = {"bits": self.bits, "epsilon": self.epsilon, "delta": self.delta}
         for change in sorted(self.budgets, key=lambda change: change.from_round):
             if change.client == client and change.from_round <= round:

@@ -46,7 +46,7 @@ class Task:
     def evaluator(self, model: nn.Module) -> Evaluate | None:
         """Accuracy (share of largest outputs at the target) and mean loss on the test data; None without test data.
 
-        The model object is put into evaluation mode for the while and left in the mode it had.
+        The model object is in evaluation mode meanwhile and left in the mode it had.
         """
         if self.test is None:
             return None

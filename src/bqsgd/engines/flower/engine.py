@@ -74,7 +74,7 @@ class Roster:
                 "join_seconds"
             )
         if absent:
-            logger.warning("beginning without the clients %s: they did not join within %g s", absent[:20], seconds)
+            logger.warning("starting without clients %s: they did not join within %g s", absent[:20], seconds)
         self._closed = True
 
     def greet(self, grid: TrackedGrid, *, seconds: float = _HELLO_SECONDS) -> bool:

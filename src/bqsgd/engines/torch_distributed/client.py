@@ -31,7 +31,7 @@ from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 
 log = logging.getLogger("bqsgd.distributed")
 GRACE_SECONDS = 20.0
-"""After SIGTERM or SIGINT a client still answers the current round and waits this long for the server's last word."""
+"""After SIGTERM or SIGINT a client answers the current round, then waits this long for the server to end the run."""
 
 
 Answering = Callable[[memoryview], bytearray | Declined]
@@ -129,7 +129,7 @@ def _send_answer(answering: Answering, channel: Channel, message: memoryview) ->
         answer = answering(message)
     except ModelMessageError as error:
         log.warning("the server's message was refused: %s", error)
-        answer = Declined(reason="the model message came damaged")
+        answer = Declined(reason="the model message arrived damaged")
     if isinstance(answer, Declined):
         channel.send(MessageKind.DECLINED, answer.reason.encode())
     else:

@@ -208,7 +208,7 @@ class TorchDistributed:
 
 
 def _guarantee(body: memoryview | bytes) -> Guarantee | None:
-    """A client's word on itself, checked; None when it has sent nothing or says nothing that can be read."""
+    """What a client states of itself, checked; None when it has sent nothing or says nothing that can be read."""
     try:
         fields = json.loads(bytes(body)) if len(body) else None
         return None if fields is None else Guarantee.from_dict(fields)

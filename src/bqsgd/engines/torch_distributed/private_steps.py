@@ -92,7 +92,7 @@ class PrivateSteps:
         Once the step is counted there is a mean whatever the data are: see `training.values`.
         """
         if self._mean is not None:
-            raise InvalidParameter("supply was called twice before a backward; call it once a step")
+            raise InvalidParameter("supply was called twice before a backward; call it once per step")
         shapes = tuple(part.shape[1:] for part in batch)
         if len(batch[0]) != len(batch[1]):
             raise InvalidParameter(f"{len(batch[0])} inputs and {len(batch[1])} targets do not pair up")
@@ -145,7 +145,7 @@ class PrivateSteps:
 
 
 def _places(model: nn.Module) -> dict[int, slice]:
-    """Where each trainable parameter lies in the flat mean."""
+    """Where each trainable parameter is in the flat mean."""
     places, start = {}, 0
     for parameter in trainable(model):
         places[id(parameter)] = slice(start, start + parameter.numel())

@@ -58,7 +58,7 @@ class Channel:
         self.peer, self.device = peer, device or torch.device("cpu")
 
     def send(self, kind: MessageKind, body: bytes | bytearray | Tensor = b"") -> None:
-        """Send one message; returns when it is on its way."""
+        """Send one message; returns once it is sent."""
         content = as_tensor(body)
         head = as_tensor(_HEAD.pack(_MAGIC, kind, content.numel()))
         try:
