@@ -318,7 +318,7 @@ def make_federation(folder: Path, processes: Processes, *, tls: bool, simulation
 def write_app(folder: Path) -> list[Path]:
     """Write the app; a folder with anything in it is refused. Returns the files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidParameter(f"{folder} is there already and not empty; name another folder")
+        raise InvalidParameter(f"{folder} exists and is not empty; name another folder")
     (folder / _PACKAGE).mkdir(parents=True, exist_ok=True)
     written = []
     for source in sorted(files("bqsgd.flower").joinpath("template").iterdir(), key=lambda file: file.name):
