@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bqsgd.cli import client_options as options
-from bqsgd.cli.output import Json, emit
+from bqsgd.cli.output import Json, show, to_json
 
 if TYPE_CHECKING:
-    from bqsgd.audit import ClientRuns, Source
+    from bqsgd.audit import AuditResult, ClientRuns, Source
     from bqsgd.params import Mechanism
     from bqsgd.planner.plan import ClientSetting
 
@@ -82,16 +82,29 @@ def audit(
         source = EncoderRuns(claim, rng=privacy_rng(), rounds=rounds)
     result = run_audit(source, claim=claim, samples=samples, delta=delta, confidence=confidence)
     fields = {"path": "data to frame" if end_to_end else "encoder", **result.to_dict(), "dimension": dimension}
-    notes = [result.verdict, f"Claimed for the audited coordinates: {result.claimed}."]
+    lines = audit_lines(result)
     if claim.dimension < dimension:
         whole = Accountant().compose(replace(claim, dimension=dimension), rounds).guarantee(delta=delta)
         fields["claimed_whole"] = whole.to_dict()
-        notes.append(f"Only {claim.dimension} of {dimension} coordinates were audited. Claimed for all: {whole}.")
-    if not json:
-        del fields["release"], fields["note"]
-    emit(fields, as_json=json, title=f"Audit of levels {levels}, trials {trials}", notes=tuple(notes))
+        lines["coordinates"] = f"only {claim.dimension} of {dimension} were audited; claimed for all: {whole}"
+    if json:
+        typer.echo(to_json(fields))
+    else:
+        show(f"Audit of levels {levels}, trials {trials} ({fields['path']})", lines)
     if result.violated:
         raise typer.Exit(1)
+
+
+def audit_lines(result: AuditResult) -> dict[str, str]:
+    """What an audit found, in words; lower bounds are rounded down."""
+    from bqsgd.privacy.guarantee import rounded_down
+
+    return {
+        "verdict": result.verdict,
+        "audited": f"epsilon at least {rounded_down(result.lower.epsilon)} at delta {result.claimed.delta:g}, "
+        f"confidence {result.confidence:g}, {result.samples} runs on each side",
+        "claimed": str(result.claimed),
+    }
 
 
 def _clients(

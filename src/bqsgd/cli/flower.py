@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, emit
+from bqsgd.cli.output import Json, guarantee_lines, show, to_json
 from bqsgd.errors import InvalidParameter
 
 flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
@@ -69,7 +69,12 @@ def demo(
     else:
         with tempfile.TemporaryDirectory(prefix="bqsgd-flower-") as folder:
             fields = run_demo(Path(folder), settings, tls=tls, limit_seconds=limit_seconds)
-    emit(fields, as_json=json, title="Flower demo" + (" with TLS and node keys" if tls else ""), notes=_notes(fields))
+    if out is None:
+        del fields["report"]  # it was in the folder that is gone
+    if json:
+        typer.echo(to_json(fields))
+    else:
+        show("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields))
 
 
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
@@ -162,11 +167,18 @@ def _ledgers(folder: Path) -> int:
     return total
 
 
-def _notes(fields: dict[str, Any]) -> tuple[str, ...]:
+def _lines(fields: dict[str, Any]) -> dict[str, str]:
+    """What came of the demo, in words."""
     from bqsgd.privacy.guarantee import Guarantee
 
+    lines = {"accuracy": f"{fields['accuracy']:.2%} on the test data, after {fields['rounds']} rounds"}
     if fields["guarantee"] is None:
-        return ("Nothing private was sent.",)
-    return (
-        f"Guarantee, as the client with the largest epsilon states it: {Guarantee.from_dict(fields['guarantee'])}.",
-    )
+        lines["guarantee"] = "nothing private was sent"
+    else:
+        lines |= guarantee_lines(Guarantee.from_dict(fields["guarantee"]))
+        lines["stated by"] = "the client with the largest epsilon, about itself"
+    saved = fields["bytes_up_float32"] / fields["bytes_up"] if fields["bytes_up"] else 0.0
+    lines["sent up"] = f"{fields['bytes_up'] / 1e6:.2f} MB, {saved:.2f} times less than float32"
+    lines["frames"] = f"{fields['frames_received']} received, {fields['rounds_in_ledgers']} in the clients' ledgers"
+    lines["processes"] = f"{fields['processes_left']} left after {fields['seconds']:.0f} s"
+    return lines | ({"report": fields["report"]} if "report" in fields else {})

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, emit, to_json
+from bqsgd.cli.output import Json, guarantee_lines, to_json
+from bqsgd.cli.output import show as print_lines
 
 ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
 
@@ -43,17 +44,22 @@ COLUMNS = [
 def show(path: Where, delta: Delta = None, json: Json = False) -> None:
     """Print the budget, what is spent and what that guarantees."""
     from bqsgd.ledger import Ledger
+    from bqsgd.privacy.guarantee import as_given
 
     with Ledger(path) as opened:
         guarantee = opened.guarantee(delta=delta)
         fields = opened.to_dict(delta=delta)
     entries = fields.pop("entries")
-    fields["entry_count"] = len(entries)
-    if not json and guarantee is None:
-        fields["guarantee"] = "nothing was sent"
-    elif not json and guarantee is not None:
-        fields["guarantee"] = str(guarantee)
-    emit(fields, as_json=json, title=f"Ledger of client {fields['client']}")
+    if json:
+        typer.echo(to_json(fields | {"entry_count": len(entries)}))
+        return
+    budget, seeded = fields["budget"], fields["seeded_rounds"]
+    lines = {
+        "budget": f"epsilon {as_given(budget['epsilon'])} at delta {budget['delta']:g}",
+        "spent": f"{fields['spent_rounds']} rounds" + (f", {seeded} of them with seeded noise" if seeded else ""),
+    }
+    lines |= {"guarantee": "nothing was sent"} if guarantee is None else guarantee_lines(guarantee)
+    print_lines(f"Ledger of client {fields['client']}", lines | {"entries": str(len(entries))})
 
 
 @ledger.command()

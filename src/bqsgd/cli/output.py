@@ -49,29 +49,6 @@ def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
     }
 
 
-def emit(fields: Mapping[str, Any], *, as_json: bool, title: str, notes: tuple[str, ...] = ()) -> None:
-    """Print `fields` as JSON, or as a two-column table with `notes` under it."""
-    if as_json:
-        typer.echo(to_json(fields))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            for inner, detail in value.items():
-                table.add_row(f"{name}.{inner}", display(detail, f"{name}.{inner}"))
-        else:
-            table.add_row(name, display(value, name))
-    console = Console()
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False, markup=False)
-
-
 def to_json(fields: Mapping[str, Any]) -> str:
     """Strict JSON: infinity becomes the string "inf" and NaN is refused."""
     return json.dumps(_finite(fields), indent=2, allow_nan=False)
@@ -85,23 +62,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return value
-
-
-def display(value: Any, name: str) -> str:
-    """The table cell of a field: floats to six digits, None as a dash, one line per item of a list.
-
-    An upper bound is rounded up and a lower one down; a budget is shown as it was given.
-    """
-    if value is None:
-        return "-"
-    if isinstance(value, list | tuple):
-        return "\n".join(display(inner, name) for inner in value)
-    if isinstance(value, float):
-        from bqsgd.privacy.guarantee import as_given, rounded_down, rounded_up
-
-        if name.startswith("budget."):
-            return as_given(value)
-        if name.endswith("_lower"):
-            return rounded_down(value, 6)
-        return rounded_up(value, 6) if name.endswith(("epsilon", "claimed_delta")) else f"{value:.6g}"
-    return str(value)

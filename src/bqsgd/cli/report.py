@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bqsgd.cli.output import Json, emit
+from bqsgd.cli.output import Json, to_json
 
 COMPARISON = "comparison.html"
 
@@ -28,4 +28,4 @@ def report(
         path = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path(COMPARISON))
     except OSError as error:
         raise InvalidParameter(f"the report cannot be written: {error}") from error
-    emit({"report": str(path), "runs": len(runs), "bytes": path.stat().st_size}, as_json=json, title="report")
+    typer.echo(to_json({"report": str(path), "runs": len(runs), "bytes": path.stat().st_size}) if json else path)
