@@ -18,7 +18,10 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bqsgd.audit import Neighbours  # noqa: E402
+from bqsgd.audit.client import FINEST_LEVELS, MakeClient, full_batch_inputs, linear_client  # noqa: E402
 from bqsgd.privacy.accountant import Accountant  # noqa: E402
+from bqsgd.training.settings import Config  # noqa: E402
 from experiments import audit_faults as planted  # noqa: E402
 
 torch.set_num_threads(1)
@@ -83,3 +86,34 @@ def test_the_results_hold_every_case_with_its_own_claim() -> None:
             assert row["claimed_epsilon"] == pytest.approx(Accountant().compose(claim).epsilon(planted.DELTA), rel=1e-3)
     alarms = RESULTS["false_alarms"]
     assert alarms["alarms"] <= alarms["audits"] * (1 - alarms["confidence"])
+
+
+# The real path on the same data: a null record or the canary in the first row, nothing else changed.
+
+
+def test_a_real_client_adds_the_chosen_data_up_within_its_bound() -> None:
+    addends = planted.chosen_addends()
+    inputs = np.repeat(-2 * addends[:, None], planted.SUM_DIMENSION, axis=1)
+    without = inputs.copy()
+    without[0] = 0
+    config = planted.FULL.but(batch_size=planted.SUMMED, levels=8192, trials=20, seed=1)
+    finest = planted.SUMMED / FINEST_LEVELS  # the frames round each mean to a step of the finest quantiser
+    model = np.zeros(planted.SUM_DIMENSION, np.float32)
+    assert moved(linear_client, config, without, inputs, model) <= 1 + 2 * finest
+
+
+def test_a_real_client_gives_a_record_the_same_logit_in_every_batch() -> None:
+    weights, records = planted.cancelling_attack()
+    without = np.concatenate([np.zeros((1, planted.FEATURES), np.float32), records])
+    inputs = np.concatenate([np.full((1, planted.FEATURES), -1e3, np.float32), records])
+    config = planted.FULL.but(batch_size=planted.OTHERS, clip_bound=planted.ROW_BOUND, seed=1)
+    assert moved(linear_client, config, without, inputs, weights) <= 1 + 1e-3
+
+
+def moved(make: MakeClient, config: Config, without: Any, with_record: Any, model: Any) -> float:
+    """By how many times the stated bound the first record moves the mean, read from the client's own frames."""
+    labels = np.ones(len(without), np.float32)
+    neighbours = Neighbours(without=(without, labels), with_record=(with_record, labels))
+    pair = full_batch_inputs(make, config, neighbours=neighbours, model=model)
+    stated = make(config, neighbours.with_record).setting.linf
+    return float(np.abs(pair.with_record - pair.without).max() / stated)
