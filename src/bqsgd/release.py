@@ -38,6 +38,12 @@ class Trust(StrEnum):
     SUMS_ONLY = "server sees only sums over clients"
 
 
+class Assumption(StrEnum):
+    """What a guarantee rests on besides its proof; stated wherever the guarantee is."""
+
+    PACKED_ROWS = "kernels give a sample the same result in every row of a batch of one shape"
+
+
 class Scheme(StrEnum):
     """How a round's batch is drawn."""
 
@@ -102,10 +108,13 @@ class Release:
     sampling: Sampling
     unit: Unit = Unit.SAMPLE
     trust: Trust = Trust.EACH_CLIENT
+    assumption: Assumption | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", Unit(self.unit))
         object.__setattr__(self, "trust", Trust(self.trust))
+        if self.assumption is not None:
+            object.__setattr__(self, "assumption", Assumption(self.assumption))
         check_int("dimension", self.dimension, 1, 2**53)
         scheme, relation = self.sampling.scheme, self.sensitivity.relation
         if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
@@ -142,8 +151,11 @@ class Release:
         return replace(self, mechanism=mechanism, trust=Trust.SUMS_ONLY)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, the inverse of `from_dict`."""
-        return {**asdict(self), "mechanism": self.mechanism.to_dict()}
+        """Plain JSON types, the inverse of `from_dict`. Without an assumption there is no field for one."""
+        fields = {**asdict(self), "mechanism": self.mechanism.to_dict()}
+        if self.assumption is None:
+            del fields["assumption"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Release:

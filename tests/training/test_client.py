@@ -9,7 +9,8 @@ from bqsgd.errors import InvalidParameter, LedgerError, ModelMessageError
 from bqsgd.ledger import Ledger
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Relation, Scheme, Unit
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.release import Assumption, Relation, Scheme, Unit
 from bqsgd.training.client import Declined
 from bqsgd.training.local import clip_update
 from bqsgd.training.seeds import Purpose
@@ -188,3 +189,28 @@ def test_private_figures_stay_off_unless_asked_for(settings, make_client):
 def test_misfits_are_refused(settings, make_client):
     with pytest.raises(InvalidParameter, match="more than the 10 samples"):
         make_client(settings(), samples=10)
+
+
+def test_packed_rows_are_checked_and_stated_in_the_guarantee(settings, make_client, tmp_path):
+    config = settings(trials=50, epsilon=1e6, packed_rows=True)
+    client = make_client(config, ledger=Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e6, budget_delta=1e-5))
+    frame = client.update(MODEL, 0)
+    own = make_client(settings(trials=50)).update(MODEL, 0)
+    assert len(frame) == len(own)
+    guarantee = client.spending.guarantee(delta=1e-5)
+    assert guarantee.assumption == str(Assumption.PACKED_ROWS)
+    assert f"assuming that {Assumption.PACKED_ROWS}" in str(guarantee)
+    assert Guarantee.from_dict(guarantee.to_dict()) == guarantee
+    client.spending.ledger.close()
+    with Ledger(tmp_path / "a") as ledger:
+        assert ledger.guarantee().assumption == guarantee.assumption, "the ledger keeps what its figure rests on"
+    plain = make_client(settings(trials=50))
+    plain.update(MODEL, 0)
+    assert plain.spending.guarantee(delta=1e-5).assumption == ""
+    assert "assumption" not in plain.spending.guarantee(delta=1e-5).to_dict()
+
+
+def test_packed_rows_do_not_matter_to_a_whole_client_s_update(settings, make_client):
+    client = make_client(settings(unit="client", local_steps=2, packed_rows=True, trials=50))
+    client.update(MODEL, 0)
+    assert client.spending.guarantee(delta=1e-5).assumption == ""

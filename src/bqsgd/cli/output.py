@@ -38,6 +38,7 @@ def guarantee_lines(guarantee: Guarantee) -> dict[str, str]:
         "trust": str(guarantee.trust),
         "sampling": guarantee.sampling,
         "method": guarantee.method,
+        **({"assuming": f"that {guarantee.assumption}"} if guarantee.assumption else {}),
     }
 
 

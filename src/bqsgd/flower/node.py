@@ -73,6 +73,10 @@ class Node:
         if not self.allow_no_privacy and (noiseless or config.privacy.seed is not None):
             what = "has no noise" if noiseless else "has seeded noise, which whoever knows the seed can remove"
             return f"the run {what}; this node takes part in it only with allow-no-privacy=true"
+        if config.clients.packed_rows and self.options.get("allow-packed-rows") is not True:
+            return (
+                "the run packs rows, which rests on an assumption about kernels; allow it with allow-packed-rows=true"
+            )
         if self.client >= config.clients.count:
             return f"the run has clients 0 to {config.clients.count - 1}, this is client {self.client}"
         for name, limit in (("epsilon", self.epsilon), ("delta", self.delta)):

@@ -112,6 +112,7 @@ class Accountant:
             method=method,
             delta_floor=floor,
             seeded=seeded,
+            assumption="; ".join(sorted({str(r.assumption) for r, _ in self.spent if r.assumption is not None})),
         )
 
     def _hopeless(self, delta: float) -> bool:

@@ -71,7 +71,8 @@ class Guarantee:
     """(epsilon, delta)-differential privacy of everything one client has sent, worst case over data.
 
     epsilon is an upper bound (infinity when nothing finite is proven); `delta_floor` is the least delta at which the
-    method can give a finite epsilon; `seeded` marks noise that whoever knows the seed can remove.
+    method can give a finite epsilon; `seeded` marks noise that whoever knows the seed can remove;
+    `assumption` is what it rests on besides its proof, empty for nothing.
     """
 
     epsilon: float
@@ -83,6 +84,7 @@ class Guarantee:
     method: str
     delta_floor: float
     seeded: bool = False
+    assumption: str = ""
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
@@ -109,6 +111,8 @@ class Guarantee:
             f"epsilon {self.epsilon_text} at delta {self.delta:g} ({self.neighbours}; {self.trust}; "
             f"{self.sampling}; {self.method})"
         )
+        if self.assumption:
+            text += f", assuming that {self.assumption}"
         return f"{text} [seeded noise: no privacy claim]" if self.seeded else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,6 +127,7 @@ class Guarantee:
             "method": self.method,
             "delta_floor": self.delta_floor,
             "seeded": self.seeded,
+            **({"assumption": self.assumption} if self.assumption else {}),
         }
 
     @classmethod
@@ -142,6 +147,7 @@ class Guarantee:
                 method=method_name(_words("method", fields["method"])),
                 delta_floor=_figure("delta_floor", fields["delta_floor"]),
                 seeded=_flag("seeded", fields.get("seeded", False)),
+                assumption=_words("assumption", fields.get("assumption", "")),
             )
         except InvalidParameter:
             raise

@@ -96,6 +96,7 @@ def claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
         ("trust", claim.trust),
         ("sampling", claim.sampling),
         ("method", claim.method),
+        *([("assuming", claim.assumption)] if claim.assumption else []),
         *floor,
     ]
 

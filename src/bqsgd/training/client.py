@@ -178,6 +178,7 @@ class Client:
                     clip=self.clip,
                     batch_size=self.setting.batch_size,
                     unit=self.setting.unit,
+                    packed=self.config.clients.packed_rows,
                 )
                 self._checked = True
             load_vector(self.model, model)
@@ -200,7 +201,7 @@ class Client:
             self.model,
             self.loss,
             batch,
-            indices=rows,
+            indices=None if self.config.clients.packed_rows else rows,
             clip=self.clip,
             batch_size=self.setting.batch_size,
         )

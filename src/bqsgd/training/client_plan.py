@@ -5,6 +5,7 @@ The planner is asked once per distinct question, however many clients ask it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import least_error_mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
-from bqsgd.release import Relation, Release, Scheme, Unit
+from bqsgd.release import Assumption, Relation, Release, Scheme, Unit
 from bqsgd.training.settings import Config
 
 Spent = tuple[tuple[Release, int], ...]
@@ -25,7 +26,7 @@ _kept: dict[tuple[ClientSetting, Budget, int], Mechanism] = {}
 
 def client_setting(config: Config, *, dimension: int, dataset_size: int) -> ClientSetting:
     """What the messages of a client that holds so many samples depend on besides the mechanism."""
-    return clipped_setting(
+    setting = clipped_setting(
         config.clip.make(),
         range=config.range,
         batch_size=config.privacy.batch_size,
@@ -34,6 +35,8 @@ def client_setting(config: Config, *, dimension: int, dataset_size: int) -> Clie
         dimension=dimension,
         dataset_size=dataset_size,
     )
+    packed = config.clients.packed_rows and setting.unit is Unit.SAMPLE
+    return replace(setting, assumption=Assumption.PACKED_ROWS) if packed else setting
 
 
 def clipped_setting(

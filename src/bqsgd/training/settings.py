@@ -212,6 +212,9 @@ class ClientSettings(Group):
     local_learning_rate: float = setting(0.1, "Learning rate of the local steps.", positive=True)
     coding: str = setting("fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=CODINGS)
     reserve_rounds: int = setting(20, "Rounds that the ledger records ahead in one write.", between=(1, 2**20))
+    packed_rows: bool = setting(
+        False, "Faster gradients; the guarantee then assumes that kernels treat all rows of a batch alike."
+    )
     workers: int = setting(2, "Clients that work at the same time in one process.", between=(1, 1024))
 
 

@@ -31,7 +31,14 @@ _apart: WeakKeyDictionary[nn.Module, set[tuple[object, ...]]] = WeakKeyDictionar
 
 
 def check_model(
-    model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tensor], *, clip: Clip, batch_size: int, unit: Unit
+    model: nn.Module,
+    loss: LossFunction,
+    batch: tuple[Tensor, Tensor],
+    *,
+    clip: Clip,
+    batch_size: int,
+    unit: Unit,
+    packed: bool = False,
 ) -> None:
     """Run model and loss on rows of zeros shaped like `batch`: what raises here is no matter of the data.
 
@@ -50,11 +57,11 @@ def check_model(
         for buffer, before in buffers:
             buffer.copy_(before)
     if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
-        question = (batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
+        question = (packed, batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
         answered = _apart.setdefault(model, set())
         if question not in answered:
             made_up = samples_like(batch[0]), samples_like(batch[1])
-            check_samples_apart(model, loss, made_up, batch_size=batch_size)
+            check_samples_apart(model, loss, made_up, batch_size=batch_size, packed=packed)
             answered.add(question)
 
 
@@ -63,13 +70,13 @@ def sample_values(
     loss: LossFunction,
     batch: tuple[Tensor, Tensor],
     *,
-    indices: Numbers,
+    indices: Numbers | None,
     clip: Clip,
     batch_size: int,
 ) -> tuple[Values, int]:
     """The mean of the clipped gradients over the public batch size, and how many samples count as zero.
 
-    indices: the number of each sample in the client's data.
+    indices: the number of each sample in the client's data; None packs rows as they come.
     The number depends on the data: keep it on the client.
     """
     try:
@@ -87,19 +94,20 @@ def _one_by_one(
     loss: LossFunction,
     batch: tuple[Tensor, Tensor],
     *,
-    indices: Numbers,
+    indices: Numbers | None,
     clip: Clip,
     batch_size: int,
 ) -> tuple[Values, int]:
     """The same mean from each sample alone, to the last bit: in the row and the shape that it has in every batch."""
-    numbers = np.asarray(indices)
+    numbers = None if indices is None else np.asarray(indices)
     # A power of two that gives the same rows and is exact to divide by; a batch mean is clamped sample by sample here.
     power = 1 if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
     total, dropped = np.zeros(dimension_of(model)), 0
     for row in range(len(batch[0])):
         one = (batch[0][row : row + 1], batch[1][row : row + 1])
         try:
-            alone = clipped_gradients(model, loss, one, indices=numbers[row : row + 1], clip=clip, batch_size=power)
+            number = None if numbers is None else numbers[row : row + 1]
+            alone = clipped_gradients(model, loss, one, indices=number, clip=clip, batch_size=power)
             values = alone.mean.cpu().numpy()
             lost = bool(alone.dropped) or not bool(np.isfinite(values).all())
         except Exception:
