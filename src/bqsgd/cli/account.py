@@ -47,7 +47,8 @@ def account(
         l2=l2,
     )
     release, variance = setting.release(mechanism), noise_variance(mechanism)
-    guarantee = Accountant().compose(release, rounds).guarantee(delta=delta)
+    accountant = Accountant().compose(release, rounds)
+    guarantee, attained = accountant.guarantee(delta=delta), accountant.attained_epsilon(delta)
     fields: dict[str, Any] = {
         "release": release.to_dict(),
         "rounds": rounds,
@@ -55,8 +56,9 @@ def account(
         "bits_per_coordinate": mechanism.bits_per_coordinate,
         "variance": variance,
         "guarantee": guarantee.to_dict(),
+        "attained_epsilon": attained,
     }
-    lines = guarantee_lines(guarantee) | message_lines(mechanism, variance=variance)
+    lines = guarantee_lines(guarantee, attained=attained) | message_lines(mechanism, variance=variance)
     if nominal:
         from bqsgd.cli.paper import nominal_line, nominal_privacy
 

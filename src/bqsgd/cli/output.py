@@ -29,11 +29,15 @@ def show(title: str, lines: Mapping[str, str]) -> None:
                                  break_on_hyphens=False, break_long_words=False))  # fmt: skip
 
 
-def guarantee_lines(guarantee: Guarantee) -> dict[str, str]:
-    """Everything that must be read beside an epsilon, in words."""
+def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> dict[str, str]:
+    """Everything that must be read beside an epsilon, in words; `attained` is what some data come to, from below."""
+    tight = {}
+    if attained is not None:
+        tight["attained"] = f"epsilon {attained:.4g} by some data: no figure below it can hold"
     void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
     return {
         "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
+        **tight,
         "neighbours": guarantee.neighbours,
         "trust": str(guarantee.trust),
         "sampling": guarantee.sampling,

@@ -116,9 +116,9 @@ def least_error_uncoarsened(
         return after(levels, trials).attained_epsilon(budget.delta)
 
     def least_trials(levels: int, guess: float, cap: int) -> int | None:
-        """The quick lower bound rules out what surely fails; the proven figure decides the rest."""
+        """The lower bound (quick without an L2 bound) rules out what surely fails; the proven figure decides."""
         failing, guess = 0, min(guess, cap)
-        if attained(levels, max(1, round(guess))) > 0:
+        if probe.sensitivity.l2 is None and attained(levels, max(1, round(guess))) > 0:
             quick = _least_trials(attained, levels, guess, budget.epsilon, cap=cap)
             if quick is None:
                 return None

@@ -27,8 +27,11 @@ from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Sampling, Scheme, Trust
 
 METHOD_LINF = "proven upper bound (loss distribution, L-infinity)"
+METHOD_L2 = "proven upper bound (loss distribution, L2 and L-infinity)"
 METHOD_RENYI = "proven upper bound (Renyi moments, L2 and L-infinity)"
 L2_DECIDES = 0.8
+SPREADS = (1, 4, 10, 128)
+"""Data tried from below under an L2 bound: the norm on so many times the fewest coordinates."""
 NEARLY_WHOLE = 0.9
 """Above this rate sampling gains less than two grids may differ by, so the figure without sampling is looked at too."""
 SUM_TRIES = 20
@@ -69,20 +72,18 @@ class Accountant:
         return self._best(delta)[0]
 
     def attained_epsilon(self, delta: float) -> float:
-        """A lower bound on the truth, quickly: what data whose coordinates all move the same way attain.
-
-        Only for releases without an L2 bound (with one, 0 is returned: nothing is known from below).
-        """
+        """A lower bound on the truth: what data attain whose coordinates, few or many, all move by the same shift."""
         _check_delta(delta)
-        if not self.spent or any(release.sensitivity.l2 is not None for release, _ in self.spent):
+        if not self.spent:
             return 0.0
         if self._hopeless(delta):
             return math.inf
-        try:
-            laws = _composed(self.spent, attained=True)
-        except AccountingError:
-            return 0.0
-        return max(float(law.get_epsilon_for_delta(delta)) for law in laws)
+        figures = [0.0]
+        for spread in SPREADS if any(composition.l2_binds(release) for release, _ in self.spent) else (1,):
+            with suppress(AccountingError):
+                laws = _composed(self.spent, attained=spread)
+                figures += [float(law.get_epsilon_for_delta(delta)) for law in laws]
+        return max(figures)
 
     def delta(self, epsilon: float) -> float:
         """Least proven delta at `epsilon` (at least the delta floor, at most 1)."""
@@ -90,10 +91,11 @@ class Accountant:
             raise InvalidParameter(f"epsilon must be finite and at least 0, got {epsilon}")
         if not self.spent:
             return 0.0
+        hopeless = any(composition.beyond_meaning(release) for release, _ in self.spent)
         deltas = [1.0, renyi.delta(self.spent, epsilon)]
-        if not any(composition.beyond_meaning(release) for release, _ in self.spent) and not _l2_decides(self.spent):
-            with suppress(AccountingError):  # the other bounds stand
-                deltas += [max(float(law.get_delta_for_epsilon(epsilon)) for law in laws) for laws in _laws(self.spent)]
+        with suppress(AccountingError):  # the other bound stands
+            for _, laws in _laws(self.spent, hopeless):
+                deltas.append(max(float(law.get_delta_for_epsilon(epsilon)) for law in laws))
         return min(1.0, min(deltas) + _sum_charge(self.spent, epsilon))
 
     def guarantee(self, *, delta: float, seeded: bool = False) -> Guarantee:
@@ -149,19 +151,17 @@ def _best(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float
 
 @lru_cache(maxsize=4096)
 def _least(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float]:
-    """(epsilon, method, delta floor): the smaller of the methods' figures. Both are proven, so the smaller one is."""
+    """(epsilon, method, delta floor): the smallest of the methods' figures. All are proven, so the smallest one is."""
     results = [(math.inf, METHOD_LINF, 0.0)]
     refused: AccountingError | None = None
-    if not hopeless and not _l2_decides(spent):
-        try:
-            for laws in _laws(spent):
-                epsilon = max(float(law.get_epsilon_for_delta(delta)) for law in laws)
-                floor = max(float(law.get_delta_for_epsilon(math.inf)) for law in laws)
-                results.append((math.inf if math.isnan(epsilon) else epsilon, METHOD_LINF, floor))
-        except AccountingError as error:
-            refused = error
-    has_l2 = any(release.sensitivity.l2 is not None for release, _ in spent)
-    if has_l2 or sum(rounds for _, rounds in spent) > MANY_ROUNDS or min(results)[0] == math.inf:
+    try:
+        for method, laws in _laws(spent, hopeless):
+            epsilon = max(float(law.get_epsilon_for_delta(delta)) for law in laws)
+            floor = max(float(law.get_delta_for_epsilon(math.inf)) for law in laws)
+            results.append((math.inf if math.isnan(epsilon) else epsilon, method, floor))
+    except AccountingError as error:
+        refused = error
+    if sum(rounds for _, rounds in spent) > MANY_ROUNDS or min(results)[0] == math.inf:
         results.append((renyi.epsilon(spent, delta), METHOD_RENYI, renyi.delta_floor(spent, delta)))
     best = min(results, key=lambda result: result[0])
     if refused is not None and best[0] == math.inf:
@@ -169,12 +169,36 @@ def _least(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, floa
     return best
 
 
-def _laws(spent: Spent) -> Iterator[tuple[composition.Law, composition.Law]]:
-    """The composed laws, and those without sampling where the rate is near 1: a sampled record reveals no more."""
-    yield _composed(spent)
+def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[composition.Law, composition.Law]]]:
+    """Composed laws and their method: under all bounds, and under fewer of them where that may be as good.
+
+    A long L2 bound is left out once, and sampling at a rate near 1: neither can make less known.
+
+    Raises:
+        AccountingError: no route applies.
+    """
+    if hopeless:
+        return
+    method = METHOD_L2 if any(composition.l2_binds(release) for release, _ in spent) else METHOD_LINF
+    tallies = [(method, spent)]
+    if method == METHOD_L2 and not _l2_decides(spent):
+        plain = ((replace(release, sensitivity=replace(release.sensitivity, l2=None)), n) for release, n in spent)
+        tallies.append((METHOD_LINF, tuple(plain)))
     if any(NEARLY_WHOLE < release.sampling.rate < 1 for release, _ in spent):
         whole = Sampling(scheme=Scheme.NONE)
-        yield _composed(tuple((replace(release, sampling=whole), rounds) for release, rounds in spent))
+        tallies.append((method, tuple((replace(release, sampling=whole), rounds) for release, rounds in spent)))
+    refused: AccountingError | None = None
+    found = False
+    for route, tally in tallies:
+        try:
+            laws = _composed(tally)
+        except AccountingError as error:
+            refused = error
+            continue
+        found = True
+        yield route, laws
+    if refused is not None and not found:
+        raise refused
 
 
 def _sum_charge(spent: Spent, epsilon: float) -> float:
@@ -191,14 +215,14 @@ def _sum_charge(spent: Spent, epsilon: float) -> float:
     return laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0
 
 
-def _composed(spent: Spent, *, attained: bool = False) -> tuple[composition.Law, composition.Law]:
+def _composed(spent: Spent, *, attained: int = 0) -> tuple[composition.Law, composition.Law]:
     with warnings.catch_warnings():  # its Chernoff search tries orders that overflow and passes over them
         warnings.simplefilter("ignore", RuntimeWarning)
         return composition.composed(spent, attained=attained)
 
 
 def _l2_decides(spent: Spent) -> bool:
-    """True when the L2 bounds are so much smaller that the L-infinity route (about a tenth tighter) cannot win."""
+    """True when the L2 bounds are so much smaller that the L-infinity route cannot beat even moments (by a tenth)."""
     return all(release.shift_l2 < L2_DECIDES * math.sqrt(release.dimension) * release.shift for release, _ in spent)
 
 

@@ -13,9 +13,10 @@ from bqsgd.errors import AccountingError
 from bqsgd.noise import ROUNDING_SLACK_STEPS
 from bqsgd.privacy.coordinate import coordinate_atoms
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
-from bqsgd.privacy.message import NOTHING_HIDDEN, message_pair
+from bqsgd.privacy.message import NOTHING_HIDDEN, message_pair, shortened
 from bqsgd.privacy.pair import FLOAT_CHARGE, MASS_TOLERANCE, Floats, Pair
 from bqsgd.privacy.sampling import Sampled, fixed_size, poisson
+from bqsgd.privacy.shapes import shaped_pair
 from bqsgd.release import Release, Scheme
 
 Law: TypeAlias = Any  # pld_pmf.DensePLDPmf, which carries no types
@@ -27,13 +28,42 @@ FINE_POINTS, MOST_POINTS = 1 << 17, 1 << 20
 pessimistic but keeps time and memory bounded (from some 10^6 rounds on)."""
 MANY_ROUNDS = 1 << 16
 TAIL = 1e-15
+L2_BINDS = 0.99
+"""Share of sqrt(d) times the L-infinity bound above which an L2 bound gains less than its route costs."""
+
+
+def l2_binds(release: Release) -> bool:
+    """True where the L2 bound is short enough to be worth a route of its own."""
+    return release.shift_l2 < L2_BINDS * math.sqrt(release.dimension) * release.shift
+
+
+def homogeneous(release: Release, spread: int = 1) -> tuple[float, int]:
+    """(shift, coordinates) of allowed data: the whole norm on `spread` times the fewest coordinates, all alike.
+
+    Without an L2 bound every coordinate moves by the largest shift.
+    """
+    fewest = math.ceil((release.shift_l2 / release.shift) ** 2 * (1 - 1e-12))
+    copies = min(release.dimension, spread * max(1, fewest))
+    return min(release.shift, release.shift_l2 / math.sqrt(copies)), copies
 
 
 @lru_cache(maxsize=32)
-def sampled_message(release: Release, *, attained: bool = False) -> Sampled:
-    """The pair of one sampled message of a release, "remove" order."""
-    shift = release.shift if attained else release.shift + ROUNDING_SLACK_STEPS
-    pair = message_pair(release.mechanism.trials, shift, release.dimension, attained=attained)
+def sampled_message(release: Release, *, attained: int = 0) -> Sampled:
+    """The pair of one sampled message of a release, "remove" order.
+
+    It dominates whatever the data are. With `attained` it is that of data whose norm is spread over so many times the
+    fewest coordinates, all alike: what is accounted from it is a lower bound on the truth.
+    """
+    trials, dimension = release.mechanism.trials, release.dimension
+    largest = release.shift + ROUNDING_SLACK_STEPS
+    if attained:
+        shift, copies = homogeneous(release, attained)
+        pair = message_pair(trials, shortened(trials, shift, copies), copies, attained=True)
+    elif l2_binds(release):
+        length = release.shift_l2 + math.sqrt(dimension) * ROUNDING_SLACK_STEPS
+        pair = shaped_pair(trials, largest, length, dimension)
+    else:
+        pair = message_pair(trials, largest, dimension)
     # The symmetric curve of fixed-size batches is a bound; data attain its "remove" and "add" halves one at a time.
     if release.sampling.scheme is Scheme.FIXED_SIZE and not attained:
         return fixed_size(pair, release.sampling.rate)
@@ -43,25 +73,26 @@ def sampled_message(release: Release, *, attained: bool = False) -> Sampled:
 def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> bool:
     """True when a cheap look shows that epsilon at `delta` is above MEANINGLESS_EPSILON: no effort is spent then.
 
-    A message in which the record takes part has a loss of mean d KL and variance d Var; unless taking part is too rare
-    to matter at `delta`, epsilon exceeds (mean - 10 deviations + log rate), and is infinite when outcomes that only one
-    of two neighbours can produce are likelier than delta.
+    A message in which the record moves n coordinates has a loss of mean n KL and variance n Var; unless taking part is
+    too rare to matter at `delta`, epsilon exceeds (mean - 10 deviations + log rate), and is infinite when outcomes that
+    only one of two neighbours can produce are likelier than delta.
     """
     if release.mechanism.trials == 0:
         return True
-    atoms = coordinate_atoms(release.mechanism.trials, release.shift + ROUNDING_SLACK_STEPS)
+    shift, copies = homogeneous(release)
+    atoms = coordinate_atoms(release.mechanism.trials, shift + ROUNDING_SLACK_STEPS)
     if atoms.loss.size == 0:
         return True
     taking_part = -math.expm1(rounds * math.log1p(-release.sampling.rate)) if release.sampling.rate < 1 else 1.0
     if taking_part <= 2 * delta:
         return False
-    mean = release.dimension * float(atoms.p @ atoms.loss)
-    deviation = math.sqrt(release.dimension) * atoms.loss_deviation
+    mean = copies * float(atoms.p @ atoms.loss)
+    deviation = math.sqrt(copies) * atoms.loss_deviation
     if mean - 10 * deviation + math.log(release.sampling.rate) > MEANINGLESS_EPSILON:
         return True
     if release.sampling.rate == 1 and rounds * mean - 10 * math.sqrt(rounds) * deviation > MEANINGLESS_EPSILON:
         return True
-    revealed = -math.expm1(release.dimension * math.log1p(-min(atoms.p_only, 0.5)))
+    revealed = -math.expm1(copies * math.log1p(-min(atoms.p_only, 0.5)))
     if release.sampling.rate == 1 and revealed > 1 - NOTHING_HIDDEN:
         return True
     return delta > 0 and taking_part * revealed > 2 * delta
@@ -102,7 +133,7 @@ def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
 
 
 @lru_cache(maxsize=16)
-def composed(spent: Spent, *, attained: bool = False) -> tuple[Law, Law]:
+def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     """The privacy loss distributions of everything spent: "remove" and "add" (one and the same under replace-one)."""
     messages = [(sampled_message(release, attained=attained), rounds) for release, rounds in spent]
     if any(message.loss.size == 0 for message, _ in messages):

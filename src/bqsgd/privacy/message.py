@@ -57,18 +57,22 @@ def _reach(atoms: Atoms, dimension: int) -> float:
     deviation = atoms.loss_deviation * np.sqrt(dimension)
     orders = np.concatenate([np.geomspace(0.05, 50, 40) / deviation, np.geomspace(0.5, 200, 24)])
     bounds = [(dimension * _log_moment(atoms, t) - float(np.log(TAIL))) / float(t) for t in orders]
-    return min(*bounds, dimension * width)
+    # The margin is for the envelope and the grid, which spread a little more; what is missed all the same is charged.
+    return 1.15 * min(*bounds, dimension * width)
+
+
+def _step(atoms: Atoms, reach: float, dimension: int) -> float:
+    """The grid step of the loss of one coordinate, for a window of -reach .. reach."""
+    fraction = GRID_FRACTION * max(1.0, dimension / 1e6) ** 0.25
+    return float(max(min(fraction * atoms.loss_deviation, 2 * reach / FINE_POINTS), 2 * reach / MOST_POINTS))
 
 
 def _letters(trials: int, shift: float, dimension: int) -> _Letters:
     atoms = coordinate_atoms(trials, shift)
     if atoms.loss.size == 0 or atoms.loss_deviation == 0:
         raise AccountingError(f"shift {shift} leaves nothing in common between neighbours with {trials} trials")
-    # The margin is for the envelope and the grid, which spread a little more; what is missed all the same is charged.
-    reach = 1.15 * _reach(atoms, dimension)
-    fraction = GRID_FRACTION * max(1.0, dimension / 1e6) ** 0.25
-    step = min(fraction * atoms.loss_deviation, 2 * reach / FINE_POINTS)
-    step = max(step, 2 * reach / MOST_POINTS)
+    reach = _reach(atoms, dimension)
+    step = _step(atoms, reach, dimension)
     a = on_grid(
         atoms.loss,
         np.where(atoms.loss < 0, atoms.q, atoms.p),
@@ -116,12 +120,25 @@ def _blocks(dimension: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
+def shortened(trials: int, shift: float, dimension: int) -> float:
+    """A shift so much shorter as the grid widens the loss, for lower bounds.
+
+    Splitting an atom adds at most a quarter of the step squared to the variance of the loss, which grows as the square
+    of the shift.
+    """
+    atoms = coordinate_atoms(trials, shift)
+    if atoms.loss.size == 0 or atoms.loss_deviation == 0:
+        return shift
+    share = (_step(atoms, _reach(atoms, dimension), dimension) / atoms.loss_deviation) ** 2 / 8
+    return shift * (1 - min(share, 0.5))
+
+
 @lru_cache(maxsize=16)
 def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = False) -> Pair:
     """The pair that dominates one message of `dimension` coordinates, each moved by at most `shift` steps.
 
     With `attained` it is A^d alone, which real data attain: what is accounted from it is a lower bound on the truth
-    (up to the grid), and quick.
+    (up to the grid: see `shortened`), and quick.
     """
     edge = coordinate_atoms(trials, shift).p_only
     if edge == 1 or dimension * np.log1p(-edge) < np.log(NOTHING_HIDDEN):

@@ -13,6 +13,8 @@ import numpy as np
 
 from bqsgd.privacy.pair import Floats, Pair, on_grid
 
+SPARE = 1e-13
+"""Mass that only one law has, so small that it is the charge for float error and not a property of the mechanism."""
 TRIM = 1e-16
 """P-mass of the far upper tail that becomes infinite loss rather than stretching the grid."""
 
@@ -57,7 +59,10 @@ def poisson(pair: Pair, rate: float) -> Sampled:
     sampled = np.where(loss > 30.0, loss + np.log(rate), np.log1p(rate * np.expm1(mild)))
     sampled = np.where(loss > 30.0, np.logaddexp(np.log1p(-rate), loss + np.log(rate)), sampled)
     major = np.where(loss < 0, pair.major, (1.0 - rate) * q + rate * pair.major)
-    # What only Q has is seen with loss log(1 - g) once the record may be absent.
+    # What only Q has is seen with loss log(1 - g) once the record may be absent. Where that is float error far below
+    # every other loss, taking its mass as infinite loss on either side costs less than a grid that reaches it.
+    if pair.q_only <= SPARE and sampled.size and np.log1p(-rate) < 2 * sampled[0] - sampled[-1]:
+        return _trimmed(sampled, major, rate * pair.p_only + (1.0 - rate) * pair.q_only, pair.q_only)
     loss = np.concatenate([[np.log1p(-rate)], sampled])
     major = np.concatenate([[pair.q_only], major])
     return _trimmed(loss, major, rate * pair.p_only, 0.0)
