@@ -118,7 +118,7 @@ def draws(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
             "dimension": dimension,
             "l2": min(length, 0.98 * math.sqrt(dimension) * linf) if linf < length else length,
             "linf": linf if dimension > 1 or linf < length else 1.05 * length,
-            "rate": 1.0 if scheme is Scheme.FULL else log_uniform(1e-4, 1.0),
+            "rate": 1.0 if scheme is Scheme.NONE else log_uniform(1e-4, 1.0),
             "scheme": scheme,
             "rounds": round(log_uniform(1, 3000)),
             "delta": 10.0 ** -rng.uniform(4, 10),
