@@ -23,6 +23,7 @@ def test_account_states_what_belongs_beside_epsilon(bqsgd):
     fields = bqsgd("account", *run, "--dimension", 61706, *CLIENT[2:], "--json").json
     guarantee = fields["guarantee"]
     assert 0.3304 <= guarantee["epsilon"] <= 0.3304 * 1.03
+    assert 0.3304 * 0.998 <= fields["attained_epsilon"] <= 0.3304
     assert guarantee["delta"] == 1e-5
     assert (guarantee["relation"], guarantee["unit"]) == ("add/remove one", "sample")
     assert 0 <= guarantee["delta_floor"] < 1e-5
@@ -35,11 +36,11 @@ def test_account_states_what_belongs_beside_epsilon(bqsgd):
 def test_people_see_a_few_lines_and_the_nominal_figure_only_on_request(bqsgd):
     run = ["account", "--levels", 2, "--trials", 251, "--rounds", 10, "--delta", 1e-4, *CLIENT]
     shown = bqsgd(*run).out
-    assert labels(shown) == [*BESIDE]
+    assert labels(shown) == ["guarantee", "attained", *BESIDE[1:]]
     assert "nominal" not in shown.lower()
     assert "3.97 times the range (standard deviation per coordinate)" in shown
     asked = bqsgd(*run, "--nominal").out
-    assert labels(asked) == [*BESIDE, "nominal"]
+    assert labels(asked) == ["guarantee", "attained", *BESIDE[1:], "nominal"]
     assert "epsilon 3.448 per round at delta 0.0001" in " ".join(asked.split())
     assert CAVEAT in " ".join(asked.split())
     nominal = bqsgd(*run, "--nominal", "--json").json["nominal"]
@@ -51,6 +52,13 @@ def test_account_of_no_noise_is_infinite_and_still_strict_json(bqsgd):
     run = ["account", "--levels", 1, "--trials", 0, "--rounds", 1, "--delta", 1e-5, *CLIENT]
     assert bqsgd(*run, "--json").json["guarantee"]["epsilon"] == "inf"
     assert "no meaningful guarantee" in bqsgd(*run).out
+
+
+def test_account_with_an_l2_bound_shows_how_tight_it_is(bqsgd):
+    run = ["--levels", 3, "--trials", 141, "--rounds", 300, "--delta", 1e-5, "--linf", 1, "--l2", 1]
+    fields = bqsgd("account", *run, "--dimension", 26010, "--batch-size", 1024, "--dataset-size", 15000, "--json").json
+    assert fields["attained_epsilon"] <= fields["guarantee"]["epsilon"] <= 1.03 * fields["attained_epsilon"]
+    assert "exact" not in fields["guarantee"]["method"]
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])

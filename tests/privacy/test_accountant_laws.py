@@ -13,7 +13,7 @@ from test_accountant_oracle import release
 
 from bqsgd.errors import AccountingError, InvalidParameter
 from bqsgd.privacy import composition
-from bqsgd.privacy.accountant import METHOD_LINF, METHOD_RENYI, Accountant
+from bqsgd.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
 from bqsgd.privacy.envelope import envelope
 from bqsgd.privacy.guarantee import Guarantee, rounded_up
 from bqsgd.privacy.message import message_pair
@@ -181,7 +181,7 @@ def test_a_guarantee_states_everything_and_survives_json():
     earlier = {**guarantee.to_dict(), "method": "exact: privacy loss distribution, L-infinity"}
     assert Guarantee.from_dict(earlier) == guarantee  # as older ledgers and runs have it
     with_l2 = Accountant().compose(release(dimension=26010, l2=0.01), 100).guarantee(delta=1e-5)
-    assert with_l2.method == METHOD_RENYI
+    assert with_l2.method == METHOD_L2
 
 
 @given(st.floats(1e-9, 1e6))

@@ -184,8 +184,8 @@ def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[composition
     if method == METHOD_L2 and not _l2_decides(spent):
         plain = ((replace(release, sensitivity=replace(release.sensitivity, l2=None)), n) for release, n in spent)
         tallies.append((METHOD_LINF, tuple(plain)))
-    if any(NEARLY_WHOLE < release.sampling.rate < 1 for release, _ in spent):
-        whole = Sampling(scheme=Scheme.NONE)
+    whole = Sampling(scheme=Scheme.NONE)
+    if any(release.sampling.rate > NEARLY_WHOLE and release.sampling != whole for release, _ in spent):
         tallies.append((method, tuple((replace(release, sampling=whole), rounds) for release, rounds in spent)))
     refused: AccountingError | None = None
     found = False

@@ -42,6 +42,8 @@ def homogeneous(release: Release, spread: int = 1) -> tuple[float, int]:
 
     Without an L2 bound every coordinate moves by the largest shift.
     """
+    if release.shift_l2 == math.sqrt(release.dimension) * release.shift:
+        return release.shift, release.dimension
     fewest = math.ceil((release.shift_l2 / release.shift) ** 2 * (1 - 1e-12))
     copies = min(release.dimension, spread * max(1, fewest))
     return min(release.shift, release.shift_l2 / math.sqrt(copies)), copies
@@ -144,7 +146,7 @@ def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     spread = min(2 * reach, 24 * math.sqrt(variance) + 2 * max(float(x.loss[-1]) for x, _ in messages))
     step = min(GRID_FRACTION * math.sqrt(variance / count), spread / FINE_POINTS)
     extent = max(float(x.loss[-1] - x.loss[0]) for x, _ in messages)
-    step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS)
+    step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS) or 1.0  # 0: every loss is 0, on any grid
     grids = [(message.on_grid(step), rounds) for message, rounds in messages]
     remove = _composed(grids)
     if not attained and all(release.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
