@@ -54,7 +54,9 @@ TABLE = {
     "large rate": {"levels": 4, "trials": 800, "l2": 4.0, "linf": 4.0, "rate": 0.2, "rounds": 50},
 }
 """l2 and linf in quantiser steps; 26,010 coordinates, Poisson batches."""
-SETTINGS, SEED, WORKERS = 200, 17, 3
+SETTINGS, SEED, WORKERS = 200, 17, 4
+MOST_STEPS = 590.0
+"""Beyond 600 steps a coordinate the accountant refuses."""
 MOST_EPSILON, LEAST_EPSILON = 100.0, 0.01
 """Random settings whose attained epsilon lies outside are drawn again: nobody would run them."""
 PRESET_CLIENT = {"dimension": 39_700, "dataset_size": 15_000}
@@ -111,7 +113,7 @@ def draws(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
     while True:
         trials, dimension = round(log_uniform(64, 1e6)), round(log_uniform(1, 1e8))
         length = log_uniform(0.02, 3.0) * math.sqrt(trials) / 2
-        linf = length if rng.random() < 0.5 else length / log_uniform(1, 50)
+        linf = min(MOST_STEPS, length if rng.random() < 0.5 else length / log_uniform(1, 50))
         scheme = list(Scheme)[rng.choice(3, p=[0.6, 0.25, 0.15])]
         yield {
             "trials": trials,
@@ -119,7 +121,7 @@ def draws(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
             "l2": min(length, 0.98 * math.sqrt(dimension) * linf) if linf < length else length,
             "linf": linf if dimension > 1 or linf < length else 1.05 * length,
             "rate": 1.0 if scheme is Scheme.NONE else log_uniform(1e-4, 1.0),
-            "scheme": scheme,
+            "scheme": str(scheme),
             "rounds": round(log_uniform(1, 3000)),
             "delta": 10.0 ** -rng.uniform(4, 10),
             "levels": 1,
@@ -128,26 +130,33 @@ def draws(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
 
 def random_setting(drawn: dict[str, Any]) -> dict[str, Any] | None:
     """One drawn setting with its figures, or None where nobody would want them."""
-    setting = dict(drawn)
+    setting = {**drawn, "scheme": Scheme(drawn["scheme"])}
     rounds, delta = setting.pop("rounds"), setting.pop("delta")
     what = release(**setting)
     attained = Accountant().compose(what, rounds).attained_epsilon(delta)
     if not LEAST_EPSILON <= attained <= MOST_EPSILON:
         return None
-    row = {**drawn, "scheme": str(drawn["scheme"]), **figures(what, rounds, delta)}
+    row = {**drawn, **figures(what, rounds, delta)}
     row["ratio"] = row["epsilon"] / row["attained"] if row["epsilon"] != "inf" else "inf"
     print(row, flush=True)
     return row
 
 
-def random_settings() -> list[dict[str, Any]]:
-    """The first so many settings of the draws with a figure that somebody might want."""
+def random_settings(known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The first so many settings of the draws with a figure that somebody might want, more and more of them.
+
+    Rows that are known from a run that was broken off are kept.
+    """
     drawing = draws(np.random.default_rng(SEED))
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(WORKERS) as pool:
         while len(rows) < SETTINGS:
-            rows += [row for row in pool.map(random_setting, islice(drawing, 10 * WORKERS)) if row is not None]
-    return rows[:SETTINGS]
+            batch = list(islice(drawing, 5 * WORKERS))
+            there = [next((row for row in known if one.items() <= row.items()), None) for one in batch]
+            fresh = pool.map(random_setting, [one for one, row in zip(batch, there, strict=True) if row is None])
+            found = [row or next(fresh) for row in there]
+            rows += [row for row in found if row is not None]
+            yield rows[:SETTINGS]
 
 
 def preset_rows() -> list[dict[str, Any]]:
@@ -232,8 +241,9 @@ def page(results: dict[str, Any]) -> str:
         f"## {len(settings)} random settings",
         "",
         "Trials 64 to 10^6, up to 10^8 coordinates, an L-infinity bound from a fiftieth of the L2 bound to the whole "
-        "of it, Poisson, fixed-size and no sampling, rates 1e-4 to 1, up to 3,000 rounds, delta 1e-10 to 1e-4; "
-        f"attained epsilon between {LEAST_EPSILON:g} and {MOST_EPSILON:g}.",
+        f"of it and up to {MOST_STEPS:g} steps, Poisson, fixed-size and no sampling, rates 1e-4 to 1, up to 3,000 "
+        "rounds, delta 1e-10 to 1e-4; attained epsilon between "
+        f"{LEAST_EPSILON:g} and {MOST_EPSILON:g}.",
         "",
         "| proven / attained | least | median | 90 % | largest |",
         "|---|---:|---:|---:|---:|",
@@ -286,9 +296,18 @@ def main() -> None:
     """Run, or write the page again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="only write the page from the JSON")
-    if not parser.parse_args().page:
-        results = {"delta": DELTA, "table": table(), "presets": preset_rows(), "random": random_settings()}
-        RESULTS.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    parser.add_argument("--resume", action="store_true", help="keep what is in the JSON already")
+    options = parser.parse_args()
+    if not options.page:
+        known = json.loads(RESULTS.read_text(encoding="utf-8")) if options.resume else {}
+        results = {
+            "delta": DELTA,
+            "table": known.get("table") or table(),
+            "presets": known.get("presets") or preset_rows(),
+            "random": [],
+        }
+        for results["random"] in random_settings(known.get("random", [])):
+            RESULTS.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
