@@ -226,7 +226,7 @@ def page(results: dict[str, Any]) -> str:
         "Made by `python -m experiments.l2_accounting` from `experiments/results/l2_accounting.json`; do not edit.",
         "",
         "*Proven* is what the accountant states: an upper bound over all shift vectors within the bounds "
-        "([accounting](accounting.md), Claim 8). *Attained* is a lower bound on the truth: data that move a few or "
+        "([accounting](accounting.md), Claim 10). *Attained* is a lower bound on the truth: data that move a few or "
         "many coordinates by the same shift, composed as a loss distribution. *Renyi* is the figure through moments "
         "(Claims 4 and 5), which stands where the other route does not apply. *Gaussian* has the same variance and is "
         "no bound on anything here.",

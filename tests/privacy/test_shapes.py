@@ -1,4 +1,4 @@
-"""Claim 8, step by step: the pair that dominates every shift vector of an L2 bound."""
+"""Claim 10, step by step: the pair that dominates every shift vector of an L2 bound."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A shape says how a shift vector spends its squared norm on shifts u and on the t
 message is a sum over points s of a vertical line of M(s), the moments of its likelihood ratio, and log M is linear in
 the shape. All log M lie close together, so the curve is nearly linear in the shape too: its largest value over the
 corners (all coordinates alike), plus a remainder of second order that is computed, bounds every shape
-(docs/accounting.md, Claim 8).
+(docs/accounting.md, Claim 10).
 """
 
 from __future__ import annotations
