@@ -26,7 +26,7 @@ from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import make_plan
 from bqsgd.privacy import renyi
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import rounded_up
+from bqsgd.privacy.guarantee import rounded_down, rounded_up
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
 from bqsgd.training.presets import presets
 
@@ -238,10 +238,11 @@ def page(results: dict[str, Any]) -> str:
         "|---|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for row in results["table"]:
+        ratio = row["epsilon"] / row["attained"]
         lines.append(
             f"| {row['name']} | {row['levels']}, {row['trials']} | {row['l2']:g}, {row['linf']:g} "
-            f"| {row['rate']:.4g}, {row['rounds']} | {row['gaussian']:.4g} | {row['attained']:.4g} "
-            f"| {rounded_up(row['renyi'])} | {rounded_up(row['epsilon'])} | {row['epsilon'] / row['attained']:.4f} |"
+            f"| {row['rate']:.4g}, {row['rounds']} | {row['gaussian']:.4g} | {rounded_down(row['attained'])} "
+            f"| {rounded_up(row['renyi'])} | {rounded_up(row['epsilon'])} | {ratio:.4f} |"
         )
     shares = ", ".join(f"{np.mean(ratios <= top):.0%} within {top - 1:.0%}" for top in (1.01, 1.03, 1.1))
     methods = sorted({row["method"] for row in settings})
