@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
+from experiments.prose import wrapped
 
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Mechanism
@@ -58,7 +58,6 @@ TABLE = {
 SETTINGS, SEED, WORKERS = 200, 17, 4
 MOST_STEPS = 590.0
 """Beyond 600 steps a coordinate the accountant refuses."""
-WHOLE = {"break_on_hyphens": False, "break_long_words": False}
 MOST_EPSILON, LEAST_EPSILON = 100.0, 0.01
 """Random settings whose attained epsilon lies outside are drawn again: nobody would run them."""
 PRESET_CLIENT = {"dimension": 39_700, "dataset_size": 15_000}
@@ -276,7 +275,7 @@ def page(results: dict[str, Any]) -> str:
     for row in sorted(settings, key=lambda row: -float(row["ratio"]))[:5]:
         lines.append(
             f"| {row['trials']} | {row['l2']:.4g}, {row['linf']:.4g} | {row['dimension']} | {row['scheme']}, "
-            f"{row['rate']:.3g} | {row['rounds']} | {row['delta']:.1e} | {row['attained']:.4g} "
+            f"{row['rate']:.3g} | {row['rounds']} | {row['delta']:.1e} | {rounded_down(row['attained'])} "
             f"| {rounded_up(float(row['epsilon']))} | {float(row['ratio']):.4f} |"
         )
     lines += [
@@ -304,8 +303,7 @@ def page(results: dict[str, Any]) -> str:
         "The runs behind [the frontier](frontier.md) were planned by moments: the epsilon stated there holds, and "
         "today's accountant would state a smaller one.",
     ]
-    kept = ("|", "#")
-    return "\n".join(line if line.startswith(kept) else textwrap.fill(line, 118, **WHOLE) for line in lines) + "\n"
+    return wrapped("\n".join(lines) + "\n")
 
 
 def main() -> None:

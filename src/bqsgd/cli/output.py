@@ -31,9 +31,11 @@ def show(title: str, lines: Mapping[str, str]) -> None:
 
 def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> dict[str, str]:
     """Everything that must be read beside an epsilon, in words; `attained` is what some data come to, from below."""
+    from bqsgd.privacy.guarantee import rounded_down
+
     tight = {}
     if attained is not None:
-        tight["attained"] = f"epsilon {attained:.4g} by some data: no figure below it can hold"
+        tight["attained"] = f"epsilon {rounded_down(attained)} by some data: no figure below it can hold"
     void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
     return {
         "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
