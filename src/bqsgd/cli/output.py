@@ -35,7 +35,7 @@ def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> d
 
     tight = {}
     if attained is not None:
-        tight["attained"] = f"epsilon {rounded_down(attained)} by some data: no figure below it can hold"
+        tight["attained"] = f"epsilon {rounded_down(attained)} for some data, as far as its grid resolves"
     void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
     return {
         "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
