@@ -63,7 +63,9 @@ def test_the_table_holds_what_the_runs_measured(table: dict[str, Any]) -> None:
         assert row["guarantee"]["epsilon"] == max(run["guarantee"]["epsilon"] for run in runs)
         for run, seed in zip(runs, range(3), strict=True):
             settings = plain_settings(*point.settings(seed, quick=False))
+            # As today's settings have it: one was renamed since, one came later and is at its default.
             recorded = {("features" if name == "front_end" else name): value for name, value in run["config"].items()}
+            recorded = {"packed_rows": False, **recorded}
             assert recorded == json.loads(json.dumps(settings)), "a run of other settings than the preset's"
             assert not run["seeded"]
             assert run["guarantee"]["epsilon"] <= settings["epsilon"]
