@@ -143,6 +143,7 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
         ({}, {"allow-no-privacy": False}, "seeded noise"),
         ({"seed": "", "trials": 0}, {"allow-no-privacy": False}, "has no noise"),
         ({"epsilon": 30.0}, {"epsilon": 3.0}, "asks for epsilon 30, this node allows 3"),
+        ({"packed_rows": True}, {}, "allow it with allow-packed-rows=true"),
         ({"delta": 1e-3}, {"delta": 1e-5}, "asks for delta 0.001, this node allows 1e-05"),
     ],
 )
