@@ -33,7 +33,7 @@ test: lint types layers
 	$(BIN)/pytest -n 2
 
 test-all: lint types layers
-	$(BIN)/pytest -n 2 -m 'slow or not slow'
+	HYPOTHESIS_PROFILE=fresh $(BIN)/pytest -n 2 -m 'slow or not slow'
 
 bench: install
 	$(BIN)/python -m benchmarks.mechanism

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from enumeration import hockey_stick, product, value_law
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import fft
 
@@ -163,6 +163,7 @@ def test_the_series_bounds_small_shifts(trials, length, part, tilt, height):
 
 
 @given(st.integers(64, 2000), st.floats(0.3, 6.0), st.floats(0.0, 1.0), st.floats(0.5, 6.0), st.floats(0.0, 3.0))
+@example(64, 1.9999999999999991, 0.5, 1.0, 1.0)  # a shift just below a whole number: P/Q - 1 rounds to -1
 @settings(max_examples=30, deadline=None)
 def test_a_mixture_of_two_shifts_is_within_the_stated_error(trials, length, weight, tilt, height):
     corners = shapes._corners(trials, length, length, 1000)

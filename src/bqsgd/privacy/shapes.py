@@ -95,10 +95,12 @@ def _orders(trials: int, shift: float) -> tuple[_Ratio, _Ratio]:
     up = np.where(still > 0, -1.0, 0.0)
     if whole == 0:  # keeps the digits of small shifts
         up[: law.size] = shift * (np.concatenate([[0.0], law[:-1] / law[1:]]) - 1.0)
+        down = np.where(moved > 0, -1.0, 0.0)
+        down[both] = -up[both] * (still[both] / moved[both])
     else:
         up[both] = moved[both] / still[both] - 1.0
-    down = np.where(moved > 0, -1.0, 0.0)
-    down[both] = -up[both] / (1.0 + up[both])
+        down = np.where(moved > 0, -1.0, 0.0)
+        down[both] = still[both] / moved[both] - 1.0
     return _Ratio(excess=up, p=moved, q=still), _Ratio(excess=down, p=still, q=moved)
 
 
