@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling clean
+.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling docs docs-serve clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -13,7 +14,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,flower,bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,flower,bench]'
 	touch $(STAMP)
 
 demo: install
@@ -53,5 +54,11 @@ bench-scattering: install
 bench-scaling: install
 	$(BIN)/python -m benchmarks.scaling
 
+docs: install
+	$(BIN)/mkdocs build --strict
+
+docs-serve: install
+	$(BIN)/mkdocs serve --strict
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
