@@ -15,12 +15,11 @@ import numpy as np
 from dp_accounting import pld
 from experiments.runs import EVALUATIONS, RESULTS, Job, provenance, simulation, task
 
+from bqsgd.models import load_vector
 from bqsgd.persample import L2, BatchMean, clipped_gradients
 from bqsgd.release import Scheme
-from bqsgd.training.batches import draw_batch
+from bqsgd.training.draws import Purpose, derive, draw_batch
 from bqsgd.training.optimisers import schedule
-from bqsgd.training.parameters import load_vector
-from bqsgd.training.seeds import Purpose, derive
 from bqsgd.wire.model_message import read_model, write_model
 
 NO_CLIP = BatchMean(1e6)

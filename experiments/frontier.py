@@ -19,12 +19,11 @@ from typing import Any
 from experiments.frontier_figure import draw_frontier
 from experiments.runs import provenance
 
-from bqsgd.cli.progress import shown
+from bqsgd.cli.output import shown
 from bqsgd.privacy.guarantee import rounded_up
-from bqsgd.records.summary import Summary
+from bqsgd.records.record import Summary
 from bqsgd.run import Run
-from bqsgd.tasks import NamedTask, plain_settings, settings_of
-from bqsgd.training.presets import preset
+from bqsgd.tasks import NamedTask, plain_settings, preset, settings_of
 from bqsgd.training.settings import Config
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from bqsgd.data.dataset import Split
 from bqsgd.data.features import compute_features
 from bqsgd.run import train
 from bqsgd.tasks import NamedTask, plain_settings, settings_of
-from bqsgd.training.seeds import Purpose, derive
+from bqsgd.training.draws import Purpose, derive
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 

@@ -28,7 +28,7 @@ from bqsgd.privacy import renyi
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import rounded_down, rounded_up
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
-from bqsgd.training.presets import presets
+from bqsgd.tasks import presets
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results" / "l2_accounting.json", HERE.parent / "docs" / "l2_accounting.md"

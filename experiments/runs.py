@@ -27,10 +27,10 @@ from experiments.padded_digits import padded_digits
 
 from bqsgd.engines.engine import Setup, one_thread
 from bqsgd.engines.in_process import InProcess, in_process
+from bqsgd.models import to_vector
 from bqsgd.records.checkpoint import load_checkpoint, save_checkpoint
 from bqsgd.run import run_round
 from bqsgd.tasks import NamedTask, plain_settings
-from bqsgd.training.parameters import to_vector
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Evaluate, Task

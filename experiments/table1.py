@@ -14,10 +14,10 @@ import torch
 from experiments.runs import provenance, simulation, task
 from experiments.tables import DATASETS, job
 
+from bqsgd.models import load_vector
 from bqsgd.paper.published import FASHION_MNIST, MNIST, PublishedSetting
 from bqsgd.params import Mechanism
 from bqsgd.run import run_round
-from bqsgd.training.parameters import load_vector
 
 NAME = "table1"
 NOISELESS = Mechanism(levels=127, trials=0)

@@ -34,14 +34,13 @@ import numpy.typing as npt
 from bqsgd.engines.engine import Answer, Engine, MakeEngine, Setup, one_thread
 from bqsgd.engines.in_process import in_process
 from bqsgd.errors import InvalidParameter
+from bqsgd.models import to_vector
 from bqsgd.planner.plan import ClientSetting
 from bqsgd.records.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint
 from bqsgd.records.folder import CONFIG, RunWriter, read_config, read_rounds
-from bqsgd.records.round import ClientRecord, RoundRecord, one_line
-from bqsgd.records.summary import Summary
+from bqsgd.records.record import ClientRecord, RoundRecord, Summary, one_line
 from bqsgd.reports.page import write_report
 from bqsgd.training.client_plan import client_setting
-from bqsgd.training.parameters import to_vector
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
 from bqsgd.training.task import Task

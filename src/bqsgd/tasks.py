@@ -1,13 +1,20 @@
-"""Tasks by name: a data set, its features, its shares among the clients and a model, as settings like all others."""
+"""Tasks by name: a data set, its features, its shares among the clients and a model, as settings like all others.
+
+And presets by name: the points of the frontier (docs/frontier.md), each found on held-out training data.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from bqsgd import data
-from bqsgd.training.seeds import Purpose, derive
+from bqsgd.errors import InvalidParameter
+from bqsgd.training.draws import Purpose, derive
 from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, setting
 
 if TYPE_CHECKING:
@@ -99,3 +106,24 @@ def plain_settings(named: NamedTask | None, config: Config) -> dict[str, Any]:
     """Every setting that is set, by name: the inverse of `settings_of`."""
     own = {} if named is None else {name: getattr(named, each.name) for name, each in NamedTask.settings().items()}
     return {name: value for name, value in (own | config.flat()).items() if value is not None}
+
+
+@lru_cache(maxsize=1)
+def presets() -> dict[str, dict[str, Any]]:
+    """Every preset as plain settings for `Config.from_dict`, by name."""
+    text = resources.files("bqsgd").joinpath("presets.toml").read_text(encoding="utf-8")
+    read = tomllib.loads(text)
+    shared = {name: value for name, value in read.items() if not isinstance(value, dict)}
+    return {name: shared | table for name, table in read.items() if isinstance(table, dict)}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A copy of the settings called `name`, to be overridden at will.
+
+    >>> preset("mnist-eps1")["epsilon"]
+    1.16
+    """
+    known = presets()
+    if name not in known:
+        raise InvalidParameter(f"preset must be one of {', '.join(known)}, got {name!r}")
+    return dict(known[name])

@@ -8,8 +8,7 @@ import pytest
 import typer.main
 
 from bqsgd import __version__
-from bqsgd.cli.app import app
-from bqsgd.cli.renamed import OPTIONS
+from bqsgd.cli.app import OPTIONS, app
 
 CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]
 

@@ -7,11 +7,11 @@ import pytest
 
 from bqsgd.audit import EncoderRuns, audit
 from bqsgd.cli.audit import audit_lines
-from bqsgd.cli.progress import shown
+from bqsgd.cli.output import shown
 from bqsgd.ledger import Ledger
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
-from bqsgd.records.round import RoundRecord
+from bqsgd.records.record import RoundRecord
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity
 
 CLIENT = ["--dimension", 100, "--batch-size", 32, "--dataset-size", 15000, "--delta", 1e-5]
@@ -147,7 +147,7 @@ def test_train(bqsgd, tmp_path, monkeypatch):
                  "--rounds", 3, "--evaluate-every", 1, "--clip", "clamp", "--clip-bound", 0.02, "--nominal",
                  "--out", "one")  # fmt: skip
     assert told.code == 0
-    from bqsgd.records.history import read_history
+    from bqsgd.records.folder import read_history
 
     history = read_history(tmp_path / "one")
     assert is_rounded_up(read(told.out, "guarantee epsilon"), history.summary.guarantee.epsilon)

@@ -15,14 +15,15 @@ from fault_book import counts, seen, together
 
 from bqsgd.cli.app import main
 from bqsgd.engines.torch_distributed import join
-from bqsgd.engines.torch_distributed.handshake import (
+from bqsgd.engines.torch_distributed.transport import (
+    PeerLost,
     SettingsDiffer,
+    as_tensor,
     greeting,
     read_greeting,
     read_reply,
     reply_to_greeting,
 )
-from bqsgd.engines.torch_distributed.transport import PeerLost, as_tensor
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.records.checkpoint import load_checkpoint

@@ -28,7 +28,7 @@ from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.records.checkpoint import load_checkpoint
 from bqsgd.records.folder import read_rounds
-from bqsgd.records.round import one_line
+from bqsgd.records.record import one_line
 from bqsgd.run import Run
 from bqsgd.tasks import NamedTask
 from bqsgd.training.settings import Config

@@ -12,12 +12,12 @@ from torch import nn
 from bqsgd.engines.in_process import InProcess
 from bqsgd.errors import InvalidParameter, LedgerError
 from bqsgd.ledger import Ledger
+from bqsgd.models import to_vector
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.records.checkpoint import CheckpointError
-from bqsgd.records.history import read_history
-from bqsgd.records.round import RoundRecord
+from bqsgd.records.folder import read_history
+from bqsgd.records.record import RoundRecord
 from bqsgd.run import Run, train
-from bqsgd.training.parameters import to_vector
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 

@@ -14,8 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bqsgd.errors import InvalidParameter  # noqa: E402
-from bqsgd.tasks import plain_settings, settings_of  # noqa: E402
-from bqsgd.training.presets import preset, presets  # noqa: E402
+from bqsgd.tasks import plain_settings, preset, presets, settings_of  # noqa: E402
 from experiments import frontier, page  # noqa: E402
 
 RESULTS = ROOT / "experiments" / "results"

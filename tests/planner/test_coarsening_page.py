@@ -8,7 +8,7 @@ import pytest
 
 from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
 from bqsgd.params import Mechanism
-from bqsgd.planner.coarsening_window import coarsened
+from bqsgd.planner.search import coarsened
 
 PAGE = Path(__file__).parents[2] / "docs" / "accounting.md"
 

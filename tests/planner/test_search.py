@@ -11,9 +11,15 @@ from bqsgd.errors import Infeasible
 from bqsgd.mechanism.coarsening import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Coarsening, Mechanism
-from bqsgd.planner.coarsening_window import coarsened, largest_reach
 from bqsgd.planner.plan import Budget, ClientSetting, Plan
-from bqsgd.planner.search import TooFewBits, least_error_mechanism, least_error_uncoarsened, make_plan
+from bqsgd.planner.search import (
+    TooFewBits,
+    coarsened,
+    largest_reach,
+    least_error_mechanism,
+    least_error_uncoarsened,
+    make_plan,
+)
 from bqsgd.privacy.accountant import Accountant
 
 SETTING = ClientSetting(dimension=40, batch_size=64, dataset_size=1000)

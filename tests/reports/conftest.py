@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from bqsgd.records.folder import RunWriter
-from bqsgd.records.round import RoundRecord
-from bqsgd.records.summary import Summary
+from bqsgd.records.record import RoundRecord, Summary
 
 GUARANTEE = {
     "epsilon": 2.913,

@@ -13,7 +13,7 @@ import pytest
 from bqsgd.cli.app import main
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.records.history import read_history
+from bqsgd.records.folder import read_history
 from bqsgd.reports.compare import comparison_page
 from bqsgd.reports.page import epsilon_text, run_page, write_report
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from bqsgd.records.history import read_history
+from bqsgd.records.folder import read_history
 from bqsgd.records.tensorboard import scalars
 from bqsgd.reports.chart import Chart, Quantity, Series, short
 from bqsgd.reports.compare import comparison_figures, comparison_page

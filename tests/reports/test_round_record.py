@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.records.round import MAX_TEXT, STAGES, ClientRecord, RoundRecord, RunFolderError, Status, number, plain
-from bqsgd.records.summary import Summary
+from bqsgd.records.record import (
+    MAX_TEXT,
+    STAGES,
+    ClientRecord,
+    RoundRecord,
+    RunFolderError,
+    Status,
+    Summary,
+    number,
+    plain,
+)
 
 numbers = st.floats(allow_nan=False) | st.integers(0, 10**6).map(float)
 counts = st.integers(0, 2**63 - 1)

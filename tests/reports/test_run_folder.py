@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from bqsgd.errors import BqsgdError
 from bqsgd.records import folder as folders
-from bqsgd.records.folder import RunWriter, read_config, read_rounds, read_summary
-from bqsgd.records.history import read_history
-from bqsgd.records.round import RoundRecord, RunFolderError, Status
-from bqsgd.records.summary import Summary
+from bqsgd.records.folder import RunWriter, read_config, read_history, read_rounds, read_summary
+from bqsgd.records.record import RoundRecord, RunFolderError, Status, Summary
 from bqsgd.reports.page import run_page
 
 
@@ -85,7 +83,7 @@ def test_a_killed_writer_leaves_every_appended_round(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from bqsgd.records.folder import RunWriter\n"
-        "from bqsgd.records.round import RoundRecord\n"
+        "from bqsgd.records.record import RoundRecord\n"
         "run = RunWriter(sys.argv[1])\nnumber = 0\n"
         "while True:\n    number += 1\n    run.append(RoundRecord(round=number, bytes_up=7))\n"
         "    print(number, flush=True)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.records.round import ClientRecord, RoundRecord, Status
+from bqsgd.records.record import ClientRecord, RoundRecord, Status
 from bqsgd.records.tensorboard import TensorBoardLog, scalars
 
 

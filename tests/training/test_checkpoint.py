@@ -9,8 +9,8 @@ import torch
 from safetensors.numpy import save
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.models import dimension_of, load_vector, to_vector
 from bqsgd.records.checkpoint import FILE_NAME, CheckpointError, load_checkpoint, save_checkpoint, take
-from bqsgd.training.parameters import dimension_of, load_vector, to_vector
 
 MODEL = np.linspace(-1, 1, 5, dtype=np.float32)
 

@@ -12,9 +12,9 @@ from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Assumption, Relation, Scheme, Unit
 from bqsgd.training.client import Declined
-from bqsgd.training.local import clip_update
-from bqsgd.training.seeds import Purpose
+from bqsgd.training.draws import Purpose
 from bqsgd.training.settings import BudgetChange
+from bqsgd.training.values import clip_update
 from bqsgd.wire.frame import read_frame
 from bqsgd.wire.model_message import write_model
 
@@ -36,7 +36,7 @@ def test_the_frame_carries_the_clipped_mean_of_the_drawn_batch(settings, make_cl
     config = settings(sampling=sampling, levels=100_000)
     client = make_client(config)
     values = decode_frame(client.update(MODEL, 2), range=0.5, dimension=6, client=0, round=2)
-    from bqsgd.training.batches import draw_batch
+    from bqsgd.training.draws import draw_batch
 
     rng = client.sources.at(Purpose.BATCH, 2)
     rows = draw_batch(Scheme(client.setting.scheme), batch_size=20, dataset_size=60, rng=rng)

@@ -6,9 +6,9 @@ import torch
 
 from bqsgd.codec import decode_frame
 from bqsgd.engines.engine import Answer
+from bqsgd.models import to_vector
 from bqsgd.params import Mechanism, parameters_digest
 from bqsgd.run import run_round
-from bqsgd.training.parameters import to_vector
 from bqsgd.training.server import Server
 from bqsgd.training.task import Task
 from bqsgd.wire.fixed import FixedWidth

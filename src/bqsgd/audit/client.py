@@ -17,7 +17,6 @@ from bqsgd.codec import codes_of, decode_frame
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.training.client import Client, Declined
-from bqsgd.training.parameters import Vector
 from bqsgd.training.settings import Config
 from bqsgd.wire.frame import read_frame
 
@@ -51,7 +50,13 @@ class ClientRuns:
     """
 
     def __init__(
-        self, make: MakeClient, config: Config, *, neighbours: Neighbours, model: Vector, rounds: int = 1
+        self,
+        make: MakeClient,
+        config: Config,
+        *,
+        neighbours: Neighbours,
+        model: npt.NDArray[np.float32],
+        rounds: int = 1,
     ) -> None:
         if config.privacy.mechanism is None:
             raise InvalidParameter("an audit of a client needs fixed levels and trials: a plan depends on the rounds")
@@ -90,7 +95,9 @@ class ClientRuns:
         )
 
 
-def full_batch_inputs(make: MakeClient, config: Config, *, neighbours: Neighbours, model: Vector) -> Inputs:
+def full_batch_inputs(
+    make: MakeClient, config: Config, *, neighbours: Neighbours, model: npt.NDArray[np.float32]
+) -> Inputs:
     """What reaches the encoder when every record takes part: the same clients' frames, without noise.
 
     It tells a server where to look. The finest quantiser leaves 1e-6 of the range.
@@ -108,7 +115,7 @@ def _worlds(neighbours: Neighbours) -> tuple[tuple[bool, Data], tuple[bool, Data
     return (False, neighbours.without), (True, neighbours.with_record)
 
 
-def _frame(client: Client, model: Vector, round: int) -> bytearray:
+def _frame(client: Client, model: npt.NDArray[np.float32], round: int) -> bytearray:
     answer = client.update(model, round)
     if isinstance(answer, Declined):
         raise InvalidParameter(f"the audited client sends nothing: {answer.reason}")

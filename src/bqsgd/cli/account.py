@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli import client_options as options
+from bqsgd.cli import options
 from bqsgd.cli.output import Json, guarantee_lines, message_lines, show, to_json
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bqsgd.cli import client_options as options
+from bqsgd.cli import options
 from bqsgd.cli.output import Json, show, to_json
 
 if TYPE_CHECKING:

@@ -106,8 +106,8 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
     from bqsgd.flower.local_federation import FlowerFailed, Processes, make_federation, write_app
     from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
     from bqsgd.records.checkpoint import load_checkpoint
-    from bqsgd.records.history import read_history
-    from bqsgd.records.round import Status
+    from bqsgd.records.folder import read_history
+    from bqsgd.records.record import Status
 
     started = time.monotonic()
 

@@ -1,12 +1,16 @@
-"""How commands print: a few aligned lines for people, one JSON object for programs."""
+"""How commands print: a few aligned lines for people, one JSON object for programs, and the progress of a run.
+
+Progress is a bar on a terminal and plain lines elsewhere; every figure it shows is public.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +18,8 @@ import typer
 if TYPE_CHECKING:
     from bqsgd.params import Mechanism
     from bqsgd.privacy.guarantee import Guarantee
+    from bqsgd.records.record import RoundRecord
+    from bqsgd.training.settings import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure in full.")]
 
@@ -69,3 +75,65 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return value
+
+
+def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -> Iterator[RoundRecord]:
+    """Pass the records on; on stderr show round, test accuracy and loss, epsilon, bytes and the time left."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from _plain(records, config)
+        return
+    columns = (
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("planning and compiling", total=config.run.rounds, completed=first_round)
+        last: RoundRecord | None = None
+        sent = 0
+        for record in records:
+            sent += record.bytes_up
+            if record.test_accuracy is not None:
+                last = record
+            bar.update(task, completed=record.round + 1, description=_line(last, sent, config))
+            yield record
+
+
+def _plain(records: Iterable[RoundRecord], config: Config) -> Iterator[RoundRecord]:
+    sent = 0
+    for record in records:
+        sent += record.bytes_up
+        if record.test_accuracy is not None:
+            done = record.round + 1
+            left = record.time / done * (config.run.rounds - done)
+            line = f"round {done}/{config.run.rounds}  {_line(record, sent, config)}  {left:.0f} s left"
+            print(line, file=sys.stderr, flush=True)
+        yield record
+
+
+def _line(record: RoundRecord | None, sent: int, config: Config) -> str:
+    if record is None:
+        return f"{sent / 1e6:.1f} MB up"
+    from bqsgd.privacy.guarantee import rounded_up
+
+    epsilon = record.epsilon_max
+    privacy = "no privacy" if epsilon is None else f"epsilon {rounded_up(epsilon)} at delta {config.privacy.delta:g}"
+    if config.privacy.seed is not None:
+        privacy += " (seeded: no claim)"
+    test = f"test accuracy {record.test_accuracy:.2%}  loss {record.test_loss:.3f}"
+    return f"{test}  {privacy}  {sent / 1e6:.1f} MB up"

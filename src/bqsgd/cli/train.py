@@ -22,7 +22,7 @@ from bqsgd.errors import DataUnavailable, InvalidParameter
 
 if TYPE_CHECKING:
     from bqsgd.engines.engine import MakeEngine
-    from bqsgd.records.summary import Summary
+    from bqsgd.records.record import Summary
     from bqsgd.run import Run
     from bqsgd.tasks import NamedTask
     from bqsgd.training.settings import Config
@@ -170,14 +170,13 @@ def begin(
 
 def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask, Config]:
     """The settings of a new run: defaults, then the preset, then the file, then what is given."""
-    from bqsgd.tasks import settings_of
-    from bqsgd.training import presets
+    from bqsgd import tasks
     from bqsgd.training.settings import read_toml
 
-    settings = {} if preset is None else presets.preset(preset)
+    settings = {} if preset is None else tasks.preset(preset)
     if file is not None:
         settings |= _flat(read_toml(file))
-    return settings_of(**fit(settings | given))
+    return tasks.settings_of(**fit(settings | given))
 
 
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
@@ -314,7 +313,7 @@ def lead(
 def _train(run: Run, *, tensorboard: bool) -> None:
     from contextlib import nullcontext
 
-    from bqsgd.cli.progress import shown
+    from bqsgd.cli.output import shown
     from bqsgd.records.tensorboard import TensorBoardLog
 
     assert run.folder is not None

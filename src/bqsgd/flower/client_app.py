@@ -21,11 +21,11 @@ from bqsgd.engines.flower.messages import FRAME, MODEL, Plain, data_of, field_of
 from bqsgd.errors import BqsgdError, Infeasible, InvalidParameter
 from bqsgd.flower.node import Node
 from bqsgd.flower.settings import MakeTask, check_name, read_settings
+from bqsgd.models import dimension_of
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import ClientSetting
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.client_plan import keep_plan, release_in
-from bqsgd.training.parameters import dimension_of
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 

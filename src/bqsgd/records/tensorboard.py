@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from bqsgd.records.round import RoundRecord, Status
+from bqsgd.records.record import RoundRecord, Status
 
 PUBLIC = {
     "test_accuracy": "test/accuracy",

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.records.folder import SHOWN
-from bqsgd.records.history import History, read_history
+from bqsgd.records.folder import SHOWN, History, read_history
 from bqsgd.reports.chart import Chart, Point, Quantity, Series, short
 from bqsgd.reports.figures import measured, running_total
 from bqsgd.reports.page import claim_terms, epsilon_text, render

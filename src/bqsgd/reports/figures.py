@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from bqsgd.params import Mechanism
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.records.history import History
-from bqsgd.records.round import STAGES, RoundRecord
+from bqsgd.records.folder import History
+from bqsgd.records.record import STAGES, RoundRecord
 from bqsgd.reports.chart import MAX_POINTS, Chart, Point, Quantity, Series, short
 
 NOMINAL = "nominal epsilon (as published; not a guarantee)"

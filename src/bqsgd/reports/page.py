@@ -16,9 +16,8 @@ from markupsafe import Markup
 
 from bqsgd import __version__
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given, rounded_up
-from bqsgd.records.folder import REPORT, SHOWN
-from bqsgd.records.history import ClientTally, History, Parameters, read_history
-from bqsgd.records.round import Status
+from bqsgd.records.folder import REPORT, SHOWN, ClientTally, History, Parameters, read_history
+from bqsgd.records.record import Status
 from bqsgd.reports.chart import Quantity, short
 from bqsgd.reports.figures import run_figures
 from bqsgd.storage import write_atomic

@@ -20,14 +20,13 @@ from bqsgd.codec import encode_frame
 from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.spending import Spending
+from bqsgd.models import dimension_of, load_vector
 from bqsgd.noise import NoiseSource
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.release import Unit
-from bqsgd.training.batches import Rows, draw_batch
 from bqsgd.training.client_plan import client_setting, release_in
-from bqsgd.training.parameters import dimension_of, load_vector
-from bqsgd.training.seeds import Purpose, Sources
+from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.settings import Config
 from bqsgd.training.values import Values, check_model, client_values, sample_values
 from bqsgd.wire.model_message import read_model

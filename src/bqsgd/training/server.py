@@ -18,10 +18,10 @@ from bqsgd.codec import Accumulator, decode_frame
 from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd.mechanism.coarsening import variance_at_zero
 from bqsgd.params import Mechanism, check_positive
-from bqsgd.planner.coarsening_window import largest_reach
 from bqsgd.planner.plan import MAX_BITS
+from bqsgd.planner.search import largest_reach
 from bqsgd.records.checkpoint import Arrays, CheckpointError, take
-from bqsgd.records.round import ClientRecord, RoundRecord, Status
+from bqsgd.records.record import ClientRecord, RoundRecord, Status
 from bqsgd.training.aggregation import aggregate
 from bqsgd.training.optimisers import State, average, schedule
 from bqsgd.training.settings import Config

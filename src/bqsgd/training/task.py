@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from bqsgd.models import load_vector
 from bqsgd.persample.functional import LossFunction
-from bqsgd.training.parameters import load_vector
 
 if TYPE_CHECKING:
     from bqsgd.training.settings import Group

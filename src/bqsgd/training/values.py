@@ -15,14 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from bqsgd.errors import InvalidParameter
+from bqsgd.models import dimension_of, to_vector, trainable
+from bqsgd.params import check_int, check_positive
 from bqsgd.persample import BatchMean, check_samples_apart, clipped_gradients
 from bqsgd.persample.apart import samples_like
 from bqsgd.persample.chunks import Numbers
-from bqsgd.persample.clips import Clip
+from bqsgd.persample.clips import L2, Clamp, Clip, Dual, Scale
 from bqsgd.persample.functional import LossFunction
 from bqsgd.release import Unit
-from bqsgd.training.local import local_update
-from bqsgd.training.parameters import dimension_of, trainable
 
 Values = npt.NDArray[np.floating]
 _TRIAL_ROWS = 2
@@ -133,3 +134,62 @@ def client_values(
         return local_update(model, loss, draw, steps=steps, learning_rate=learning_rate, clip=clip)
     except Exception:
         return np.zeros(dimension_of(model), np.float32)
+
+
+_INSIDE = 1 - 2.0**-20
+"""Norms are rounded, so the clip aims this much inside its bound."""
+
+
+def local_update(
+    model: nn.Module,
+    loss: LossFunction,
+    draw: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    learning_rate: float,
+    clip: Clip,
+) -> npt.NDArray[np.float32]:
+    """The clipped difference (received model - model after `steps` steps of SGD): a step for the server to subtract."""
+    check_int("steps", steps, 1, 2**31)
+    check_positive("learning_rate", learning_rate)
+    received = to_vector(model)
+    parameters = trainable(model)
+    for _ in range(steps):
+        inputs, targets = draw()
+        if not len(inputs):
+            continue
+        gradients = torch.autograd.grad(loss(model(inputs), targets).mean(), parameters, allow_unused=True)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    parameter.sub_(gradient, alpha=learning_rate)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return clip_update(received - to_vector(model), clip)
+
+
+def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.float32]:
+    """One vector within the clip's bounds, whatever it was; zero if it was not finite.
+
+    >>> clip_update(np.array([3.0, -4.0], dtype=np.float32), L2(norm=1.0)).round(2).tolist()
+    [0.6000000238418579, -0.800000011920929]
+    """
+    values = np.asarray(update, dtype=np.float64)
+    if not bool(np.isfinite(values).all()):
+        values = np.zeros_like(values)  # an error would tell the server something of the data, without noise
+    match clip:
+        case Clamp(bound=bound) if not isinstance(bound, tuple):
+            values = np.clip(values, -bound, bound)
+        case Scale(bound=bound):
+            values = _scaled(values, float(np.abs(values).max()), bound)
+        case L2(norm=norm):
+            values = _scaled(values, float(np.linalg.norm(values)), norm)
+        case Dual(norm=norm, bound=bound):
+            values = np.clip(values, -bound, bound)
+            values = _scaled(values, float(np.linalg.norm(values)), norm)
+        case _:
+            raise InvalidParameter(f"a client's whole update is clipped by Clamp, Scale, L2 or Dual, not {clip}")
+    return values.astype(np.float32)
+
+
+def _scaled(values: npt.NDArray[np.float64], size: float, bound: float) -> npt.NDArray[np.float64]:
+    return values if size <= bound * _INSIDE else values * (bound * _INSIDE / size)

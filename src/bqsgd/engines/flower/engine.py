@@ -22,7 +22,7 @@ from bqsgd.engines.flower.messages import (
 )
 from bqsgd.errors import BqsgdError, FrameError
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.records.round import one_line
+from bqsgd.records.record import one_line
 from bqsgd.training.settings import Config
 
 logger = logging.getLogger("flwr.bqsgd")

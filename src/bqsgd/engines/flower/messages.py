@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from bqsgd.errors import BqsgdError, FrameError
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.records.round import one_line
+from bqsgd.records.record import one_line
 
 FRAME, MODEL = "bqsgd.frame.v1", "bqsgd.model.v1"
 _FIELDS = "fields"

@@ -2,8 +2,7 @@
 
 from bqsgd.engines.torch_distributed.client import work
 from bqsgd.engines.torch_distributed.engine import TorchDistributed, torch_distributed
-from bqsgd.engines.torch_distributed.hook import BQHookState, NoGuaranteeWarning, bq_hook
-from bqsgd.engines.torch_distributed.private_steps import PrivateSteps
+from bqsgd.engines.torch_distributed.hook import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook
 from bqsgd.engines.torch_distributed.transport import RankGroup, join
 
 __all__ = [

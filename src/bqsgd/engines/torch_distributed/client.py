@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd.engines.engine import Setup, make_client, one_thread, stop_signals
-from bqsgd.engines.torch_distributed.handshake import MOST_BYTES, SettingsDiffer, read_greeting, reply_to_greeting
 from bqsgd.engines.torch_distributed.transport import (
+    MOST_BYTES,
     SERVER,
     Channel,
     MessageKind,
     PeerLost,
     RankGroup,
     ServerConnection,
+    SettingsDiffer,
+    read_greeting,
+    reply_to_greeting,
 )
 from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.ledger.spending import Spending
+from bqsgd.models import dimension_of
 from bqsgd.training.client import Client, Declined
-from bqsgd.training.parameters import dimension_of
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.model_message import MODEL_HEADER_BYTES

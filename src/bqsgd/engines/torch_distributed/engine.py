@@ -13,8 +13,8 @@ from functools import partial
 from bqsgd.engines.engine import Answer, MakeEngine, Setup, make_client
 from bqsgd.engines.in_process import InProcess
 from bqsgd.engines.torch_distributed.client import share_of
-from bqsgd.engines.torch_distributed.handshake import MOST_BYTES, greeting, read_reply
 from bqsgd.engines.torch_distributed.transport import (
+    MOST_BYTES,
     SERVER,
     Channel,
     MessageKind,
@@ -22,6 +22,8 @@ from bqsgd.engines.torch_distributed.transport import (
     RankGroup,
     Reply,
     as_tensor,
+    greeting,
+    read_reply,
 )
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee

@@ -8,8 +8,7 @@ import pytest
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.release import Scheme
-from bqsgd.training.batches import draw_batch
-from bqsgd.training.seeds import Purpose, Sources, derive
+from bqsgd.training.draws import Purpose, Sources, derive, draw_batch
 
 
 def draws(scheme, count, batch_size, dataset_size):
