@@ -4,6 +4,7 @@ Every process has a time limit, and nothing it left is running after the test.
 """
 
 import numpy as np
+import pytest
 from distributed_processes import lines, run_ranks
 from distributed_worker import recording, task
 from fault_book import counts, not_ok, seen, together, written_down
@@ -120,6 +121,7 @@ def killed_and_resumed(folder, settings):
     return line
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_from_its_checkpoint_to_the_model_of_one_process(tmp_path, fault_book):
     settings = {**SETTINGS, "clients": 3, "seed": 7, "rounds": 8, "checkpoint_every": 2}
     line = killed_and_resumed(tmp_path, settings)

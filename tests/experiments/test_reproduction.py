@@ -163,6 +163,7 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     assert runs.results([job]) == {job.name: {"accuracy": 0.5}}
 
 
+@pytest.mark.slow
 def test_two_workers_find_what_one_finds() -> None:
     jobs = tables.jobs(ROWS[:2], clip="clamp", seeds=[0], quick=True)
     one, two = runs.results(jobs), runs.results(jobs, workers=2)

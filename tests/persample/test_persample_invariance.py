@@ -100,10 +100,13 @@ def test_own_gradients_stay_inside_where_positions_cancel() -> None:
 
 OTHER_PATHS = {
     "oldest": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "mixed": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
 }
-SLOW_PATHS = {"generic numba": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}, "two threads": {}}
+SLOW_PATHS = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "generic numba": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+    "two threads": {},
+}
 HERE = Path(__file__).parent
 FEATURES = "test_the_features_of_an_image_depend_on_nothing_but_that_image"
 

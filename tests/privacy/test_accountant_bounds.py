@@ -114,7 +114,7 @@ def test_few_trials_with_fixed_size_batches_are_infinite_or_refused(trials):
     rounds=st.integers(1, 200),
     fixed=st.booleans(),
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_sampled_figure_is_never_above_the_unsampled_one(
     trials, levels, dimension, shift, length, rate, rounds, fixed
 ):

@@ -21,7 +21,7 @@ from bqsgd.params import Coarsening, Mechanism
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import Coding, read_frame
 
-MUTANTS = 250_000
+MUTANTS = 100_000
 FIELDS = [
     (4, "H"),
     (6, "B"),
@@ -112,14 +112,15 @@ def outcome(frame: bytes, **expected: object) -> str:
     return "valid"
 
 
-@pytest.mark.timeout(300)
-def test_mutants_are_decoded_or_refused() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutants", [MUTANTS, pytest.param(10 * MUTANTS, marks=pytest.mark.slow)])
+def test_mutants_are_decoded_or_refused(mutants: int) -> None:
     frames, rng = corpus(), random.Random(20240607)
     for frame in frames:  # compiles every kernel before memory is looked at
         assert outcome(frame, range=RANGE) == "valid"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seen: collections.Counter[str] = collections.Counter()
-    for _ in range(MUTANTS):
+    for _ in range(mutants):
         frame, other = rng.choice(frames), rng.choice(frames)
         expected: dict[str, object] = {}
         if rng.random() < 0.3:
@@ -131,8 +132,8 @@ def test_mutants_are_decoded_or_refused() -> None:
     assert grown < 64
     names = {kind.__name__ for kind in errors.FrameError.__subclasses__()} - {"ModelMessageError"}
     assert set(seen) == {*names, "valid"}, "every reason must be reached, else the fuzzing is too shallow"
-    assert seen["valid"] > 1000
-    assert seen["BadPayload"] > 10_000
+    assert seen["valid"] > 500
+    assert seen["BadPayload"] > 5_000
 
 
 def test_no_mutant_allocates_more_than_the_codes_it_may_hold() -> None:
