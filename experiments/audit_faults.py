@@ -21,7 +21,7 @@ from experiments.prose import wrapped
 
 from bqsgd.audit import AuditResult, EncoderRuns, Inputs, Source, audit, canary_runs
 from bqsgd.audit.client import Data, MakeClient, linear_client
-from bqsgd.audit.inputs import CANARY_SIZE
+from bqsgd.audit.encoder import CANARY_SIZE
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.privacy.guarantee import rounded_down, rounded_up

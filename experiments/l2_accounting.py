@@ -24,7 +24,7 @@ from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import make_plan
-from bqsgd.privacy import renyi
+from bqsgd.privacy import _renyi
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import rounded_down, rounded_up
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
@@ -99,7 +99,7 @@ def table() -> list[dict[str, Any]]:
         noise = dp_event.GaussianDpEvent(math.sqrt(case["trials"]) / 2 / case["l2"])
         gaussian.compose(dp_event.PoissonSampledDpEvent(case["rate"], noise), rounds)
         row = {"name": name, **case, "gaussian": gaussian.get_epsilon(DELTA), **figures(what, rounds, DELTA)}
-        row["renyi"] = renyi.epsilon(((what, rounds),), DELTA)
+        row["renyi"] = _renyi.epsilon(((what, rounds),), DELTA)
         print(row, flush=True)
         rows.append(row)
     return rows
@@ -177,7 +177,7 @@ def preset_rows() -> list[dict[str, Any]]:
             "delta": delta,
             "runs_epsilon": run["guarantee"]["epsilon"],
             "before": {"levels": before.levels, "trials": before.trials, "variance": noise_variance(before)},
-            "before_renyi": renyi.epsilon(((setting.release(before), rounds),), delta),
+            "before_renyi": _renyi.epsilon(((setting.release(before), rounds),), delta),
             "before_now": figures(setting.release(before), rounds, delta),
             "after": {"levels": plan.mechanism.levels, "trials": plan.mechanism.trials, "variance": plan.variance},
             "after_now": figures(plan.release, rounds, delta),
@@ -195,7 +195,7 @@ def least_by_moments(setting: ClientSetting, bits: int, budget: float, rounds: i
 
         def holds(trials: int, levels: int = levels) -> bool:
             spent = ((setting.release(Mechanism(levels=levels, trials=trials)), rounds),)
-            return renyi.epsilon(spent, delta) <= budget
+            return _renyi.epsilon(spent, delta) <= budget
 
         if high < 1 or not holds(high):
             break

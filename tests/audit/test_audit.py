@@ -14,8 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from bqsgd.audit import AuditResult, EncoderRuns, Inputs, audit, canary_inputs, worst_case_inputs
-from bqsgd.audit.encoder import Encode, uniforms
-from bqsgd.audit.likelihood import code_laws, loss_tables
+from bqsgd.audit.encoder import Encode, code_laws, loss_tables, uniforms
 from bqsgd.errors import InvalidParameter
 from bqsgd.mechanism.encoder import encode as encode_values
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng

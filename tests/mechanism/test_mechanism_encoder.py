@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput, OutOfRange
-from bqsgd.mechanism.encoder import CHUNK, Encoding, decode, encode
-from bqsgd.mechanism.ranges import clamp
+from bqsgd.mechanism.encoder import CHUNK, Encoding, clamp, decode, encode
 from bqsgd.noise import NOISE_BITS, REFINE_BITS, ROUND_BITS, alias_table, privacy_rng, seeded_rng
 from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism, code_dtype
 

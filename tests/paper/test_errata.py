@@ -19,7 +19,7 @@ from bqsgd.paper.nominal import (
 )
 from bqsgd.paper.planner import closed_form, nearest_mechanism
 from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
-from bqsgd.paper.theorem_1 import Share, convergence_bound
+from bqsgd.paper.tradeoffs import Share, convergence_bound
 from bqsgd.params import Mechanism
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.paper.theorem_1 import Share, communication_bits, communication_saving_bits, convergence_bound
+from bqsgd.paper.tradeoffs import Share, communication_bits, communication_saving_bits, convergence_bound
 from bqsgd.params import Mechanism
 
 PROBLEM = {

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from test_accountant_oracle import release
 
 from bqsgd.noise import binomial_pmf
-from bqsgd.privacy import renyi
+from bqsgd.privacy import _renyi
+from bqsgd.privacy._renyi import moment_rates
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.moments import moment_rates
 
 
 def log_moments(trials, shifts, order, cut):
@@ -64,7 +64,7 @@ def test_sampled_moments_bound_add_and_remove(trials, shift, rate):
     law = binomial_pmf(trials).pmf
     cut = 2
     what = release(1, trials, 2, batch=100, data=round(100 / rate), linf=shift, l2=shift * math.sqrt(2))
-    bound, _ = renyi._log_moments(what, 1e-12)
+    bound, _ = _renyi._log_moments(what, 1e-12)
     moved = (1 - shift) * law + shift * np.concatenate([[0.0], law[:-1]])
     still = law
     for p, q in ((moved, still), (still, moved)):
@@ -87,7 +87,7 @@ def test_never_below_a_shift_that_is_allowed(scheme):
     equal = release(1, 251, dimension, batch, data, scheme, linf=l2 / math.sqrt(dimension))
     for rounds in (1, 50):
         below = Accountant().compose(equal, rounds).attained_epsilon(1e-5)
-        assert below <= renyi.epsilon(((what, rounds),), 1e-5)
+        assert below <= _renyi.epsilon(((what, rounds),), 1e-5)
 
 
 def test_close_to_the_gaussian_where_the_range_is_fine():
@@ -96,7 +96,7 @@ def test_close_to_the_gaussian_where_the_range_is_fine():
     gaussian = RdpAccountant(list(range(2, 129)))
     noise = math.sqrt(239) / 2 / what.shift_l2
     gaussian.compose(dp_event.PoissonSampledDpEvent(512 / 15000, dp_event.GaussianDpEvent(noise)), 1400)
-    assert renyi.epsilon(((what, 1400),), 1e-5) == pytest.approx(gaussian.get_epsilon(1e-5), rel=0.03)
+    assert _renyi.epsilon(((what, 1400),), 1e-5) == pytest.approx(gaussian.get_epsilon(1e-5), rel=0.03)
 
 
 def test_a_shorter_l2_costs_less_and_l2_never_costs_more_than_linf():
@@ -107,8 +107,8 @@ def test_a_shorter_l2_costs_less_and_l2_never_costs_more_than_linf():
 
 
 def test_tails_that_weigh_more_than_delta_give_infinity():
-    assert renyi.epsilon(((release(1, 12, 26010, 512, l2=0.01), 1000),), 1e-5) == math.inf
-    assert renyi.epsilon(((release(1, 0, 26010, 512, l2=0.01), 1),), 1e-5) == math.inf
+    assert _renyi.epsilon(((release(1, 12, 26010, 512, l2=0.01), 1000),), 1e-5) == math.inf
+    assert _renyi.epsilon(((release(1, 0, 26010, 512, l2=0.01), 1),), 1e-5) == math.inf
 
 
 def test_infinite_moments_of_large_orders_do_not_spoil_the_small_ones():

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from test_accountant_oracle import release
 
 from bqsgd.errors import AccountingError, InvalidParameter
-from bqsgd.privacy import composition
+from bqsgd.privacy import _rounds
+from bqsgd.privacy._message import message_pair
+from bqsgd.privacy._pairs import Pair, checked, envelope, on_grid
+from bqsgd.privacy._rounds import fixed_size, poisson
 from bqsgd.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
-from bqsgd.privacy.envelope import envelope
 from bqsgd.privacy.guarantee import Guarantee, rounded_up
-from bqsgd.privacy.message import message_pair
-from bqsgd.privacy.pair import Pair, checked, on_grid
-from bqsgd.privacy.sampling import fixed_size, poisson
 
 GRID = 0.004
 """Two settings are put on two grids, each at most so much (relatively) above the truth."""
@@ -145,8 +144,8 @@ def test_the_batch_mean_clip_is_beyond_meaning():
     guarantee = Accountant().compose(what, 1000).guarantee(delta=1e-5)
     assert guarantee.epsilon > 1000
     assert guarantee.epsilon_text == "> 1000: no meaningful guarantee"
-    assert composition.beyond_meaning(what)
-    assert not composition.beyond_meaning(release(2, 251))
+    assert _rounds.beyond_meaning(what)
+    assert not _rounds.beyond_meaning(release(2, 251))
 
 
 def test_sums_over_clients_need_less_noise_each():

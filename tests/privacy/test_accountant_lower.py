@@ -14,8 +14,8 @@ from scipy.signal import oaconvolve
 
 from bqsgd.noise import _shares, mirror_distance
 from bqsgd.params import Mechanism
+from bqsgd.privacy._rounds import sampled_message
 from bqsgd.privacy.accountant import CUT_LAW, Accountant
-from bqsgd.privacy.composition import sampled_message
 from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
 
 STEP = 2e-4

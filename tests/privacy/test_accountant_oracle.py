@@ -13,10 +13,10 @@ from scipy.signal import oaconvolve
 
 from bqsgd.noise import ROUNDING_SLACK_STEPS, _shares
 from bqsgd.params import Mechanism
-from bqsgd.privacy import composition
+from bqsgd.privacy import _rounds
+from bqsgd.privacy._message import message_pair
+from bqsgd.privacy._rounds import poisson
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.message import message_pair
-from bqsgd.privacy.sampling import poisson
 from bqsgd.release import Release, Sampling, Sensitivity
 
 
@@ -157,7 +157,7 @@ def test_the_sampled_law_is_log_concave(trials):
 def test_rounding_of_the_input_is_charged():
     """The accounted shift is longer than the stated one by the encoder's rounding, so epsilon cannot be below."""
     what = release(1, 40, 1, batch=1, data=1, scheme="no sampling", linf=1e-6)
-    longer = composition.sampled_message(what)
+    longer = _rounds.sampled_message(what)
     plain = poisson(message_pair(40, 1e-6, 1), 1.0)
     # Losses are proportional to so small a shift; the grid moves them by a share of less than 1e-2.
     expected = 1 + ROUNDING_SLACK_STEPS / 1e-6

@@ -15,9 +15,9 @@ from bqsgd.errors import AccountingError
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import make_plan
-from bqsgd.privacy import renyi
+from bqsgd.privacy import _renyi
+from bqsgd.privacy._rounds import homogeneous
 from bqsgd.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
-from bqsgd.privacy.composition import homogeneous
 from bqsgd.release import Release, Sampling, Sensitivity
 
 
@@ -46,7 +46,7 @@ def test_within_three_per_cent_of_what_data_attain(trials, l2, linf, rate, round
     attained = accountant.attained_epsilon(1e-5)
     assert attained <= guarantee.epsilon <= most * attained
     assert guarantee.method == METHOD_L2
-    assert guarantee.epsilon < 0.93 * renyi.epsilon(accountant.spent, 1e-5)
+    assert guarantee.epsilon < 0.93 * _renyi.epsilon(accountant.spent, 1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["poisson", "no sampling", "fixed-size without replacement"])
@@ -128,4 +128,4 @@ def test_plans_have_less_noise_than_moments_allow():
     setting = ClientSetting(dimension=39_700, batch_size=1024, dataset_size=15_000, linf=1 / 1.024, l2=1 / 1.024)
     plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), setting, rounds=300)
     assert plan.guarantee.epsilon <= 3.0
-    assert renyi.epsilon(((plan.release, 300),), 1e-5) > 3.2
+    assert _renyi.epsilon(((plan.release, 300),), 1e-5) > 3.2

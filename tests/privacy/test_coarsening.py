@@ -11,7 +11,7 @@ from enumeration import hockey_stick, product, subsampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd.audit.likelihood import code_laws
+from bqsgd.audit.encoder import code_laws
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Release, Sampling, Sensitivity

@@ -13,11 +13,10 @@ from scipy import fft
 
 from bqsgd.errors import AccountingError
 from bqsgd.noise import binomial_pmf
-from bqsgd.privacy import shapes
-from bqsgd.privacy.coordinate import coordinate_atoms
-from bqsgd.privacy.message import message_pair
-from bqsgd.privacy.pair import on_grid
-from bqsgd.privacy.shapes import shaped_pair
+from bqsgd.privacy import _shapes
+from bqsgd.privacy._message import coordinate_atoms, message_pair
+from bqsgd.privacy._pairs import on_grid
+from bqsgd.privacy._shapes import shaped_pair
 
 
 def curve(pair, log_z):
@@ -136,8 +135,8 @@ def test_close_to_the_worst_homogeneous_shape(trials, largest, length):
 @given(st.integers(64, 3000), st.floats(0.05, 8.0), st.sampled_from([0, 1]), st.floats(1e-14, 1e-6))
 @settings(max_examples=40, deadline=None)
 def test_a_capped_pair_with_the_moved_mass_dominates(trials, shift, order, allowed):
-    pair = shapes._orders(trials, shift)[order]
-    excess, q, moved = shapes._capped(pair, allowed)
+    pair = _shapes._orders(trials, shift)[order]
+    excess, q, moved = _shapes._capped(pair, allowed)
     lost = float(pair.p[pair.q == 0].sum())
     assert moved <= max(allowed, lost)
     assert float(q @ excess) == pytest.approx(0.0, abs=1e-12)
@@ -150,10 +149,10 @@ def test_a_capped_pair_with_the_moved_mass_dominates(trials, shift, order, allow
 @settings(max_examples=60, deadline=None)
 def test_the_series_bounds_small_shifts(trials, length, part, tilt, height):
     """log M / u^2 of a shift below the grid lies on the segment, up to the error that is stated."""
-    corners = shapes._corners(trials, min(1.0, length), length, 10**6)
+    corners = _shapes._corners(trials, min(1.0, length), length, 10**6)
     mu = length / math.sqrt(trials / 4)
     s = np.array([1 + tilt / mu + 1j * height / mu])
-    ends, error = shapes._series(corners, s)
+    ends, error = _shapes._series(corners, s)
     u = corners.first * max(part, 0.02)
     for order in (0, 1):
         direct = direct_log_moment(trials, u, order, s[0]) / u**2
@@ -166,12 +165,12 @@ def test_the_series_bounds_small_shifts(trials, length, part, tilt, height):
 @example(64, 1.9999999999999991, 0.5, 1.0, 1.0)  # a shift just below a whole number: P/Q - 1 rounds to -1
 @settings(max_examples=30, deadline=None)
 def test_a_mixture_of_two_shifts_is_within_the_stated_error(trials, length, weight, tilt, height):
-    corners = shapes._corners(trials, length, length, 1000)
+    corners = _shapes._corners(trials, length, length, 1000)
     variance = trials / 4
     mu = math.sqrt(corners.spent / variance)
     t = np.array([0.0, max(height, 0.1) / mu])
-    log = shapes._log_moments(corners, np.array([1 + tilt / mu]), t)[0]
-    line = shapes._line(corners, 1 + tilt / mu + 1j * t, log, variance)
+    log = _shapes._log_moments(corners, np.array([1 + tilt / mu]), t)[0]
+    line = _shapes._line(corners, 1 + tilt / mu + 1j * t, log, variance)
     squares = np.repeat(corners.shifts**2, 2)[:, None]
     one, two = np.exp(log[:-2]), np.exp(log[2:])
     budget = weight * squares[:-2] + (1 - weight) * squares[2:]
@@ -201,7 +200,7 @@ def test_the_sum_over_a_line_is_on_or_above_the_curve():
 @settings(max_examples=100, deadline=None)
 def test_the_hull_is_a_symmetric_pair_below_the_points_and_above_convex_curves(raw, step):
     heights = np.minimum.accumulate(np.array(raw))
-    pair = shapes._symmetric(step, heights.copy())
+    pair = _shapes._symmetric(step, heights.copy())
     assert pair.p.sum() + pair.p_only == pytest.approx(1.0, abs=1e-9)
     assert pair.q.sum() + pair.q_only == pytest.approx(1.0, abs=1e-9)
     assert np.array_equal(pair.major, pair.major[::-1])

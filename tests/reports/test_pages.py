@@ -14,8 +14,7 @@ from bqsgd.cli.app import main
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.folder import read_history
-from bqsgd.reports.compare import comparison_page
-from bqsgd.reports.page import epsilon_text, run_page, write_report
+from bqsgd.reports.page import comparison_page, epsilon_text, run_page, write_report
 
 
 def words(page: str) -> str:

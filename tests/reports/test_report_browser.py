@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from bqsgd.reports.compare import write_comparison
-from bqsgd.reports.page import write_report
+from bqsgd.reports.page import write_comparison, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(

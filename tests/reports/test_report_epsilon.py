@@ -10,9 +10,8 @@ import pytest
 from bqsgd.records.folder import read_history
 from bqsgd.records.tensorboard import scalars
 from bqsgd.reports.chart import Chart, Quantity, Series, short
-from bqsgd.reports.compare import comparison_figures, comparison_page
 from bqsgd.reports.figures import epsilon
-from bqsgd.reports.page import flatten, run_page
+from bqsgd.reports.page import comparison_figures, comparison_page, flatten, run_page
 
 
 def test_a_label_rounds_up():

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bqsgd.audit.bound import LowerBound, epsilon_lower_bound
-from bqsgd.audit.encoder import EncoderRuns
-from bqsgd.audit.inputs import Inputs, canary_inputs, worst_case_inputs
-from bqsgd.audit.verdict import AuditResult, Source, audit
+from bqsgd.audit.bound import AuditResult, LowerBound, Source, audit, epsilon_lower_bound
+from bqsgd.audit.encoder import EncoderRuns, Inputs, canary_inputs, worst_case_inputs
 
 if TYPE_CHECKING:
     from bqsgd.audit.client import ClientRuns, Neighbours, canary_runs

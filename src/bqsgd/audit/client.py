@@ -11,8 +11,7 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from bqsgd.audit.bound import Scores
-from bqsgd.audit.inputs import CANARY_SIZE, Inputs
-from bqsgd.audit.likelihood import LikelihoodRatio
+from bqsgd.audit.encoder import CANARY_SIZE, Inputs, LikelihoodRatio
 from bqsgd.codec import codes_of, decode_frame
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int

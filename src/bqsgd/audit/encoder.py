@@ -1,20 +1,140 @@
-"""The encoder as a source of observations: given values in, codes out, many messages at a time."""
+"""The encoder as a source of observations: given values in, codes out, and the score of each message.
+
+The inputs are the accountant's worst case or a client's own doing; the score is the log-likelihood ratio of "record in"
+against "record out", from the encoder's own law.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from bqsgd.audit.bound import Scores
-from bqsgd.audit.inputs import Inputs, worst_case_inputs
-from bqsgd.audit.likelihood import LikelihoodRatio
 from bqsgd.errors import InvalidParameter
+from bqsgd.mechanism.coarsening import position_law
 from bqsgd.mechanism.encoder import encode as encode_values
 from bqsgd.noise import NoiseSource
-from bqsgd.params import check_int
+from bqsgd.params import Mechanism, check_int
 from bqsgd.release import Release
+
+Values = npt.NDArray[np.float64]
+CANARY_SIZE = 1e3
+"""A canary's gradient in every coordinate, in clip ranges: so large that only a clip can stop it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The encoder's input without and with the record, in fractions of its range (clip 1)."""
+
+    without: Values
+    with_record: Values
+
+    def __post_init__(self) -> None:
+        for name in ("without", "with_record"):
+            values = np.ascontiguousarray(getattr(self, name), dtype=np.float64)
+            if values.ndim != 1 or not bool(np.all(np.isfinite(values))):
+                raise InvalidParameter(f"{name} must be a finite vector, got shape {values.shape}")
+            object.__setattr__(self, name, values)
+        if self.without.shape != self.with_record.shape:
+            raise InvalidParameter(f"inputs differ in shape: {self.without.shape} and {self.with_record.shape}")
+
+
+def worst_case_inputs(release: Release) -> Inputs:
+    """The pair on which the accountant's bound is attained: inputs at a whole step against `shift` steps above it.
+
+    Every coordinate moves by linf; with an L2 bound only as many as it allows. A move of more than half the range
+    starts from the range's lower end.
+    """
+    linf = min(release.sensitivity.linf, 2.0)
+    moved = release.dimension
+    if release.sensitivity.l2 is not None:
+        moved = min(moved, max(1, math.floor((release.sensitivity.l2 / release.sensitivity.linf) ** 2 * (1 + 1e-12))))
+    without = np.full(release.dimension, 0.0 if linf <= 1 else -1.0)
+    with_record = without.copy()
+    with_record[:moved] += linf
+    return Inputs(without=without, with_record=with_record)
+
+
+def canary_inputs(
+    mean: Callable[[Values], npt.ArrayLike], *, dimension: int, background: Values | None = None
+) -> Inputs:
+    """What a client's own step from per-sample gradients (records, dimension) to values does with a canary record.
+
+    mean is the client's code up to the encoder: clip, sum, division. The canary's gradient is CANARY_SIZE in every
+    coordinate; `background` holds the gradients of the records that are there either way (none by default).
+    """
+    records = np.empty((0, dimension)) if background is None else np.asarray(background, dtype=np.float64)
+    canary = np.full((1, dimension), CANARY_SIZE)
+    return Inputs(
+        without=np.asarray(mean(records), dtype=np.float64),
+        with_record=np.asarray(mean(np.concatenate([records, canary])), dtype=np.float64),
+    )
+
+
+LOSS_LIMIT = 60.0
+"""A code that only one side can give decides the run; a finite stand-in keeps sums defined for faulty encoders too."""
+
+
+def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> Values:
+    """A row a value (clip 1): the probabilities of the codes 0 .. code_count - 1.
+
+    >>> code_laws(Mechanism(levels=1, trials=1), [0.5]).tolist()
+    [[0.0, 0.25, 0.5, 0.25]]
+    """
+    steps = np.clip(np.asarray(values, dtype=np.float64), -1.0, 1.0) * mechanism.levels
+    whole = np.minimum(np.floor(steps), mechanism.levels - 1).astype(np.int64)
+    up = (steps - whole)[:, None]
+    positions, at = np.unique(np.concatenate([whole, whole + 1]), return_inverse=True)
+    laws = np.stack([position_law(mechanism, int(position)) for position in positions])
+    mixed: Values = (1 - up) * laws[at[: whole.size]] + up * laws[at[whole.size :]]
+    return mixed
+
+
+def loss_tables(mechanism: Mechanism, *, without: npt.ArrayLike, with_record: npt.ArrayLike) -> Values:
+    """A row a pair of values: the log-likelihood ratio of each code, cut at +-LOSS_LIMIT; 0 where neither gives it."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tables: Values = np.log(code_laws(mechanism, with_record)) - np.log(code_laws(mechanism, without))
+    tables[np.isnan(tables)] = 0.0
+    return tables.clip(-LOSS_LIMIT, LOSS_LIMIT)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[misc]
+def _sum_losses(codes, tables, columns, table_of, out):  # type: ignore[no-untyped-def]
+    for i in range(codes.shape[0]):
+        total = 0.0
+        for j in range(columns.size):
+            total += tables[table_of[j], codes[i, columns[j]]]
+        out[i] = total
+
+
+class LikelihoodRatio:
+    """Scores messages, a row of codes each: log(1 + q (e^L - 1)) with L the summed losses of the codes.
+
+    It is the best score there is when the encoder is given `inputs` in the two worlds and the record takes part with
+    probability q = `rate`. Any other score would give a valid bound too, only a lower one.
+    """
+
+    def __init__(self, inputs: Inputs, mechanism: Mechanism, *, rate: float) -> None:
+        self.rate = rate
+        self.columns = np.flatnonzero(inputs.without != inputs.with_record)
+        without, with_record = inputs.without[self.columns], inputs.with_record[self.columns]
+        pairs, self.table_of = np.unique(without + 1j * with_record, return_inverse=True)
+        self.tables = (
+            loss_tables(mechanism, without=pairs.real, with_record=pairs.imag) if pairs.size else np.zeros((1, 1))
+        )
+
+    def __call__(self, codes: npt.NDArray[np.unsignedinteger]) -> Values:
+        losses: Values = np.empty(len(codes))
+        _sum_losses(codes, self.tables, self.columns, self.table_of, losses)
+        if self.rate < 1:
+            losses = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + losses)
+        return losses
+
 
 Encode = Callable[..., npt.NDArray[np.unsignedinteger]]
 """(values, *, rng) -> codes, one code per value."""

@@ -21,8 +21,7 @@ def report(
 ) -> None:
     """Write a self-contained HTML page about one run, or comparing several."""
     from bqsgd.errors import InvalidParameter
-    from bqsgd.reports.compare import write_comparison
-    from bqsgd.reports.page import write_report
+    from bqsgd.reports.page import write_comparison, write_report
 
     try:
         path = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path(COMPARISON))

@@ -21,8 +21,8 @@ from functools import lru_cache
 from bqsgd.errors import AccountingError, InvalidParameter
 from bqsgd.noise import TAIL_BITS
 from bqsgd.params import check_int
-from bqsgd.privacy import composition, renyi
-from bqsgd.privacy.composition import Spent
+from bqsgd.privacy import _renyi, _rounds
+from bqsgd.privacy._rounds import Spent
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Sampling, Scheme, Trust
 
@@ -79,7 +79,7 @@ class Accountant:
         if self._hopeless(delta):
             return math.inf
         figures = [0.0]
-        for spread in SPREADS if any(composition.l2_binds(release) for release, _ in self.spent) else (1,):
+        for spread in SPREADS if any(_rounds.l2_binds(release) for release, _ in self.spent) else (1,):
             with suppress(AccountingError):
                 laws = _composed(self.spent, attained=spread)
                 figures += [float(law.get_epsilon_for_delta(delta)) for law in laws]
@@ -91,8 +91,8 @@ class Accountant:
             raise InvalidParameter(f"epsilon must be finite and at least 0, got {epsilon}")
         if not self.spent:
             return 0.0
-        hopeless = any(composition.beyond_meaning(release) for release, _ in self.spent)
-        deltas = [1.0, renyi.delta(self.spent, epsilon)]
+        hopeless = any(_rounds.beyond_meaning(release) for release, _ in self.spent)
+        deltas = [1.0, _renyi.delta(self.spent, epsilon)]
         with suppress(AccountingError):  # the other bound stands
             for _, laws in _laws(self.spent, hopeless):
                 deltas.append(max(float(law.get_delta_for_epsilon(epsilon)) for law in laws))
@@ -118,7 +118,7 @@ class Accountant:
         )
 
     def _hopeless(self, delta: float) -> bool:
-        return any(composition.beyond_meaning(release, rounds, delta) for release, rounds in self.spent)
+        return any(_rounds.beyond_meaning(release, rounds, delta) for release, rounds in self.spent)
 
     def _best(self, delta: float) -> tuple[float, str, float]:
         _check_delta(delta)
@@ -162,14 +162,14 @@ def _least(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, floa
     except AccountingError as error:
         refused = error
     if sum(rounds for _, rounds in spent) > MANY_ROUNDS or min(results)[0] == math.inf:
-        results.append((renyi.epsilon(spent, delta), METHOD_RENYI, renyi.delta_floor(spent, delta)))
+        results.append((_renyi.epsilon(spent, delta), METHOD_RENYI, _renyi.delta_floor(spent, delta)))
     best = min(results, key=lambda result: result[0])
     if refused is not None and best[0] == math.inf:
         raise refused
     return best
 
 
-def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[composition.Law, composition.Law]]]:
+def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[_rounds.Law, _rounds.Law]]]:
     """Composed laws and their method: under all bounds, and under fewer of them where that may be as good.
 
     A long L2 bound is left out once, and sampling at a rate near 1: neither can make less known.
@@ -179,7 +179,7 @@ def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[composition
     """
     if hopeless:
         return
-    method = METHOD_L2 if any(composition.l2_binds(release) for release, _ in spent) else METHOD_LINF
+    method = METHOD_L2 if any(_rounds.l2_binds(release) for release, _ in spent) else METHOD_LINF
     tallies = [(method, spent)]
     if method == METHOD_L2 and not _l2_decides(spent):
         plain = ((replace(release, sensitivity=replace(release.sensitivity, l2=None)), n) for release, n in spent)
@@ -215,10 +215,10 @@ def _sum_charge(spent: Spent, epsilon: float) -> float:
     return laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0
 
 
-def _composed(spent: Spent, *, attained: int = 0) -> tuple[composition.Law, composition.Law]:
+def _composed(spent: Spent, *, attained: int = 0) -> tuple[_rounds.Law, _rounds.Law]:
     with warnings.catch_warnings():  # its Chernoff search tries orders that overflow and passes over them
         warnings.simplefilter("ignore", RuntimeWarning)
-        return composition.composed(spent, attained=attained)
+        return _rounds.composed(spent, attained=attained)
 
 
 def _l2_decides(spent: Spent) -> bool:

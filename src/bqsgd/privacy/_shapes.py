@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bqsgd.errors import AccountingError
 from bqsgd.noise import binomial_pmf, mirror_distance
-from bqsgd.privacy.pair import Floats, Pair, charged, on_grid
+from bqsgd.privacy._pairs import Floats, Pair, charged, on_grid
 
 Complexes = npt.NDArray[np.complex128]
 TAIL = 1e-15
