@@ -38,6 +38,12 @@ def encode_frame(
     "fixed" takes log2(code_count) bits per coordinate whatever the values, and writes into the frame itself: extra
     memory does not grow with the dimension. "entropy" is shorter, but its length tells something about the codes.
 
+    >>> from bqsgd.noise import privacy_rng
+    >>> mechanism = Mechanism(levels=2, trials=251)
+    >>> frame = encode_frame(np.zeros(1000), mechanism, range=0.1, rng=privacy_rng(), client=0, round=0)
+    >>> len(frame) < 1000 + 200  # a byte per coordinate, and the header
+    True
+
     Raises:
         NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.encoder.encode`.
     """
@@ -108,6 +114,12 @@ def decode_frame(
     """The values (paper Eq. 12) that a frame carries, after checking it against everything stated here.
 
     A `Frame` (from `read_frame`) has passed that part of the check already, and it is not repeated.
+
+    >>> from bqsgd.noise import privacy_rng
+    >>> mechanism = Mechanism(levels=4, trials=0)  # without noise only the rounding is left: at most a level, 0.25
+    >>> frame = encode_frame([0.5, -1.0], mechanism, range=1.0, rng=privacy_rng(), client=0, round=7)
+    >>> decode_frame(frame, range=1.0, dimension=2, mechanism=mechanism, client=0, round=7).tolist()
+    [0.5, -1.0]
 
     Raises:
         FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.

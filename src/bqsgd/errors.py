@@ -78,7 +78,11 @@ class Infeasible(BqsgdError, ValueError):
 
 
 class BudgetExhausted(BqsgdError, RuntimeError):
-    """The next release would pass the client's privacy budget; nothing was sent."""
+    """The next release would pass the client's privacy budget; nothing was sent.
+
+    >>> issubclass(BudgetExhausted, BqsgdError)
+    True
+    """
 
 
 class LedgerError(BqsgdError, RuntimeError):

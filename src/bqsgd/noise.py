@@ -275,7 +275,11 @@ class NoiseSource:
 
 
 def privacy_rng() -> NoiseSource:
-    """A noise source keyed by the operating system: the only kind that supports a privacy claim."""
+    """A noise source keyed by the operating system: the only kind that supports a privacy claim.
+
+    >>> privacy_rng().seeded
+    False
+    """
     return NoiseSource(os.urandom(32), seeded=False)
 
 

@@ -52,6 +52,11 @@ class Scheme(StrEnum):
     NONE = "no sampling"
 
 
+SAMPLINGS = {"poisson": Scheme.POISSON, "fixed": Scheme.FIXED_SIZE, "none": Scheme.NONE}
+RELATIONS = {"add-remove": Relation.ADD_REMOVE, "replace": Relation.REPLACE}
+"""The short names that settings, options and keywords use."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The batch scheme and the rate at which one record takes part in a round.

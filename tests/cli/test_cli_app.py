@@ -44,7 +44,7 @@ def test_no_arguments_show_the_help(bqsgd):
             "bits must be from 2 to 20",
         ),
         (["paper", "plan", "--bits", 8, "--epsilon", "nan", "--delta", 1e-4, *CLIENT], "epsilon must be"),
-        (["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, "--l2", 0.1, *CLIENT], "give both, or leave out"),
+        (["plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, "--l2", 0.1, *CLIENT], "give both, or leave"),
         (["paper", "plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, *CLIENT[:2], *CLIENT[4:]], "--batch-size"),
         (["account", "--levels", 0, "--trials", 9, "--rounds", 1, "--delta", 1e-4, *CLIENT], "levels must be from 1"),
         (["account", "--levels", 1, "--trials", 9, "--rounds", 1, "--delta", 2, *CLIENT], "delta must be above 0"),

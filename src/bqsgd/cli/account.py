@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from bqsgd.cli import options
-from bqsgd.cli.output import Json, guarantee_lines, message_lines, show, to_json
+from bqsgd.cli.output import Json, answer
 
 
 def account(
@@ -30,42 +30,24 @@ def account(
     Example: bqsgd account --levels 1 --trials 251 --delta 1e-5 --dimension 61706 --batch-size 32 --dataset-size 15000
     --rounds 1000
     """
-    from bqsgd.mechanism.properties import noise_variance
-    from bqsgd.params import Mechanism, check_delta
-    from bqsgd.planner.plan import ClientSetting
-    from bqsgd.privacy.accountant import Accountant
+    import bqsgd
 
-    check_delta("delta", delta)
-    mechanism = Mechanism(levels=levels, trials=trials)
-    setting = ClientSetting(
+    found = bqsgd.account(
+        levels=levels,
+        trials=trials,
         dimension=dimension,
         batch_size=batch_size,
         dataset_size=dataset_size,
-        scheme=sampling.scheme,
-        relation=None if relation is None else relation.relation,
+        rounds=rounds,
+        delta=delta,
+        sampling=sampling.value,
+        relation=None if relation is None else relation.value,
         linf=linf,
         l2=l2,
     )
-    release, variance = setting.release(mechanism), noise_variance(mechanism)
-    accountant = Accountant().compose(release, rounds)
-    guarantee, attained = accountant.guarantee(delta=delta), accountant.attained_epsilon(delta)
-    fields: dict[str, Any] = {
-        "release": release.to_dict(),
-        "rounds": rounds,
-        "code_count": mechanism.code_count,
-        "bits_per_coordinate": mechanism.bits_per_coordinate,
-        "variance": variance,
-        "guarantee": guarantee.to_dict(),
-        "attained_epsilon": attained,
-    }
-    lines = guarantee_lines(guarantee, attained=attained) | message_lines(mechanism, variance=variance)
+    published = None
     if nominal:
-        from bqsgd.cli.paper import nominal_line, nominal_privacy
+        from bqsgd.cli.paper import nominal_privacy
 
-        found = nominal_privacy(mechanism, setting, delta=delta, rounds=rounds)
-        fields["nominal"] = found.to_dict()
-        lines["nominal"] = nominal_line(found)
-    if json:
-        typer.echo(to_json(fields))
-    else:
-        show(f"Levels {levels}, trials {trials}, {rounds} rounds", lines)
+        published = nominal_privacy(found.release.mechanism, found.setting, delta=delta, rounds=rounds)
+    answer(found, nominal=published, json=json)

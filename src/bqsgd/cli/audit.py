@@ -60,6 +60,7 @@ def audit(
     from bqsgd.params import Mechanism
     from bqsgd.planner.plan import ClientSetting
     from bqsgd.privacy.accountant import Accountant
+    from bqsgd.release import SAMPLINGS
 
     if audit_dimension is not None and audit_dimension > dimension:
         raise InvalidParameter(f"--audit-dimension must be at most --dimension ({dimension}), got {audit_dimension}")
@@ -70,7 +71,7 @@ def audit(
         dimension=dimension if audit_dimension is None else audit_dimension,
         batch_size=batch_size,
         dataset_size=dataset_size,
-        scheme=sampling.scheme,
+        scheme=SAMPLINGS[sampling.value],
         linf=linf,
     )
     source: Source

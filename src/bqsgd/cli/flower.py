@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, guarantee_lines, show, to_json
+from bqsgd.cli.output import Json, show, to_json
 from bqsgd.errors import InvalidParameter
 
 flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
@@ -169,6 +169,7 @@ def _ledgers(folder: Path) -> int:
 
 def _lines(fields: dict[str, Any]) -> dict[str, str]:
     """What came of the demo, in words."""
+    from bqsgd.answers import guarantee_lines
     from bqsgd.privacy.guarantee import Guarantee
 
     lines = {"accuracy": f"{fields['accuracy']:.2%} on the test data, after {fields['rounds']} rounds"}

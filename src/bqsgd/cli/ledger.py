@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, guarantee_lines, to_json
+from bqsgd.cli.output import Json, to_json
 from bqsgd.cli.output import show as print_lines
 
 ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
@@ -43,6 +43,7 @@ COLUMNS = [
 @ledger.command()
 def show(path: Where, delta: Delta = None, json: Json = False) -> None:
     """Print the budget, what is spent and what that guarantees."""
+    from bqsgd.answers import guarantee_lines
     from bqsgd.ledger import Ledger
     from bqsgd.privacy.guarantee import as_given
 

@@ -15,23 +15,12 @@ class SamplingChoice(StrEnum):
     FIXED = "fixed"
     NONE = "none"
 
-    @property
-    def scheme(self) -> str:
-        """The value of `bqsgd.release.Scheme` that is meant."""
-        schemes = {"poisson": "poisson", "fixed": "fixed-size without replacement", "none": "no sampling"}
-        return schemes[self.value]
-
 
 class RelationChoice(StrEnum):
     """Values of --relation."""
 
     ADD_REMOVE = "add-remove"
     REPLACE = "replace"
-
-    @property
-    def relation(self) -> str:
-        """The value of `bqsgd.release.Relation` that is meant."""
-        return {"add-remove": "add/remove one", "replace": "replace one"}[self.value]
 
 
 Levels = Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")]

@@ -9,15 +9,14 @@ import json
 import math
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from bqsgd.params import Mechanism
-    from bqsgd.privacy.guarantee import Guarantee
+    from bqsgd.answers import Answer
+    from bqsgd.paper.nominal import NominalPrivacy
     from bqsgd.records.record import RoundRecord
     from bqsgd.training.settings import Config
 
@@ -26,40 +25,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with e
 
 def show(title: str, lines: Mapping[str, str]) -> None:
     """Print a title and, below it, one aligned line per label; long lines wrap within the terminal."""
-    typer.echo(title)
-    indent = 4 + max(map(len, lines), default=0)
-    width = max(40, shutil.get_terminal_size().columns)
-    for label, text in lines.items():
-        first = f"  {label}".ljust(indent)
-        typer.echo(textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent,
-                                 break_on_hyphens=False, break_long_words=False))  # fmt: skip
+    from bqsgd.answers import aligned
+
+    typer.echo(aligned(title, lines, width=max(40, shutil.get_terminal_size().columns)))
 
 
-def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> dict[str, str]:
-    """Everything that must be read beside an epsilon, in words; `attained` is what some data come to, from below."""
-    from bqsgd.privacy.guarantee import rounded_down
+def answer(found: Answer, *, nominal: NominalPrivacy | None, json: bool) -> None:
+    """Print an answer, with the paper's nominal figure as its last line where it was asked for."""
+    lines, fields = found.lines, found.to_dict()
+    if nominal is not None:
+        from bqsgd.cli.paper import nominal_line
 
-    tight = {}
-    if attained is not None:
-        tight["attained"] = f"epsilon {rounded_down(attained)} for some data, as far as its grid resolves"
-    void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
-    return {
-        "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
-        **tight,
-        "neighbours": guarantee.neighbours,
-        "trust": str(guarantee.trust),
-        "sampling": guarantee.sampling,
-        "method": guarantee.method,
-        **({"assuming": f"that {guarantee.assumption}"} if guarantee.assumption else {}),
-    }
-
-
-def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
-    """What one message costs in bits and in error; `variance` is V of Eq. 14, in squared ranges of the encoder."""
-    return {
-        "message": f"{mechanism.bits_per_coordinate:.3g} bits per coordinate ({mechanism.code_count} codes)",
-        "error": f"{math.sqrt(variance):.3g} times the range (standard deviation per coordinate)",
-    }
+        lines["nominal"], fields["nominal"] = nominal_line(nominal), nominal.to_dict()
+    if json:
+        typer.echo(to_json(fields))
+    else:
+        show(found.title, lines)
 
 
 def to_json(fields: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bqsgd.cli import options
-from bqsgd.cli.output import Json, message_lines, show, to_json
+from bqsgd.cli.output import Json, show, to_json
 
 if TYPE_CHECKING:
     from bqsgd.paper.nominal import NominalPrivacy
@@ -119,6 +119,7 @@ def paper_plan(
     Example: bqsgd paper plan --bits 8 --epsilon 3.45 --delta 1e-4 --dimension 3000 --batch-size 32
     --dataset-size 15000
     """
+    from bqsgd.answers import message_lines
     from bqsgd.paper.nominal import NominalSetting
     from bqsgd.paper.planner import make_nominal_plan
     from bqsgd.planner.plan import Budget

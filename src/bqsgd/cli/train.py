@@ -17,7 +17,7 @@ import click
 import typer
 import typer.core
 
-from bqsgd.cli.output import Json, guarantee_lines, show, to_json
+from bqsgd.cli.output import Json, show, to_json
 from bqsgd.errors import DataUnavailable, InvalidParameter
 
 if TYPE_CHECKING:
@@ -344,6 +344,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> None:
     """What a person wants to know in a few lines; with --json all of summary.json."""
+    from bqsgd.answers import guarantee_lines
     from bqsgd.privacy.guarantee import rounded_up
 
     report = str(folder / "report.html")

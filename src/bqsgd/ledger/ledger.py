@@ -135,7 +135,14 @@ class _Book:
 
 class Ledger:
     """One client's ledger; use `Ledger.open`. Safe to use from several threads, and from several processes that each
-    open it themselves; not across a fork."""
+    open it themselves; not across a fork.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "client3.ledger"
+    >>> with Ledger.open(path, client=3, budget_epsilon=3.0, budget_delta=1e-5) as ledger:
+    ...     ledger.budget, ledger.spent_rounds, ledger.guarantee()
+    (PrivacyBudget(epsilon=3.0, delta=1e-05), 0, None)
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Open what is there, as it is (for reading); training uses `Ledger.open`, which checks whose ledger it is."""

@@ -73,6 +73,12 @@ class Guarantee:
     epsilon is an upper bound (infinity when nothing finite is proven); `delta_floor` is the least delta at which the
     method can give a finite epsilon; `seeded` marks noise that whoever knows the seed can remove;
     `assumption` is what it rests on besides its proof, empty for nothing.
+
+    >>> found = Guarantee(
+    ...     epsilon=0.33175, delta=1e-5, relation=Relation.ADD_REMOVE, unit=Unit.SAMPLE, trust=Trust.EACH_CLIENT,
+    ...     sampling="poisson, rate 0.01", method="proven upper bound", delta_floor=0.0)
+    >>> found.epsilon_text, found.neighbours
+    ('0.3318', 'add/remove one sample (a null record in its place)')
     """
 
     epsilon: float

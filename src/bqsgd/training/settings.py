@@ -17,12 +17,11 @@ from bqsgd.errors import InvalidParameter, UnsafeFile
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.planner.plan import Budget
-from bqsgd.release import Scheme, Unit
+from bqsgd.release import SAMPLINGS, Scheme, Unit
 from bqsgd.storage import open_regular
 from bqsgd.training.aggregation import RULES, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
 
-SAMPLINGS = {"poisson": Scheme.POISSON, "fixed": Scheme.FIXED_SIZE, "none": Scheme.NONE}
 CODINGS = ("fixed", "entropy")
 _MAX_CONFIG_BYTES = 1 << 20
 _NO_OPTION = "no option"

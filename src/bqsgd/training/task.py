@@ -35,6 +35,11 @@ class Task:
         test: public test data, for accuracy; none without it.
         loss: (outputs, targets) -> one loss per sample.
         source: the settings that made this task, written beside the run's own; None for a task of one's own.
+
+    >>> share = torch.eye(4), torch.arange(4)
+    >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share, share], test=share)
+    >>> len(task.shares)
+    2
     """
 
     make_model: Callable[[], nn.Module]

@@ -1,0 +1,324 @@
+"""The two questions before a run, and their answers: what does a mechanism guarantee, and which one meets a budget?
+
+`account` and `plan` answer in Python what the commands of the same names print: the commands call them.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
+from bqsgd.mechanism.properties import noise_variance
+from bqsgd.params import Mechanism, check_delta
+from bqsgd.planner.plan import Budget, ClientSetting, Plan
+from bqsgd.planner.propose import Proposal, propose
+from bqsgd.planner.search import make_plan
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.guarantee import Guarantee, as_given, rounded_down
+from bqsgd.release import RELATIONS, SAMPLINGS, Release
+
+_WIDTH = 120
+
+
+class Answer:
+    """An answer that prints as the command prints it: a title, then a line for each thing to be read together."""
+
+    @property
+    def title(self) -> str:
+        """What was asked."""
+        raise NotImplementedError
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """Label -> text, in the order in which they are read."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types: what the command prints with --json."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return aligned(self.title, self.lines, width=_WIDTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountAnswer(Answer):
+    """What a mechanism guarantees when it is run for a number of rounds.
+
+    attained_epsilon is what some data come to, from below: how tight the guarantee is. variance is V of Eq. 14.
+    """
+
+    setting: ClientSetting
+    release: Release
+    rounds: int
+    guarantee: Guarantee
+    attained_epsilon: float | None
+    variance: float
+
+    @property
+    def title(self) -> str:
+        """Mechanism and rounds."""
+        mechanism = self.release.mechanism
+        return f"Levels {mechanism.levels}, trials {mechanism.trials}, {self.rounds} rounds"
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The guarantee, then what a message costs."""
+        return guarantee_lines(self.guarantee, attained=self.attained_epsilon) | message_lines(
+            self.release.mechanism, variance=self.variance
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types."""
+        mechanism = self.release.mechanism
+        return {
+            "release": self.release.to_dict(),
+            "rounds": self.rounds,
+            "code_count": mechanism.code_count,
+            "bits_per_coordinate": mechanism.bits_per_coordinate,
+            "variance": self.variance,
+            "guarantee": self.guarantee.to_dict(),
+            "attained_epsilon": self.attained_epsilon,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAnswer(Answer):
+    """The mechanism of least error within a budget, and the batch size and rounds where they were left open."""
+
+    setting: ClientSetting
+    plan: Plan
+    proposal: Proposal | None
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What is to be run."""
+        return self.plan.mechanism
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What all planned rounds guarantee together."""
+        return self.plan.guarantee
+
+    @property
+    def title(self) -> str:
+        """Budget and rounds."""
+        budget = self.plan.budget
+        return (
+            f"Plan for {budget.bits} bits, epsilon {as_given(budget.epsilon)}, delta {as_given(budget.delta)}, "
+            f"{self.plan.rounds} rounds"
+        )
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The mechanism, what a message costs, the guarantee, and the command that runs a proposal."""
+        mechanism, budget = self.mechanism, self.plan.budget
+        lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
+        lines |= message_lines(mechanism, variance=self.plan.variance)
+        if mechanism.coarsening is not None:
+            cost = coarsening_cost(mechanism)
+            lines["mechanism"] += f", coarsened to {mechanism.coarsening.points} points after the noise"
+            lines["coarsening"] = (
+                f"costs no privacy; {cost['noise_cost']:.3g} times as many messages for the same precision, bias of at "
+                f"most {cost['bias_worst']:.2g} times the range"
+            )
+        lines |= guarantee_lines(self.guarantee)
+        if self.proposal is not None:
+            lines["train with"] = (
+                f"bqsgd train --epsilon {as_given(budget.epsilon)} --delta {as_given(budget.delta)} "
+                f"--bits {budget.bits} --rounds {self.proposal.rounds} --batch-size {self.proposal.batch_size} "
+                f"--clip l2 --clip-norm {self.proposal.clip_norm:g} --range {self.proposal.range:g}"
+            )
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types."""
+        mechanism = self.mechanism
+        fields = self.plan.to_dict() | {
+            "code_count": mechanism.code_count,
+            "bits_per_coordinate": mechanism.bits_per_coordinate,
+        }
+        if mechanism.coarsening is not None:
+            fields["coarsening_cost"] = coarsening_cost(mechanism)
+        return fields | ({} if self.proposal is None else {"proposal": asdict(self.proposal)})
+
+
+def account(
+    *,
+    levels: int,
+    trials: int,
+    dimension: int,
+    batch_size: int,
+    dataset_size: int,
+    rounds: int,
+    delta: float,
+    sampling: str = "poisson",
+    relation: str | None = None,
+    linf: float | None = None,
+    l2: float | None = None,
+) -> AccountAnswer:
+    """State the privacy that a mechanism guarantees to one client over all rounds, as `bqsgd account` does.
+
+    Args:
+        levels, trials: the mechanism, s and m.
+        dimension: coordinates of one message: the model's parameters.
+        batch_size: public batch size by which a client divides, L.
+        dataset_size: samples held by one client.
+        rounds: messages that the client sends.
+        delta: of the total.
+        sampling: how a batch is drawn: "poisson" (add/remove one), "fixed" size (replace one), "none" (all data).
+        relation: which data sets are neighbours, "add-remove" or "replace"; a choice only where sampling is "none".
+        linf: the most that one sample moves a coordinate, as a fraction of the encoder's range. Default: per-sample
+            clip at the range, 1 / batch_size (twice that for fixed-size batches).
+        l2: the most that one sample moves the vector in Euclidean norm, as a fraction of the encoder's range.
+
+    >>> found = account(
+    ...     levels=1, trials=251, dimension=100, batch_size=32, dataset_size=15000, rounds=10, delta=1e-5)
+    >>> found.guarantee.epsilon < 0.04
+    True
+    >>> print(found.lines["neighbours"])
+    add/remove one sample (a null record in its place)
+    """
+    check_delta("delta", delta)
+    mechanism = Mechanism(levels=levels, trials=trials)
+    setting = _setting(
+        dimension=dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        sampling=sampling,
+        relation=relation,
+        linf=linf,
+        l2=l2,
+    )
+    release = setting.release(mechanism)
+    accountant = Accountant().compose(release, rounds)
+    return AccountAnswer(
+        setting=setting,
+        release=release,
+        rounds=rounds,
+        guarantee=accountant.guarantee(delta=delta),
+        attained_epsilon=accountant.attained_epsilon(delta),
+        variance=noise_variance(mechanism),
+    )
+
+
+def plan(
+    *,
+    bits: int,
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    dataset_size: int,
+    batch_size: int | None = None,
+    rounds: int | None = None,
+    sampling: str = "poisson",
+    relation: str | None = None,
+    linf: float | None = None,
+    l2: float | None = None,
+) -> PlanAnswer:
+    """Choose levels and trials: the least error within a budget of bits and privacy, as `bqsgd plan` does.
+
+    Args:
+        bits: most bits per coordinate; a code takes at most 2^bits values.
+        epsilon, delta: privacy budget, total over all rounds.
+        batch_size, rounds: proposed, together with an L2 clip and its range, where they are left out.
+        dimension, dataset_size, sampling, relation, linf, l2: as in `account`.
+
+    Raises:
+        Infeasible: no mechanism meets the budget; the message names the nearest that one can.
+
+    >>> found = plan(
+    ...     bits=6, epsilon=1, delta=1e-3, dimension=5, batch_size=32, dataset_size=1000, rounds=1, sampling="none")
+    >>> found.guarantee.epsilon <= 1, found.mechanism.code_count <= 64
+    (True, True)
+    """
+    budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
+    proposal = None
+    if batch_size is None or rounds is None:
+        if sampling != "poisson" or linf is not None or l2 is not None:
+            raise InvalidParameter(
+                "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or leave "
+                "out sampling, linf and l2"
+            )
+        proposal = propose(budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds)
+        batch_size, rounds = proposal.batch_size, proposal.rounds
+        linf = l2 = proposal.sensitivity
+    setting = _setting(
+        dimension=dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        sampling=sampling,
+        relation=relation,
+        linf=linf,
+        l2=l2,
+    )
+    return PlanAnswer(setting=setting, plan=make_plan(budget, setting, rounds=rounds), proposal=proposal)
+
+
+def _setting(*, sampling: str, relation: str | None, **given: Any) -> ClientSetting:
+    if sampling not in SAMPLINGS:
+        raise InvalidParameter(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
+    if relation is not None and relation not in RELATIONS:
+        raise InvalidParameter(f"relation must be one of {', '.join(RELATIONS)}, got {relation!r}")
+    return ClientSetting(
+        scheme=SAMPLINGS[sampling], relation=None if relation is None else RELATIONS[relation], **given
+    )
+
+
+def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> dict[str, str]:
+    """Everything that must be read beside an epsilon, in words; `attained` is what some data come to, from below."""
+    tight = {}
+    if attained is not None:
+        tight["attained"] = f"epsilon {rounded_down(attained)} for some data, as far as its grid resolves"
+    void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
+    return {
+        "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
+        **tight,
+        "neighbours": guarantee.neighbours,
+        "trust": str(guarantee.trust),
+        "sampling": guarantee.sampling,
+        "method": guarantee.method,
+        **({"assuming": f"that {guarantee.assumption}"} if guarantee.assumption else {}),
+    }
+
+
+def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
+    """What one message costs in bits and in error; `variance` is V of Eq. 14, in squared ranges of the encoder."""
+    return {
+        "message": f"{mechanism.bits_per_coordinate:.3g} bits per coordinate ({mechanism.code_count} codes)",
+        "error": f"{math.sqrt(variance):.3g} times the range (standard deviation per coordinate)",
+    }
+
+
+def coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
+    """What coarsening costs: bias and squared error in units of the encoder's range, and the factor on the noise.
+
+    noise_cost is how many times as many messages give the same precision as without coarsening.
+    """
+    return {
+        "bias_worst": saturation_bias(mechanism),
+        "variance_worst": worst_squared_error(mechanism),
+        "noise_cost": noise_to_signal(mechanism) / noise_to_signal(mechanism.fine),
+    }
+
+
+def aligned(title: str, lines: Mapping[str, str], *, width: int) -> str:
+    """A title and, below it, one aligned line per label; long lines wrap within the width."""
+    indent = 4 + max(map(len, lines), default=0)
+    wrapped = (
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"  {label}".ljust(indent),
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for label, text in lines.items()
+    )
+    return "\n".join((title, *wrapped))
