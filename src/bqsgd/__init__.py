@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bqsgd.noise import privacy_rng
     from bqsgd.params import Mechanism
     from bqsgd.privacy.guarantee import Guarantee
+    from bqsgd.private import make_private
     from bqsgd.run import Run, train
     from bqsgd.training.settings import Config
     from bqsgd.training.task import Task
@@ -39,6 +40,7 @@ __all__ = [
     "account",
     "decode_frame",
     "encode_frame",
+    "make_private",
     "plan",
     "privacy_rng",
     "train",
@@ -55,6 +57,7 @@ _HOMES = {
     "account": "bqsgd.answers",
     "decode_frame": "bqsgd.codec",
     "encode_frame": "bqsgd.codec",
+    "make_private": "bqsgd.private",
     "plan": "bqsgd.answers",
     "privacy_rng": "bqsgd.noise",
     "train": "bqsgd.run",

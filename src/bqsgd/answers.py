@@ -242,8 +242,8 @@ def plan(
     if batch_size is None or rounds is None:
         if sampling != "poisson" or linf is not None or l2 is not None:
             raise InvalidParameter(
-                "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or leave "
-                "out sampling, linf and l2"
+                "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or "
+                "leave out sampling, linf and l2"
             )
         proposal = propose(budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds)
         batch_size, rounds = proposal.batch_size, proposal.rounds

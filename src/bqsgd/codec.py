@@ -117,7 +117,7 @@ def decode_frame(
 
     >>> from bqsgd.noise import privacy_rng
     >>> mechanism = Mechanism(levels=4, trials=0)  # without noise only the rounding is left: at most a level, 0.25
-    >>> frame = encode_frame([0.5, -1.0], mechanism, range=1.0, rng=privacy_rng(), client=0, round=7)
+    >>> frame = encode_frame(np.array([0.5, -1.0]), mechanism, range=1.0, rng=privacy_rng(), client=0, round=7)
     >>> decode_frame(frame, range=1.0, dimension=2, mechanism=mechanism, client=0, round=7).tolist()
     [0.5, -1.0]
 

@@ -36,6 +36,7 @@ class Trust(StrEnum):
 
     EACH_CLIENT = "server sees each client's messages"
     SUMS_ONLY = "server sees only sums over clients"
+    TRAINER = "the training process is trusted with the data; what it releases is protected"
 
 
 class Assumption(StrEnum):

@@ -36,6 +36,11 @@ class Spending:
             self.sent.update(state.rounds)
             self._recorded = dict(state.taken.get(run, {}))
 
+    @property
+    def recorded(self) -> int:
+        """Rounds of this run that earlier processes have recorded."""
+        return len(self._recorded)
+
     def spend(self, release: Release, *, round: int, last_round: int) -> None:
         """Count one round of `release`; when this returns its message may leave.
 

@@ -11,7 +11,7 @@ from typing import Any
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism, check_delta, check_int, check_positive
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Assumption, Relation, Release, Sampling, Scheme, Sensitivity, Unit
+from bqsgd.release import Assumption, Relation, Release, Sampling, Scheme, Sensitivity, Trust, Unit
 
 MAX_BITS = 20
 
@@ -51,6 +51,7 @@ class ClientSetting:
     linf: float | None = None
     l2: float | None = None
     unit: Unit = Unit.SAMPLE
+    trust: Trust = Trust.EACH_CLIENT
     assumption: Assumption | None = None
 
     def release(self, mechanism: Mechanism) -> Release:
@@ -73,6 +74,7 @@ class ClientSetting:
             sensitivity=Sensitivity(linf=linf, l2=self.l2, relation=Relation(relation)),
             sampling=sampling,
             unit=self.unit,
+            trust=self.trust,
             assumption=self.assumption,
         )
 

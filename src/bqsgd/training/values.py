@@ -40,12 +40,15 @@ def check_model(
     batch_size: int,
     unit: Unit,
     packed: bool = False,
+    made_up: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Run model and loss on rows of zeros shaped like `batch`: what raises here is no matter of the data.
 
     Where the guarantee is for one sample, also refuse a model or a machine on which samples touch each other, tried on
     made-up samples. Nothing of the data is read but its shape, and nothing is left behind: buffers and torch's
     generator are put back.
+
+    made_up: the samples to try; made from the shapes of `batch` unless given.
     """
     x, y = (torch.zeros((_TRIAL_ROWS, *rows.shape[1:]), dtype=rows.dtype, device=rows.device) for rows in batch)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -61,8 +64,8 @@ def check_model(
         question = (packed, batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
         answered = _apart.setdefault(model, set())
         if question not in answered:
-            made_up = samples_like(batch[0]), samples_like(batch[1])
-            check_samples_apart(model, loss, made_up, batch_size=batch_size, packed=packed)
+            tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
+            check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
             answered.add(question)
 
 

@@ -1,0 +1,674 @@
+"""An ordinary PyTorch loop made private: a model, an optimiser and a loader of one's own, and a proven guarantee.
+
+    private = bqsgd.make_private(model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"),
+                                 epsilon=3, delta=1e-5, bits=8, epochs=20, ledger="me.ledger")
+    for epoch in range(20):
+        for batch in private.loader:   # Poisson batches of your own data set
+            private.step(batch)        # clip each sample, quantise, add binomial noise, decode, optimizer.step()
+    print(private.guarantee())
+
+In one process this is differentially private training: the process sees the data and is trusted, and what it releases
+(the model after every step, and everything computed from it) is protected. Started by torchrun, the same lines make
+each rank a client with data of its own: the ranks exchange frames, and none needs to trust another.
+
+A step: the spend is recorded, each sample's gradient is clipped on its own, their sum is divided by the public batch
+size, rounded to integers with binomial noise, framed, decoded and put into `.grad`. Everything after that is computed
+from a private message and costs nothing: any optimiser, schedule, weight decay or average.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils.data import DataLoader, Sampler
+
+from bqsgd.codec import Accumulator, encode_frame
+from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
+from bqsgd.ledger import Ledger
+from bqsgd.ledger.spending import Spending, sorted_releases
+from bqsgd.mechanism.properties import noise_variance
+from bqsgd.models import trainable
+from bqsgd.params import Mechanism, check_int, check_positive
+from bqsgd.persample.clips import L2, Dual
+from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.rules import refuse_mixing
+from bqsgd.planner.plan import Budget, ClientSetting, Plan
+from bqsgd.planner.propose import propose
+from bqsgd.privacy.accountant import Accountant
+from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.release import Release, Scheme, Trust, Unit
+from bqsgd.training.client_plan import Spent, clipped_setting, plan_release
+from bqsgd.training.draws import Purpose, Sources, draw_batch
+from bqsgd.training.samples import Forward, Objective, Part, Reader, check_loader
+from bqsgd.wire.fixed import FixedWidth
+from bqsgd.wire.frame import HEADER_BYTES
+
+log = logging.getLogger("bqsgd.private")
+FORMAT = "bqsgd.private.v1"
+_AHEAD = 20
+"""Steps that the ledger records in one write; a crash leaves at most so many counted that were not taken."""
+_NOTE_BYTES = 1 << 12
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    *,
+    loss: LossFunction,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    ledger: str | Path | Ledger | None,
+    bits: int = 8,
+    clip_norm: float = 1.0,
+    clip_bound: float | None = None,
+    range: float | None = None,
+    forward: Forward | None = None,
+    micro_batch: int = 512,
+    mechanism: Mechanism | None = None,
+    seed: int | None = None,
+) -> Private:
+    """Plan private training of an ordinary model, and return what a loop of your own needs for it.
+
+    Model, loss and shapes are tried on made-up samples first; nothing is spent before the first step.
+
+    Args:
+        model: an ordinary module. Only parameters that require a gradient are clipped, encoded and counted.
+        optimizer: any torch optimiser of those parameters; use schedulers and `state_dict` as usual.
+        loader: its data set, collate_fn and workers are used, and its batch_size is the public batch size L; the
+            batches themselves are drawn anew: every sample by itself with probability L / len(dataset).
+        loss: (outputs, targets) -> one loss per sample.
+        epsilon, delta: what all steps may spend together.
+        epochs: passes of ceil(len(dataset) / L) steps that the budget is planned for.
+        ledger: path of the ledger that records what is spent, or an open one. Under torchrun each rank adds its number
+            to the name. None only with a seed, which makes no privacy claim.
+        bits: most bits per coordinate of a message.
+        clip_norm: Euclidean bound of one sample's gradient.
+        clip_bound: bound of each of its coordinates besides, for the dual clip.
+        range: what the mean is clamped to before it is encoded; chosen from the plan unless given.
+        forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
+        micro_batch: samples that are read and differentiated at a time; the result does not depend on it.
+        mechanism: levels and trials to use instead of planned ones; the ledger's budget holds all the same.
+        seed: reproducible noise and batches; whoever knows it can remove the noise: no privacy claim.
+
+    Raises:
+        InvalidParameter: something cannot be private (BatchNorm, a reduced loss, a weighted sampler); the message says
+            what to do instead. Nothing was spent.
+        Infeasible: no mechanism meets the budget.
+
+    >>> import tempfile
+    >>> from torch.utils.data import TensorDataset
+    >>> model = nn.Linear(4, 2)
+    >>> loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.arange(64) % 2), batch_size=16, shuffle=True)
+    >>> private = make_private(
+    ...     model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss=nn.CrossEntropyLoss(reduction="none"),
+    ...     epsilon=3, delta=1e-5, epochs=1, ledger=tempfile.mkdtemp() + "/me.ledger",
+    ...     mechanism=Mechanism(levels=1, trials=3000), range=0.5)
+    >>> for batch in private.loader:
+    ...     private.step(batch)
+    >>> private.steps, private.guarantee().epsilon <= 3
+    (4, True)
+    >>> print(private.guarantee().trust)
+    the training process is trusted with the data; what it releases is protected
+    """
+    return Private(
+        model,
+        optimizer,
+        loader,
+        loss=loss,
+        budget=Budget(bits=bits, epsilon=epsilon, delta=delta),
+        epochs=check_int("epochs", epochs, 1, 2**31),
+        ledger=ledger,
+        clip=L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound),
+        range=None if range is None else check_positive("range", range),
+        forward=forward,
+        micro_batch=check_int("micro_batch", micro_batch, 1, 2**31),
+        mechanism=mechanism,
+        seed=seed,
+    )
+
+
+class Batch:
+    """One Poisson batch, for one step. Beyond its first samples it is read when the step is taken."""
+
+    def __init__(self, number: int, drawn: int, reading: Iterator[Part]) -> None:
+        self._number, self._drawn, self._reading = number, drawn, reading
+
+    def __len__(self) -> int:
+        """How many samples were drawn. It depends on a secret draw: keep it private."""
+        return self._drawn
+
+    def __reduce__(self) -> str:
+        raise TypeError("a batch is for one step of the process that drew it: it cannot be copied or pickled")
+
+
+class PoissonLoader:
+    """Poisson batches of a loader's data set: iterate over it once per epoch, as over the loader itself.
+
+    Every sample is drawn by itself with probability L / n from the cryptographic generator; a batch may be empty or
+    larger than L. Which samples are drawn is secret. Whatever a program does with a batch besides `step` is outside the
+    guarantee: a printed training loss, or skipping batches for what is in them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources) -> None:
+        self.batch_size = check_loader(loader)
+        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn))
+        self.samples = len(self._reader)
+        if self.batch_size > self.samples:
+            raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
+        self.steps = math.ceil(self.samples / self.batch_size)
+        self.next_draw = 0
+        self._most, self._sources = micro_batch, sources
+        self._fresh: Batch | None = None
+        """The batch that may be used for a step."""
+        self._drawn: deque[tuple[int, int, int]] = deque()
+        self._pieces: DataLoader[list[Part]] = DataLoader(
+            cast(Any, self._reader), batch_sampler=_Draws(self), collate_fn=self._reader.collate, **_workers_of(loader)
+        )
+
+    @property
+    def dataset(self) -> Any:
+        """The data set of the loader."""
+        return self._reader.dataset
+
+    def first(self) -> Any:
+        """Sample 0, for its shapes."""
+        return self._reader.first()
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One epoch of batches."""
+        pieces = iter(self._pieces)
+        drawn = self._drawn  # of this iteration: `draw` begins a new one each time
+        for _ in range(self.steps):
+            first = next(pieces)
+            number, size, count = drawn.popleft()
+            reading = _reading(first, pieces, count - 1)
+            self._fresh = Batch(number, size, reading)
+            yield self._fresh
+            self._fresh = None
+            for _ in reading:  # samples of a batch that was not used must not be taken for those of the next
+                pass
+
+    def draw(self) -> Iterator[list[int]]:
+        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
+        queue = self._drawn = deque()
+        for _ in range(self.steps):
+            self.check_size()
+            rng = self._sources.at(Purpose.BATCH, self.next_draw)
+            drawn = draw_batch(Scheme.POISSON, batch_size=self.batch_size, dataset_size=self.samples, rng=rng)
+            pieces = [drawn[start : start + self._most] for start in range(0, len(drawn), self._most)] or [drawn]
+            queue.append((self.next_draw, len(drawn), len(pieces)))
+            self.next_draw += 1
+            for piece in pieces:
+                yield piece.tolist()
+
+    def take(self, batch: Batch) -> Iterator[Part]:
+        """The samples of a batch, once.
+
+        Raises:
+            InvalidParameter: it is not the batch that this loader gave last, or it was used already.
+        """
+        if not isinstance(batch, Batch):
+            raise InvalidParameter(f"step takes a batch of private.loader, got {type(batch).__name__}")
+        if batch is not self._fresh:
+            raise InvalidParameter(
+                "a batch is for one step, taken before the next batch is asked for: each step is accounted with a draw "
+                "of its own; nothing was spent"
+            )
+        self._fresh = None
+        return batch._reading
+
+    def check_size(self) -> None:
+        """Raise when the data set has another size than the one that was planned for."""
+        if len(self._reader) != self.samples:
+            raise InvalidParameter(
+                f"the data set has {len(self._reader)} samples now and had {self.samples} when training was planned, "
+                "so the sampling rate would be another; begin anew with make_private"
+            )
+
+
+class _Draws(Sampler[list[int]]):
+    """What torch's loader asks for the numbers of the samples, always in the process that trains."""
+
+    def __init__(self, loader: PoissonLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.draw()
+
+
+def _reading(first: list[Part], pieces: Iterator[list[Part]], more: int) -> Iterator[Part]:
+    yield from first
+    for _ in range(more):
+        yield from next(pieces)
+
+
+def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader reads its samples; what it draws and pins is not taken over."""
+    how: dict[str, Any] = {"num_workers": loader.num_workers, "generator": loader.generator}
+    if loader.num_workers:
+        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout")
+        how |= {name: getattr(loader, name) for name in names}
+    return how
+
+
+class Private:
+    """Private training of one model; made by `make_private`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: DataLoader[Any],
+        *,
+        loss: LossFunction,
+        budget: Budget,
+        epochs: int,
+        ledger: str | Path | Ledger | None,
+        clip: L2 | Dual,
+        range: float | None,
+        forward: Forward | None,
+        micro_batch: int,
+        mechanism: Mechanism | None,
+        seed: int | None,
+    ) -> None:
+        _check_model(model, optimizer)
+        self.model, self.optimizer, self.budget = model, optimizer, budget
+        self._parameters = trainable(model)
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._clip = clip
+        self._peers = Peers.met()
+        self._sources = Sources(seed=seed, client=self._peers.rank)
+        self.loader = PoissonLoader(loader, micro_batch=micro_batch, sources=self._sources)
+        self._objective = Objective(model, loss, forward)
+        self._first = self.loader.first()
+        self._check_objective()
+        told = self._peers.tell(
+            {"samples": self.loader.samples, "steps": len(self.loader), "dimension": self.dimension, "epochs": epochs}
+        )
+        if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
+            raise InvalidParameter("the ranks train models of different sizes or for different epochs")
+        self._weights = [check_positive("samples", note["samples"]) for note in told]
+        self.loader.steps = max(check_int("steps", note["steps"], 1, 2**40) for note in told)
+        self._peers.share(model)
+        self.rounds = epochs * len(self.loader)
+        """Steps that the budget is planned for."""
+        self.steps = 0
+        """Steps taken."""
+        self.dropped = 0
+        """Samples that counted as zero so far. It depends on the data: keep it private."""
+        self._range, self._mechanism = range, mechanism
+        self._plan: Plan | None = None
+        self._settings: list[dict[str, Any]] | None = None
+        """Mechanism and range of every rank."""
+        self._given: list[Tensor | None] = [None] * len(self._parameters)
+        """The gradients this object has put into the model."""
+        self._ledger = _opened(ledger, budget, self._peers)
+        if self._ledger is not None and not isinstance(ledger, Ledger):
+            weakref.finalize(self, self._ledger.close)
+        self._spending = Spending(self._ledger, run=f"private-{secrets.token_hex(8)}", seeded=seed is not None,
+                                  ahead=_AHEAD)  # fmt: skip
+        if not self._spending.sent:
+            self.plan  # noqa: B018  (refuse a budget that cannot be met; with earlier spends this may be a resumed run)
+
+    @property
+    def dimension(self) -> int:
+        """Trained coordinates, d."""
+        return sum(shape.numel() for shape in self._shapes)
+
+    @property
+    def plan(self) -> Plan:
+        """What is run: mechanism, sampling and rounds, and what all rounds together guarantee.
+
+        What the ledger has recorded before counts: the steps are planned for what is left of the budget.
+        """
+        if self._plan is None:
+            spent = tuple(sorted_releases(self._spending.sent))
+            release = self._setting().release(self._mechanism) if self._mechanism is not None else plan_release(
+                self._setting(), self.budget, rounds=self.rounds, spent=spent
+            )  # fmt: skip
+            self._plan = self._planned(release, spent)
+        return self._plan
+
+    def _planned(self, release: Release, spent: Spent) -> Plan:
+        total = Accountant().compose(release, self.rounds)
+        for earlier, count in spent:
+            total = total.compose(earlier, count)
+        return Plan(
+            budget=self.budget,
+            release=release,
+            rounds=self.rounds,
+            variance=noise_variance(release.mechanism),
+            guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
+        )
+
+    @property
+    def range(self) -> float:
+        """R: the mean is clamped to [-R, R] and encoded there."""
+        if self._range is None:
+            found = propose(
+                self.budget,
+                dimension=self.dimension,
+                dataset_size=self.loader.samples,
+                batch_size=self.loader.batch_size,
+                rounds=self.rounds,
+            )
+            self._range = min(found.range, found.clip_norm) * self._clip.norm / found.clip_norm
+        return self._range
+
+    def _setting(self) -> ClientSetting:
+        setting = clipped_setting(
+            self._clip,
+            range=self.range,
+            batch_size=self.loader.batch_size,
+            scheme=Scheme.POISSON,
+            unit=Unit.SAMPLE,
+            dimension=self.dimension,
+            dataset_size=self.loader.samples,
+        )
+        return replace(setting, trust=self._peers.trust)
+
+    def step(self, batch: Batch) -> None:
+        """One private step of the optimiser: its gradients are cleared, `backward(batch)`, `optimizer.step()`.
+
+        Raises:
+            BudgetExhausted: the step would pass the budget; nothing was recorded, and the model stays as it is.
+        """
+        self.optimizer.zero_grad()
+        self.backward(batch)
+        self.optimizer.step()
+
+    def backward(self, batch: Batch) -> None:
+        """Add the private gradient of a batch to `.grad`, in the place of `loss.backward()`; each call is counted.
+
+        Once the spend is recorded there is a gradient whatever the data are: a sample that cannot be read, raises an
+        error in the model or the loss, or has a gradient that is not finite, counts as zero.
+
+        Raises:
+            BudgetExhausted: as `step`.
+            InvalidParameter: the batch was used before, or model, data set or gradients have changed in a way that the
+                plan does not cover; nothing was spent.
+        """
+        self._check_unchanged()
+        samples = self.loader.take(batch)
+        frame = self._frame(samples, len(batch))
+        update = self._exchange(frame)
+        start = 0
+        for n, parameter in enumerate(self._parameters):
+            stop = start + parameter.numel()
+            own = torch.from_numpy(update[start:stop]).view_as(parameter)
+            if parameter.grad is None:
+                parameter.grad = own.clone()
+            else:
+                parameter.grad.add_(own)
+            self._given[n] = parameter.grad
+            start = stop
+
+    def _check_unchanged(self) -> None:
+        """Raise now what must not be raised once the step is recorded."""
+        if torch.is_inference_mode_enabled():
+            raise InvalidParameter("a step needs gradients: take it outside of torch.inference_mode()")
+        found = trainable(self.model)
+        if [id(p) for p in found] != [id(p) for p in self._parameters] or [p.shape for p in found] != self._shapes:
+            raise InvalidParameter(
+                "other parameters require gradients now than when training was planned: they are what is clipped, sent "
+                "and counted; freeze before make_private, or begin anew with it"
+            )
+        refuse_mixing(self.model)
+        for parameter, given in zip(found, self._given, strict=True):
+            if parameter.grad is not None and parameter.grad is not given:
+                raise InvalidParameter(
+                    "the model holds a gradient that did not come from here and would not be private: call "
+                    "optimizer.zero_grad() first, and leave out loss.backward()"
+                )
+            if not bool(parameter.isfinite().all()):
+                raise NonFiniteInput("the model holds NaN or infinity; lower the learning rate and resume")
+        self.loader.check_size()
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        with torch.autocast("cpu", enabled=False):
+            self._objective.check(self._first, clip=self._clip, batch_size=self.loader.batch_size)
+
+    def _frame(self, samples: Iterator[Part], drawn: int) -> bytearray | None:
+        """Record the step, then encode its clipped mean; None when the budget is spent."""
+        release = self.plan.release
+        self._settle()
+        last = max(self.rounds - 1, self.steps)
+        try:
+            self._spending.spend(release, round=self.steps, last_round=last)
+        except BudgetExhausted as reason:
+            if self._peers.size == 1:
+                raise
+            log.warning("rank %d: %s", self._peers.rank, reason)
+            return None  # the others are told, so that all stop in the same step
+        with torch.autocast("cpu", enabled=False):
+            mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
+        if lost and not self.dropped:
+            log.warning("%d of %d samples of a batch counted as zero (this line depends on the data: keep it private)",
+                        lost, drawn)  # fmt: skip
+        self.dropped += lost
+        frame = encode_frame(
+            mean,
+            release.mechanism,
+            range=self.range,
+            rng=self._sources.at(Purpose.NOISE, self.steps),
+            client=self._peers.rank,
+            round=self.steps,
+            clamp=True,  # a Poisson batch can exceed L; the clamp is 1-Lipschitz, so the sensitivity stands
+        )
+        self.steps += 1
+        return frame
+
+    def _settle(self) -> None:
+        """Tell the other ranks, once, how this rank's frames are to be read."""
+        if self._settings is None:
+            mechanism = self.plan.mechanism
+            size = HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(self.dimension)
+            own = {"mechanism": mechanism.to_dict(), "range": self.range, "bytes": size, "step": self.steps}
+            told = self._peers.tell(own)
+            if any(note["step"] != self.steps for note in told):
+                raise InvalidParameter(
+                    f"the ranks are at steps {[note['step'] for note in told]}; resume all from the same checkpoint"
+                )
+            self._settings = told
+
+    def _exchange(self, frame: bytearray | None) -> npt.NDArray[np.float32]:
+        """The mean of all ranks' frames, weighted by their samples; each is read as hostile."""
+        assert self._settings is not None
+        sizes = [check_int("bytes", note["bytes"], 1, 2**53) for note in self._settings]
+        frames = self._peers.gather(frame or bytearray(sizes[self._peers.rank]), sizes)
+        spent = [rank for rank, content in enumerate(frames) if not content.any()]
+        if spent:
+            raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here")
+        total = Accumulator(self.dimension)
+        for rank, (content, note) in enumerate(zip(frames, self._settings, strict=True)):
+            total.add(
+                content,
+                range=check_positive("range", note["range"]),
+                weight=self._weights[rank],
+                mechanism=Mechanism.from_dict(note["mechanism"]),
+                client=rank,
+                round=self.steps - (frame is not None),
+            )
+        return total.mean().astype(np.float32)
+
+    def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
+        """What the steps so far, and all else in the ledger, guarantee; None before anything is spent."""
+        return self._spending.guarantee(delta=self.budget.delta if delta is None else delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides those of model, optimiser and scheduler; plain values."""
+        return {
+            "format": FORMAT,
+            "run": self._spending.run,
+            "steps": self.steps,
+            "range": self.range,
+            "plan": self.plan.to_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint: the same plan, run and step. Load model and optimiser as well.
+
+        Steps that the ledger has recorded are not counted again. Steps taken after the checkpoint and now taken again
+        draw new noise, which is a new release: they are counted, and the budget may then end training early.
+
+        Raises:
+            InvalidParameter: the state is of other settings.
+            LedgerError: the ledger does not know the steps of this state; a lost ledger must be restored.
+        """
+        if self.steps:
+            raise InvalidParameter("load the state before the first step")
+        try:
+            if state["format"] != FORMAT:
+                raise InvalidParameter(f"not a state of {FORMAT}")
+            plan, run, steps, reach = Plan.from_dict(state["plan"]), state["run"], state["steps"], state["range"]
+        except (KeyError, TypeError) as error:
+            raise InvalidParameter(f"not a state of {FORMAT}: {error}") from error
+        check_int("steps", steps, 0, 2**40)
+        before, self._range = self._range, check_positive("range", reach)
+        same = plan.budget == self.budget and plan.rounds == self.rounds
+        if not same or self._setting().release(plan.mechanism) != plan.release:
+            self._range = before
+            raise InvalidParameter(
+                "the state was saved with another budget, clip, batch size, number of samples, parameters or epochs; "
+                "make_private must be given the same"
+            )
+        spending = Spending(
+            self._ledger, run=run, seeded=self._sources.seeded, ahead=_AHEAD, resume=True
+        )  # fmt: skip
+        if self._ledger is not None and spending.recorded < steps:
+            self._range = before
+            raise LedgerError(
+                f"the state was saved after {steps} steps and {self._ledger.path} knows {spending.recorded} of them: "
+                "restore the ledger that belongs to this training"
+            )
+        self._plan, self._spending, self.steps, self.loader.next_draw = plan, spending, steps, steps
+
+    def close(self) -> None:
+        """Give back the steps that were reserved and not taken. Done at exit as well, but not after a crash."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("private training cannot be copied or pickled: its noise and its budget exist once")
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what no plan can make private, each with what to do instead."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise InvalidParameter("give the module itself (model.module): make_private joins the ranks")
+    refuse_mixing(model)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = trainable(model)
+    if not held <= {id(parameter) for parameter in model.parameters()}:
+        raise InvalidParameter("the optimiser holds a parameter that is not the model's: nothing would make it private")
+    if not {id(parameter) for parameter in own} <= held:
+        raise InvalidParameter(
+            "some parameters require gradients and are not in the optimiser: they would be sent and counted for "
+            "nothing; freeze them with requires_grad_(False), or add them to the optimiser"
+        )
+    if isinstance(optimizer, (LBFGS, SparseAdam)):
+        raise InvalidParameter(f"{type(optimizer).__name__} cannot step on one dense gradient; use SGD, Adam or AdamW")
+
+
+def _opened(ledger: str | Path | Ledger | None, budget: Budget, peers: Peers) -> Ledger | None:
+    if ledger is None or isinstance(ledger, Ledger):
+        if ledger is not None and (ledger.budget.epsilon, ledger.budget.delta) != (budget.epsilon, budget.delta):
+            raise InvalidParameter(f"the ledger has the budget {ledger.budget}; plan for the same epsilon and delta")
+        return ledger
+    path = Path(ledger)
+    if peers.size > 1:
+        path = path.with_name(f"{path.stem}-{peers.rank}{path.suffix}")
+    return Ledger.open(path, client=peers.rank, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
+
+
+def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
+    """The parts of a batch; what is left counts as zero when a worker process dies."""
+    try:
+        yield from samples
+    except Exception:
+        log.warning("reading a batch failed; the rest of it counts as zero", exc_info=True)
+
+
+class Peers:
+    """The ranks that torchrun started, this process among them; or this process alone."""
+
+    def __init__(self, *, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
+
+    @classmethod
+    def met(cls) -> Self:
+        """Join the other ranks if there are any."""
+        if not dist.is_available():
+            return cls()
+        if not dist.is_initialized():
+            if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+                return cls()
+            dist.init_process_group("gloo")
+            atexit.register(dist.destroy_process_group)
+        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=group)
+
+    @property
+    def trust(self) -> Trust:
+        """Alone, the process is trusted; among ranks, each sees the others' messages."""
+        return Trust.TRAINER if self.size == 1 else Trust.EACH_CLIENT
+
+    def gather(self, content: bytes | bytearray, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Every rank's bytes, this rank's included; rank r sends sizes[r] of them."""
+        if self.size == 1:
+            return [np.frombuffer(content, np.uint8)]
+        longest = max(sizes)
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self._group)
+        return [received.numpy()[:size] for received, size in zip(found, sizes, strict=True)]
+
+    def tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's note."""
+        written = json.dumps(note, allow_nan=False).encode().ljust(_NOTE_BYTES)
+        found = self.gather(written, [_NOTE_BYTES] * self.size)
+        try:
+            notes = [json.loads(content.tobytes()) for content in found]
+        except ValueError as error:
+            raise InvalidParameter("a rank sent something that is not a note of make_private") from error
+        if any(not isinstance(other, dict) or other.keys() != note.keys() for other in notes):
+            raise InvalidParameter("the ranks do not run the same version of make_private")
+        return notes
+
+    def share(self, model: nn.Module) -> None:
+        """Begin with the model of rank 0 on every rank."""
+        if self.size > 1:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    dist.broadcast(tensor.data, 0, group=self._group)

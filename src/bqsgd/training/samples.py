@@ -1,0 +1,380 @@
+"""Samples of any shape: arrays, a Dataset or a DataLoader; pairs, tuples and dicts of tensors; any loss per sample.
+
+A sample is read and collated by itself, whatever else is in its batch: a `collate_fn` that pads to the longest sample
+of a batch, or mixes samples, sees one sample. Samples whose tensors have the same shapes then go through the model
+together, and what each adds to the sum is exact, so nothing depends on how they were put together.
+
+What is assumed of a data set: reading sample i depends on i, on the data set and on random numbers of its own, not on
+which other samples are read. Random augmentation is fine; a data set that remembers what it has read is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.models import dimension_of
+from bqsgd.persample import BatchMean, Clip
+from bqsgd.persample.functional import LossFunction
+from bqsgd.release import Unit
+from bqsgd.training.values import Values, check_model, sample_values
+
+log = logging.getLogger("bqsgd.samples")
+Collate = Callable[[list[Any]], Any]
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+"""(model, batch as the collate_fn made it) -> (outputs, targets), which the loss takes."""
+_MADE_UP = 16
+"""Made-up samples on which a batch of another form than (inputs, targets) is tried."""
+_STRUCTURE = "give tuples, lists or dicts of tensors whose first dimension is the sample"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Samples of one shape, collated together.
+
+    numbers: of each sample in the data; it decides the row in which the sample goes through the model.
+    data: as the collate_fn made it, the samples along the first dimension of every tensor; None if they could not be
+        read, and then they count as zero.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    data: Any
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+class Reader:
+    """Samples of a map-style data set by number, each read and collated by itself. Worker processes get a copy.
+
+    A sample that cannot be read counts as zero: an error in mid-training would tell a peer that it was drawn.
+
+    Args:
+        dataset: anything with `len` and `[number]`.
+        collate: makes a batch of a list of samples; only lists of one sample are given to it, unless it is torch's own
+            `default_collate`, which is known to keep samples apart.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate = default_collate) -> None:
+        self.dataset, self.collate_fn = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        try:
+            return number, (self.dataset[number],)
+        except Exception:
+            log.warning("a sample could not be read and counts as zero (keep this line private)", exc_info=True)
+            return number, None
+
+    def collate(self, read: Sequence[tuple[int, Any]]) -> list[Part]:
+        """The samples read, in as few parts as their shapes allow; those that were lost are a part without data."""
+        groups: dict[object, tuple[list[int], list[Any]]] = {}
+        lost = [number for number, found in read if found is None]
+        together = self.collate_fn is default_collate
+        for number, found in read:
+            if found is None:
+                continue
+            try:
+                made = found[0] if together else self.collate_fn([found[0]])
+                key = _key(made)
+            except Exception:
+                log.warning("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
+                lost.append(number)
+                continue
+            numbers, members = groups.setdefault(key, ([], []))
+            numbers.append(number)
+            members.append(made)
+        parts = [
+            Part(numbers=np.asarray(numbers, np.int64), data=default_collate(members) if together else _joined(members))
+            for numbers, members in groups.values()
+        ]
+        return parts + ([Part(numbers=np.asarray(lost, np.int64), data=None)] if lost else [])
+
+    def read(self, numbers: Sequence[int]) -> list[Part]:
+        """The samples of these numbers."""
+        return self.collate([self[int(number)] for number in numbers])
+
+    def first(self) -> Any:
+        """Sample 0 alone, for its shapes; what raises is raised: this is before anything is spent."""
+        data = self.collate_fn([self.dataset[0]])
+        leaves, _ = tree_flatten(data)
+        if not leaves:
+            raise InvalidParameter(f"the data set gives {type(self.dataset[0]).__name__} without tensors; {_STRUCTURE}")
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise InvalidParameter(f"collate_fn gives {got} for one sample; {_STRUCTURE}")
+        return data
+
+
+def _key(made: Any) -> object:
+    """What samples must share to be put together: structure, kinds, shapes and types."""
+    leaves, spec = tree_flatten(made)
+    return str(spec), tuple((type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)) for leaf in leaves)
+
+
+def _joined(members: list[Any]) -> Any:
+    spec = tree_flatten(members[0])[1]
+    columns = zip(*(tree_flatten(member)[0] for member in members), strict=True)
+    return tree_unflatten([torch.cat(column) for column in columns], spec)
+
+
+class Arrays(Reader):
+    """Inputs and targets in memory, a row per sample: the same, a slice at a time."""
+
+    def __init__(self, inputs: Tensor | npt.NDArray[Any], targets: Tensor | npt.NDArray[Any]) -> None:
+        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+        if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
+            raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def read(self, numbers: Sequence[int]) -> list[Part]:
+        """The rows of these numbers."""
+        rows = np.asarray(numbers, np.int64)
+        return [Part(numbers=rows, data=(self.inputs[rows], self.targets[rows]))] if len(rows) else []
+
+    def first(self) -> Any:
+        """The first row of each, for its shape."""
+        return self.inputs[:1], self.targets[:1]
+
+
+def reader_of(share: Any) -> Reader:
+    """What reads a share: inputs and targets as arrays or tensors, a map-style Dataset, or a DataLoader of one.
+
+    A loader lends its data set and its collate_fn; which samples are drawn is for the one who draws to say, so a loader
+    that draws them in a way of its own is refused.
+    """
+    if isinstance(share, Reader):
+        return share
+    if isinstance(share, (tuple, list)) and len(share) == 2 and all(_is_array(part) for part in share):
+        return Arrays(share[0], share[1])
+    if isinstance(share, DataLoader):
+        check_loader(share)
+        return Reader(share.dataset, cast(Collate, share.collate_fn))
+    if isinstance(share, (tuple, list)) and share and all(_is_array(part) for part in share):
+        raise InvalidParameter(
+            f"a share of {len(share)} arrays: give (inputs, targets), or torch.utils.data.TensorDataset(...) for more"
+        )
+    if isinstance(share, IterableDataset) or not (hasattr(share, "__len__") and hasattr(share, "__getitem__")):
+        raise InvalidParameter(
+            f"{type(share).__name__} cannot be read by sample number: give (inputs, targets), a map-style Dataset or "
+            "its DataLoader; Poisson sampling draws every sample by itself"
+        )
+    if len(share) == 0:
+        raise InvalidParameter("a share holds no samples")
+    return Reader(share)
+
+
+def _is_array(part: Any) -> bool:
+    return isinstance(part, (Tensor, np.ndarray))
+
+
+def check_loader(loader: DataLoader[Any]) -> int:
+    """The batch size of a loader whose batches may be replaced by Poisson batches of the same mean size.
+
+    Raises:
+        InvalidParameter: its sampler says something about the samples that Poisson sampling would ignore.
+    """
+    dataset, batches = loader.dataset, loader.batch_sampler
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InvalidParameter(
+            f"{type(dataset).__name__} has no sample numbers, so no sample can be drawn by itself with a known "
+            "probability; give a map-style Dataset (with __len__ and __getitem__)"
+        )
+    if type(batches) is not BatchSampler:
+        what = "no batch_size" if batches is None else f"a batch_sampler of its own ({type(batches).__name__})"
+        raise InvalidParameter(
+            f"the loader has {what}: the guarantee holds for Poisson batches alone; give the loader "
+            "batch_size=... and leave out batch_sampler"
+        )
+    sampler = batches.sampler
+    size = len(cast(Any, dataset))
+    if isinstance(sampler, DistributedSampler):
+        raise InvalidParameter(
+            "the loader has a DistributedSampler: here each rank is a client with samples of its own; give rank r of "
+            "n Subset(dataset, range(r, len(dataset), n)) and leave out the sampler"
+        )
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if not plain or len(cast(Any, sampler)) != size:
+        raise InvalidParameter(
+            f"the loader draws with {type(sampler).__name__}: the guarantee holds only where every sample is drawn "
+            "with the same probability; use shuffle=True (replaced by Poisson batches), and Subset(dataset, indices) "
+            "to train on some of the samples"
+        )
+    if size == 0:
+        raise InvalidParameter("the data set holds no samples")
+    return int(batches.batch_size)
+
+
+class Objective:
+    """One sample's loss as a function of the model: what is differentiated, clipped and added up.
+
+    Args:
+        model: the module that is trained.
+        loss: (outputs, targets) -> one loss per sample.
+        forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> None:
+        self.model, self.loss, self.forward = model, loss, forward
+        self._gathered = _Gathered(model, loss, forward or _inputs_then_target)
+        self._passed: dict[object, bool] = {}
+        """What was checked -> whether it passed."""
+
+    def _plain(self, data: Any) -> bool:
+        return (
+            self.forward is None
+            and isinstance(data, (tuple, list))
+            and len(data) == 2
+            and all(isinstance(part, Tensor) for part in data)
+        )
+
+    def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
+        """Run model and loss on zeros and made-up samples of the shapes of `data`, whose values are not read.
+
+        Raises:
+            InvalidParameter: the model mixes samples, the loss is reduced, or the shapes do not go together.
+        """
+        question = (_key(data), clip, batch_size, unit, packed, torch.get_num_threads(), self.model.training)
+        if self._passed.get(question):
+            return
+        self._passed[question] = False
+        asked: dict[str, Any] = {"clip": clip, "batch_size": batch_size, "unit": unit, "packed": packed}
+        try:
+            if self._plain(data):
+                check_model(self.model, self.loss, data, **asked)
+            else:
+                self._gathered.hold(_made_up(data))
+                numbers = torch.arange(_MADE_UP)
+                check_model(self._gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
+        except InvalidParameter:
+            raise
+        except Exception as error:
+            raise InvalidParameter(
+                f"the model or the loss fails on samples of the shapes {_shapes(data)}, so nothing was spent: "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            ) from error
+        self._passed[question] = True
+
+    def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
+        """The clipped gradients of all parts over the public batch size, and how many samples count as zero.
+
+        The mean is the same to the last bit however the samples are divided into parts: whole steps of the clip's grid
+        are added, and divided once. How many count as zero depends on the data: keep it private.
+        """
+        # A power of two that gives the same rows as the batch size and divides without rounding.
+        power = batch_size if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
+        total, lost = np.zeros(dimension_of(self.model)), 0
+        for part in parts:
+            if part.data is None or not self._fits(part.data, clip=clip, batch_size=batch_size, packed=packed):
+                lost += len(part)
+                continue
+            model, loss, batch = self._as_pair(part.data)
+            values, dropped = sample_values(
+                model, loss, batch, indices=None if packed else part.numbers, clip=clip, batch_size=power
+            )
+            total += values * power
+            lost += dropped
+        mean = total / batch_size
+        return (mean.clip(-clip.bound, clip.bound) if isinstance(clip, BatchMean) else mean), lost
+
+    def _as_pair(self, data: Any) -> tuple[nn.Module, LossFunction, tuple[Tensor, Tensor]]:
+        if self._plain(data):
+            return self.model, self.loss, (data[0], data[1])
+        count = self._gathered.hold(data)
+        numbers = torch.arange(1, count + 1)  # 0 is the empty row
+        return self._gathered, _same, (numbers, numbers)
+
+    def _fits(self, data: Any, *, clip: Clip, batch_size: int, packed: bool) -> bool:
+        """Whether samples of these shapes pass the check; the answer is a matter of the shapes alone."""
+        question = (_key(data), clip, batch_size, Unit.SAMPLE, packed, torch.get_num_threads(), self.model.training)
+        if question not in self._passed:
+            try:
+                self.check(data, clip=clip, batch_size=batch_size, packed=packed)
+            except InvalidParameter as error:
+                log.warning("samples of a new shape count as zero (keep this line private): %s", error)
+        return self._passed[question]
+
+
+class _Gathered(nn.Module):
+    """The losses of samples named by number: a batch of any structure goes through the model as one tensor of rows.
+
+    Number 0 is a sample of zeros, which fills empty rows.
+    """
+
+    def __init__(self, model: nn.Module, loss: LossFunction, forward: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._how = (loss, forward)  # in a tuple: a loss that is a module must not lend its parameters
+        self._leaves: list[Tensor] = []
+        self._spec: TreeSpec | None = None
+
+    def hold(self, data: Any) -> int:
+        """Take these samples; returns how many they are."""
+        leaves, self._spec = tree_flatten(data)
+        self._leaves = [torch.cat([leaf.new_zeros(1, *leaf.shape[1:]), leaf]) for leaf in leaves]
+        return len(leaves[0])
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """One loss per number."""
+        assert self._spec is not None
+        loss, forward = self._how
+        batch = tree_unflatten([leaf[numbers] for leaf in self._leaves], self._spec)
+        outputs, targets = forward(self.model, batch)
+        return loss(outputs, targets)
+
+
+def _same(losses: Tensor, numbers: Tensor) -> Tensor:
+    return losses
+
+
+def _inputs_then_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """model(every input in turn), and the last element of the batch."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise InvalidParameter(
+            f"a batch is a {type(batch).__name__}, not (inputs..., targets): say what the loss takes, for example "
+            'forward=lambda model, batch: (model(batch["ids"], batch["mask"]), batch["labels"])'
+        )
+    return model(*batch[:-1]), batch[-1]
+
+
+def _made_up(data: Any) -> Any:
+    """Samples of the shapes of `data` and of no data at all, over four orders of magnitude."""
+    leaves, spec = tree_flatten(data)
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for leaf in leaves:
+        shape = (_MADE_UP, *leaf.shape[1:])
+        numbers = torch.arange(_MADE_UP).view(-1, *[1] * (leaf.dim() - 1))
+        if leaf.is_floating_point() or leaf.is_complex():
+            scale = 10.0 ** (numbers.remainder(5) - 2)
+            made.append((torch.randn(shape, generator=generator) * scale).to(leaf.dtype))
+        else:
+            made.append(numbers.remainder(2).expand(shape).to(leaf.dtype))
+    return tree_unflatten(made, spec)
+
+
+def _shapes(data: Any) -> str:
+    return ", ".join(str(tuple(leaf.shape[1:])) for leaf in tree_flatten(data)[0])
