@@ -24,6 +24,7 @@ import logging
 import math
 import os
 import secrets
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -200,7 +201,7 @@ class PoissonLoader:
     def __iter__(self) -> Iterator[Batch]:
         """One epoch of batches."""
         pieces = iter(self._pieces)
-        drawn = self._drawn  # of this iteration: `draw` begins a new one each time
+        drawn = self._drawn  # of this iteration: it began with a call of `draw`
         for _ in range(self.steps):
             first = next(pieces)
             number, size, count = drawn.popleft()
@@ -213,7 +214,10 @@ class PoissonLoader:
 
     def draw(self) -> Iterator[list[int]]:
         """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
-        queue = self._drawn = deque()
+        self._drawn = deque()
+        return self._draw(self._drawn)
+
+    def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
         for _ in range(self.steps):
             self.check_size()
             rng = self._sources.at(Purpose.BATCH, self.next_draw)
@@ -464,7 +468,8 @@ class Private:
                 raise
             log.warning("rank %d: %s", self._peers.rank, reason)
             return None  # the others are told, so that all stop in the same step
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
             mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
         if lost and not self.dropped:
             log.warning("%d of %d samples of a batch counted as zero (this line depends on the data: keep it private)",

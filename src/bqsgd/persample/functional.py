@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +32,70 @@ def per_sample_gradients(
     model: nn.Module, loss_fn: LossFunction, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> Iterator[list[Tensor]]:
     """Yield, for one batch of inputs and targets after another, a (samples, coordinates) gradient for each trainable
-    parameter."""
+    parameter.
+
+    Models that `vmap` cannot take (a GRU, control flow that looks at values) are differentiated one sample at a time.
+    Which of the two is a matter of model and shapes, found out on zeros: it must not depend on the data.
+    """
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    for inputs, targets in batches:
+        compute = _vmapped if _takes_vmap(model, loss_fn, inputs, targets) else _one_by_one
+        gradients = compute(model, loss_fn, inputs.detach(), targets)
+        with torch.no_grad():
+            yield [gradients[name].detach().flatten(1) for name in names]
+
+
+_taken: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
+
+
+def _takes_vmap(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> bool:
+    found = _taken.setdefault(model, {})
+    question = (loss_fn, model.training, inputs.shape, inputs.dtype, targets.shape, targets.dtype)
+    if question not in found:
+        zeros = torch.zeros_like(inputs), torch.zeros_like(targets)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                _vmapped(model, loss_fn, *zeros)
+                found[question] = True
+            except Exception:
+                _one_by_one(model, loss_fn, zeros[0][:1], zeros[1][:1])  # what fails here too is the model's own error
+                found[question] = False
+    return found[question]
+
+
+def _loss_of_one(model: nn.Module, loss_fn: LossFunction, values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    outputs = functional_call(model, values, (x.unsqueeze(0),))
+    return check_losses(loss_fn(outputs, y.unsqueeze(0)), 1)[0]
+
+
+def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trainable parameters, and everything else, which a forward must not change."""
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     rest = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    rest |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return trainable, rest | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    def loss_of_one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        outputs = functional_call(model, {**rest, **parameters}, (x.unsqueeze(0),))
-        return check_losses(loss_fn(outputs, y.unsqueeze(0)), 1)[0]
 
-    gradients_of = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
-    for inputs, targets in batches:
-        with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernels cannot be vmapped
-            gradients = gradients_of(trainable, inputs.detach(), targets)
-        with torch.no_grad():
-            yield [gradients[name].detach().flatten(1) for name in trainable]
+def _vmapped(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    trainable, rest = _split(model)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return _loss_of_one(model, loss_fn, {**rest, **parameters}, x, y)
+
+    gradients_of = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():  # the fused attention kernels cannot be vmapped
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        found: dict[str, Tensor] = gradients_of(trainable, inputs, targets)
+    return found
+
+
+def _one_by_one(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    trainable, rest = _split(model)
+    parameters = {name: p.clone().requires_grad_() for name, p in trainable.items()}
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for x, y in zip(inputs, targets, strict=True):
+        with torch.enable_grad():
+            loss = _loss_of_one(model, loss_fn, {**rest, **parameters}, x.clone(), y.clone())
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True):
+            rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+    return {name: torch.stack(gradients) for name, gradients in rows.items()}

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -269,7 +269,7 @@ class Objective:
                 self._gathered.hold(_made_up(data))
                 numbers = torch.arange(_MADE_UP)
                 check_model(self._gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
-        except InvalidParameter:
+        except (InvalidParameter, Warning):
             raise
         except Exception as error:
             raise InvalidParameter(
@@ -329,19 +329,19 @@ class _Gathered(nn.Module):
         self.model = model
         self._how = (loss, forward)  # in a tuple: a loss that is a module must not lend its parameters
         self._leaves: list[Tensor] = []
-        self._spec: TreeSpec | None = None
+        self._structure: Callable[[list[Tensor]], Any] = tuple
 
     def hold(self, data: Any) -> int:
         """Take these samples; returns how many they are."""
-        leaves, self._spec = tree_flatten(data)
+        leaves, spec = tree_flatten(data)
+        self._structure = lambda values: tree_unflatten(values, spec)
         self._leaves = [torch.cat([leaf.new_zeros(1, *leaf.shape[1:]), leaf]) for leaf in leaves]
         return len(leaves[0])
 
     def forward(self, numbers: Tensor) -> Tensor:
         """One loss per number."""
-        assert self._spec is not None
         loss, forward = self._how
-        batch = tree_unflatten([leaf[numbers] for leaf in self._leaves], self._spec)
+        batch = self._structure([leaf[numbers] for leaf in self._leaves])
         outputs, targets = forward(self.model, batch)
         return loss(outputs, targets)
 
