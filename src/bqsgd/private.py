@@ -531,7 +531,7 @@ class Private:
             "run": self._spending.run,
             "steps": self.steps,
             "range": self.range,
-            "plan": self.plan.to_dict(),
+            "plan": json.loads(json.dumps(self.plan.to_dict())),  # plain strings: torch.load takes them unasked
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
