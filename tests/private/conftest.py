@@ -2,15 +2,11 @@
 
 import pytest
 import torch
+from private_loops import LOSS, QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
-
-LOSS = nn.CrossEntropyLoss(reduction="none")
-QUIET = bqsgd.Mechanism(levels=1, trials=2000)
-EXACT = bqsgd.Mechanism(levels=1000, trials=0)
-"""Without noise: what is left is the rounding to a thousandth of the range."""
 
 
 @pytest.fixture
@@ -40,9 +36,3 @@ def private(tmp_path, points):
     yield make
     for each in made:
         each.close()
-
-
-def recorded(path):
-    """Rounds that the ledger file counts, once it is closed."""
-    with bqsgd.Ledger(path) as ledger:
-        return ledger.spent_rounds

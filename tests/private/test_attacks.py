@@ -1,0 +1,366 @@
+"""A loop that is wrong, or hostile to its own guarantee: refused before anything is spent, or harmless."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+from private_loops import EXACT, LOSS, recorded
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import bqsgd
+from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
+
+
+def gradient(made, batch):
+    made.optimizer.zero_grad()
+    made.backward(batch)
+    return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.requires_grad])
+
+
+def test_a_batch_is_for_one_step(private, tmp_path):
+    made = private()
+    batches = iter(made.loader)
+    first = next(batches)
+    made.step(first)
+    weight = made.model.weight.detach().clone()
+    with pytest.raises(InvalidParameter, match="for one step"):
+        made.step(first)
+    second = next(batches)
+    next(batches)
+    for stale in (first, second):
+        with pytest.raises(InvalidParameter, match="before the next batch"):
+            made.step(stale)
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copying(second)
+    assert torch.equal(weight, made.model.weight)
+    made.close()
+    assert recorded(tmp_path / "me.ledger") == 1
+
+
+def test_batches_of_others_are_refused(private, points, tmp_path):
+    one, other = private(), private(ledger=tmp_path / "other.ledger")
+    for batch in (next(iter(other.loader)), points, None):
+        with pytest.raises(InvalidParameter):
+            one.step(batch)
+    assert one.steps == 0
+    one.close()
+    assert recorded(tmp_path / "me.ledger") == 0
+
+
+def test_private_training_exists_once(private):
+    made = private()
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copying(made)
+
+
+def test_a_copied_optimiser_changes_nothing(private):
+    made = private()
+    other = copy.deepcopy(made.optimizer)
+    batch = next(iter(made.loader))
+    before = made.model.weight.detach().clone()
+    made.backward(batch)
+    other.step()
+    assert torch.equal(made.model.weight, before)
+    made.optimizer.step()
+    assert not torch.equal(made.model.weight, before)
+
+
+def test_what_is_trained_cannot_change_in_mid_run(private, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    made = private(model)
+    batches = iter(made.loader)
+    made.step(next(batches))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(InvalidParameter, match="other parameters require gradients"):
+        made.step(next(batches))
+    model[0].weight.requires_grad_(True)
+    model[1] = nn.BatchNorm1d(3, affine=False)
+    with pytest.raises(InvalidParameter, match="mixes samples"):
+        made.step(next(batches))
+    model[1] = nn.Tanh()
+    model[2].weight.data = model[2].weight.data.double()
+    with pytest.raises(InvalidParameter, match="must be float32"):
+        made.step(next(iter(made.loader)))
+    assert made.steps == 1
+    made.close()
+    assert recorded(tmp_path / "me.ledger") == 1
+
+
+def test_a_data_set_that_grows_is_refused(private):
+    samples = [(torch.ones(4), 0)] * 64
+    made = private(dataset=samples)
+    batches = iter(made.loader)
+    made.step(next(batches))
+    batch = next(batches)
+    samples.append(samples[0])
+    with pytest.raises(InvalidParameter, match="65 samples now"):
+        made.step(batch)
+    with pytest.raises(InvalidParameter, match="65 samples now"):
+        next(iter(made.loader))
+    assert made.steps == 1
+
+
+def test_changing_the_loader_changes_nothing(private, points):
+    loader = DataLoader(TensorDataset(*points), batch_size=32)
+    made = private(loader=loader)
+    loader.collate_fn = None
+    for batch in made.loader:
+        made.step(batch)
+    assert made.plan.release.sampling.rate == pytest.approx(32 / 96)
+
+
+def test_gradients_from_elsewhere_are_not_stepped_on(private, points):
+    made = private()
+    batches = iter(made.loader)
+    LOSS(made.model(points[0]), points[1]).mean().backward()
+    with pytest.raises(InvalidParameter, match="leave out loss"):
+        made.backward(next(batches))
+    assert made.steps == 0
+    made.step(next(batches))  # clears them
+    assert made.steps == 1
+
+
+def test_accumulating_by_hand_adds_up_and_counts_every_batch(private):
+    model = nn.Linear(4, 2)
+    alone, made = private(copy.deepcopy(model), seed=2), private(model, seed=2)
+    first, second, _ = (gradient(alone, batch) for batch in alone.loader)
+    batches = iter(made.loader)
+    made.backward(next(batches))
+    made.backward(next(batches))
+    assert torch.equal(torch.cat([p.grad.flatten() for p in model.parameters()]), first + second)
+    assert made.steps == 2
+
+
+def test_a_loss_that_raises_on_a_sample_costs_that_sample_and_no_more(private, points, caplog):
+    """The step is counted, so there is a gradient; the other samples count as they would have without it."""
+    model = nn.Linear(4, 2)
+
+    def picky(outputs, targets):
+        if bool((targets == 7).any()):
+            raise RuntimeError("seven")
+        return LOSS(outputs, targets)
+
+    targets = points[1].clone()
+    targets[5] = 7
+    kept = [n for n in range(96) if n != 5]
+    whole = private(
+        model, dataset=TensorDataset(points[0], targets), loss=picky, mechanism=EXACT, seed=0, batch_size=96
+    )
+    found = gradient(whole, next(iter(whole.loader)))
+    expected = torch.zeros(10)
+    for row in kept:
+        one = torch.autograd.grad(
+            LOSS(model(points[0][row : row + 1]), points[1][row : row + 1]).sum(), model.parameters()
+        )
+        own = torch.cat([part.flatten() for part in one])
+        expected += own * min(1, 1 / own.norm()) / 96
+    assert (found - expected).abs().max() <= 0.6e-3
+    assert whole.dropped == 1
+    assert "keep it private" in caplog.text
+
+
+def test_samples_that_are_not_finite_or_cannot_be_read_count_as_zero(private, points):
+    class Torn(Dataset):
+        def __len__(self):
+            return 96
+
+        def __getitem__(self, number):
+            if number == 3:
+                raise OSError("torn page")
+            x = points[0][number]
+            return (x * float("nan") if number == 4 else x), points[1][number]
+
+    made = private(dataset=Torn(), seed=0, batch_size=96)
+    assert gradient(made, next(iter(made.loader))).isfinite().all()
+    assert (made.dropped, made.steps) == (2, 1)
+
+
+def test_a_sample_of_another_shape_counts_as_zero_if_the_model_cannot_take_it(private, points):
+    samples = [(x, int(y)) for x, y in zip(*points, strict=True)]
+    samples[7] = (torch.ones(5), 0)
+    made = private(dataset=samples, seed=0, batch_size=96)
+    gradient(made, next(iter(made.loader)))
+    assert made.dropped == 1
+
+
+def test_two_objects_on_one_ledger_share_its_budget(private, tmp_path):
+    path = tmp_path / "shared.ledger"
+    noisy = bqsgd.Mechanism(levels=1, trials=20)
+    both = [private(ledger=path, epsilon=0.5, mechanism=noisy, epochs=50) for _ in range(2)]
+
+    def loop():
+        while True:
+            for one, other in zip(both[0].loader, both[1].loader, strict=True):
+                both[0].step(one)
+                both[1].step(other)
+
+    with pytest.raises(BudgetExhausted):
+        loop()
+    taken = sum(made.steps for made in both)
+    for made in both:
+        made.close()
+    with bqsgd.Ledger(path) as ledger:
+        assert ledger.guarantee().epsilon <= 0.5
+        assert ledger.spent_rounds >= taken > 0
+
+
+def test_a_second_training_is_planned_for_what_is_left(private, tmp_path):
+    path = tmp_path / "kept.ledger"
+    first = private(ledger=path, epsilon=0.5, mechanism=bqsgd.Mechanism(levels=1, trials=20), epochs=1)
+    for batch in first.loader:
+        first.step(batch)
+    first.close()
+    second = private(ledger=path, epsilon=0.5, mechanism=bqsgd.Mechanism(levels=1, trials=20), epochs=1)
+    assert second.plan.guarantee.epsilon > first.plan.guarantee.epsilon
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_cannot_take_a_step(private):
+    made = private()
+    batch = next(iter(made.loader))
+    child = os.fork()
+    if child == 0:
+        try:
+            made.step(batch)
+        except LedgerError:
+            os._exit(17)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    made.step(batch)
+
+
+def test_a_step_needs_gradients_and_a_finite_model(private):
+    made = private()
+    batches = iter(made.loader)
+    with torch.inference_mode(), pytest.raises(InvalidParameter, match="inference_mode"):
+        made.step(next(batches))
+    with torch.no_grad():
+        made.step(next(batches))  # harmless: per-sample gradients are taken all the same
+        assert made.model.weight.grad.abs().sum() > 0
+        made.model.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteInput):
+        made.step(next(batches))
+    assert made.steps == 1
+
+
+def test_autocast_does_not_reach_the_gradients(private):
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        made = private(seed=4)
+        with torch.autocast("cpu", enabled=enabled):
+            found.append(gradient(made, next(iter(made.loader))))
+    assert torch.equal(*found)
+
+
+def test_an_open_ledger_must_have_the_same_budget(private, tmp_path):
+    with bqsgd.Ledger.open(tmp_path / "open.ledger", client=0, budget_epsilon=1.0, budget_delta=1e-5) as ledger:
+        with pytest.raises(InvalidParameter, match="same epsilon and delta"):
+            private(ledger=ledger)
+        made = private(ledger=ledger, epsilon=1.0)
+        made.step(next(iter(made.loader)))
+        assert ledger.spent_rounds >= 1
+
+
+def test_noise_of_the_operating_system_needs_a_ledger(private):
+    made = private(ledger=None)
+    with pytest.raises(InvalidParameter, match="needs a ledger"):
+        made.step(next(iter(made.loader)))
+    assert made.steps == 0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(x - x.mean(dim=0))
+
+
+def frozen():
+    return nn.Linear(4, 2).requires_grad_(False)
+
+
+def loads(loader):
+    return {"loader": loader}
+
+
+REFUSED = {
+    "batch norm": ({"model": lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))}, "GroupNorm"),
+    "a model that centres its batch": ({"model": Mixing}, "mixes samples"),
+    "a reduced loss": ({"loss": nn.CrossEntropyLoss()}, "reduction='none'"),
+    "a loss per token": ({"loss": lambda out, y: out}, "one loss a sample"),
+    "a model of another shape": ({"model": lambda: nn.Linear(5, 2)}, "fails on samples of the shapes"),
+    "nothing to train": (
+        {"model": frozen, "optimizer": lambda model: torch.optim.SGD(model.parameters())},
+        "no trainable",
+    ),
+    "half precision": ({"model": lambda: nn.Linear(4, 2).bfloat16()}, "must be float32"),
+    "an optimiser of another model": (
+        {"optimizer": lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])},
+        "not the model's",
+    ),
+    "an optimiser of half the model": ({"optimizer": lambda model: torch.optim.SGD([model.weight])}, "requires_grad_"),
+    "lbfgs": ({"optimizer": lambda model: torch.optim.LBFGS(model.parameters())}, "LBFGS"),
+    "a stream": (loads(lambda data: DataLoader(Stream(), batch_size=4)), "map-style"),
+    "a weighted sampler": (
+        loads(lambda data: DataLoader(data, batch_size=32, sampler=WeightedRandomSampler([1.0] * 96, 96))),
+        "same probability",
+    ),
+    "sampling with replacement": (
+        loads(lambda data: DataLoader(data, batch_size=32, sampler=RandomSampler(data, replacement=True))),
+        "same probability",
+    ),
+    "a part of the samples": (
+        loads(lambda data: DataLoader(data, batch_size=32, sampler=SubsetRandomSampler(range(50)))),
+        "Subset",
+    ),
+    "batches of one's own": (loads(lambda data: DataLoader(data, batch_sampler=[[0, 1], [2, 3]])), "batch_sampler"),
+    "no batches": (loads(lambda data: DataLoader(data, batch_size=None)), "no batch_size"),
+    "ranks' shares": (
+        loads(lambda data: DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=0))),
+        "Subset",
+    ),
+    "a batch of more than all": (loads(lambda data: DataLoader(Subset(data, range(5)), batch_size=8)), "5 samples"),
+    "text": (loads(lambda data: DataLoader([("a", 1)] * 40, batch_size=8)), "tensors"),
+    "dicts without a forward": (loads(lambda data: DataLoader([{"x": torch.ones(4)}] * 40, batch_size=8)), "forward="),
+    "a single tensor": (loads(lambda data: DataLoader([torch.ones(4)] * 40, batch_size=8)), "forward="),
+    "no budget": ({"epsilon": 0.0}, "epsilon"),
+    "no epochs": ({"epochs": 0}, "epochs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_private_is_refused_before_there_is_a_ledger(private, points, tmp_path, case):
+    given, says = REFUSED[case]
+    given = dict(given)
+    model = given.pop("model", lambda: nn.Linear(4, 2))()
+    if "optimizer" in given:
+        given["optimizer"] = given["optimizer"](model)
+    if "loader" in given:
+        given["loader"] = given["loader"](TensorDataset(*points))
+    with pytest.raises(InvalidParameter, match=says):
+        private(model, **given)
+    assert not (tmp_path / "me.ledger").exists()
