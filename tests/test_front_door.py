@@ -77,12 +77,13 @@ def test_account_answers_as_the_command_does(more, capsys, monkeypatch):
     assert shown(capsys, "account", *as_options(asked)) == f"{found}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
         {"bits": 6, "sampling": "none"} | SMALL | {"rounds": 1},
-        pytest.param({"bits": 3, "sampling": "none"} | SMALL | {"rounds": 1}, marks=pytest.mark.slow),
-        pytest.param({"bits": 8, "dimension": 20, "dataset_size": 2000, "delta": 1e-3}, marks=pytest.mark.slow),
+        {"bits": 3, "sampling": "none"} | SMALL | {"rounds": 1},
+        {"bits": 8, "dimension": 20, "dataset_size": 2000, "delta": 1e-3},
     ],
     ids=["given", "coarsened", "proposed"],
 )

@@ -375,6 +375,7 @@ def test_padding_to_the_longest_of_a_batch_cannot_mix_samples(private):
     )
 
 
+@pytest.mark.slow
 def test_it_is_planned_from_the_budget(private, points):
     made = private(mechanism=None, range=None, epsilon=8.0, epochs=1, batch_size=96, bits=4)
     assert made.plan.guarantee.epsilon <= 8
