@@ -8,7 +8,10 @@ import pytest
 
 import bqsgd
 
-MODULES = ["bqsgd"] + sorted(module.name for module in pkgutil.walk_packages(bqsgd.__path__, "bqsgd.", onerror=lambda name: None))
+MODULES = [
+    "bqsgd",
+    *sorted(module.name for module in pkgutil.walk_packages(bqsgd.__path__, "bqsgd.", onerror=lambda name: None)),
+]
 EXTRAS = ("bqsgd.flower", "bqsgd.engines.flower")
 
 
