@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling docs docs-serve clean
+.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling docs docs-serve notebooks clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -59,6 +59,10 @@ docs: install
 
 docs-serve: install
 	$(BIN)/mkdocs serve --strict
+
+notebooks: install
+	cd notebooks && ../$(BIN)/jupyter-execute --inplace --NotebookClient.record_timing=False --NotebookClient.coalesce_streams=True *.ipynb
+	rm -f notebooks/*.ledger
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -142,12 +142,14 @@ def test_documented_commands_exist(document, command):
 
 
 def sessions() -> list[tuple[str, str]]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return [tuple(block.split("\n", 1)) for block in re.findall(r"```console\n\$ (.*?)```", text, re.S)]
+    """Every command that a document shows together with what it prints."""
+    texts = [document.read_text(encoding="utf-8") for document in DOCUMENTS]
+    shown = [block for text in texts for block in re.findall(r"```console\n\$ (bqsgd .*?)```", text, re.S)]
+    return [tuple(block.split("\n", 1)) for block in dict.fromkeys(shown)]
 
 
 @pytest.mark.parametrize(("command", "shown"), sessions(), ids=lambda text: text[:20])
-def test_readme_sessions_print_what_they_show(command, shown, capsys, monkeypatch):
+def test_sessions_in_the_documents_print_what_they_show(command, shown, capsys, monkeypatch):
     from bqsgd.cli.app import main
 
     monkeypatch.setenv("COLUMNS", "80")
@@ -156,8 +158,9 @@ def test_readme_sessions_print_what_they_show(command, shown, capsys, monkeypatc
     assert [line.rstrip() for line in printed.rstrip().splitlines()] == shown.rstrip().splitlines()
 
 
-def test_readme_python_runs():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+def test_the_example_of_frames_runs():
+    page = (ROOT / "docs" / "reference" / "codec.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     frame_bytes, correlation = done.stdout.split()

@@ -58,6 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]  # it would be a column with one entry
+    elif 'class="side-by-side"' in markdown:
+        page.meta["hide"] = ["toc"]  # two programs need its room
     sources = iter(linked(markdown, uri))
     folder = posixpath.dirname(uri) or "."
     return LINK.sub(
