@@ -62,9 +62,15 @@ def check_the_installed_package(environment: Path) -> None:
     binaries = environment / "bin"
     assert run(binaries / "bqsgd", "--version", folder=environment).split()[-1] == bqsgd.__version__
     printed = json.loads(run(binaries / "bqsgd", "account", *SETTING.split(), "--json", folder=environment))
-    assert 0 < printed["guarantee"]["epsilon"] < 1
-    file = run(binaries / "python", "-c", "import bqsgd; print(bqsgd.__file__)", folder=environment)
+    script = (
+        "import bqsgd\n"
+        "answer = bqsgd.account(levels=1, trials=251, dimension=1000, batch_size=32, dataset_size=15000, rounds=10,"
+        " delta=1e-5)\n"
+        "print(bqsgd.__file__, answer.guarantee.epsilon)"
+    )
+    file, epsilon = run(binaries / "python", "-c", script, folder=environment).split()
     assert Path(file).is_relative_to(environment)
+    assert 0 < float(epsilon) == printed["guarantee"]["epsilon"] < 1
 
 
 def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:

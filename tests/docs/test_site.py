@@ -115,6 +115,13 @@ def test_examples_of_docstrings_are_shown_as_code(site: Path) -> None:
     assert 'class="gp">&gt;&gt;&gt;' in (site / "reference" / "codec.html").read_text(encoding="utf-8")
 
 
+def test_every_public_name_is_in_the_reference(site: Path, pages: dict[Path, Addresses]) -> None:
+    import bqsgd
+
+    anchors = {anchor for path, page in pages.items() if path.parent == site / "reference" for anchor in page.anchors}
+    assert {f"bqsgd.{name}" for name in bqsgd.__all__} - anchors == set()
+
+
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
     """The site on a port of this machine, as a reader's server has it."""
