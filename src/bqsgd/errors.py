@@ -95,3 +95,47 @@ class UnsafeFile(BqsgdError, RuntimeError):
 
 class DataUnavailable(BqsgdError, RuntimeError):
     """No source of a data set answered; the message lists every source tried and what to do by hand."""
+
+
+class SecureSumError(BqsgdError, RuntimeError):
+    """A step of a secure sum was refused and nothing was revealed; each subclass names one reason."""
+
+
+class BadSecureMessage(SecureSumError, ValueError):
+    """The bytes are not a message of this kind: magic, version, kind, length, an entry out of place."""
+
+
+class WrongSession(SecureSumError):
+    """The message belongs to another run, roster or setting of the sum."""
+
+
+class WrongRound(SecureSumError):
+    """The message is of a round other than the one expected: late, replayed or ahead."""
+
+
+class ForeignClient(SecureSumError):
+    """The message names a client that is not in the roster, or not where the protocol has it."""
+
+
+class BadSignature(SecureSumError):
+    """A signature does not verify under the identity key that the roster has for the client."""
+
+
+class ReplacedKeys(SecureSumError):
+    """The server shows other keys of a client, for the same rounds, than it showed before."""
+
+
+class BadShares(SecureSumError):
+    """Encrypted shares do not open under the keys of sender and receiver, or do not fit together."""
+
+
+class TooFewClients(SecureSumError):
+    """Fewer clients take part than the threshold: going on would reveal a sum over too few."""
+
+
+class ConflictingSurvivors(SecureSumError):
+    """Two different lists of survivors for one round."""
+
+
+class RoundUsed(SecureSumError):
+    """The round was answered before; a second answer with the same masks would reveal a difference."""

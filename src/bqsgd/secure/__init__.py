@@ -1,0 +1,1 @@
+"""Secure sums: the server learns the sum of the clients' codes and nothing else (docs/secure.md)."""

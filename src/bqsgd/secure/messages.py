@@ -1,0 +1,346 @@
+"""The messages of a secure sum as bytes: docs/secure_wire.md. Everything little-endian.
+
+Readers treat the bytes as hostile: every length is known from the header and the agreement, and is checked against the
+real length before anything is made from it. Contents are checked by whoever knows what they must be (`client`,
+`server`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import BadSecureMessage, FrameError, InvalidParameter, WrongSession
+from bqsgd.secure.agreement import Agreement
+from bqsgd.secure.graph import check_neighbours
+from bqsgd.secure.masks import Lanes, lane_type
+from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES
+from bqsgd.wire.fixed import FixedWidth
+
+MAGIC = b"BQSA"
+VERSION = 1
+_HEADER = struct.Struct("<4sHBB16sQQII")
+HEADER_BYTES = _HEADER.size
+PUBLIC_KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+TAG_BYTES = 16
+MAX_BATCH = 1 << 12
+"""Most rounds whose keys and shares travel together."""
+_SEEDED = 1
+_COUNT = struct.Struct("<I")
+_ENTRY = struct.Struct("<II")
+Bytes = bytes | bytearray | memoryview
+
+
+class Kind(IntEnum):
+    """The messages, in the order of the protocol; odd steps go up, the others down, unless said otherwise."""
+
+    KEYS = 1
+    KEY_BUNDLE = 2
+    SHARES = 3
+    SHARE_BUNDLE = 4
+    MASKED = 5
+    SURVIVORS = 6
+    SIGNATURE = 7
+    CERTIFICATE = 8
+    UNMASKING = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What every message begins with.
+
+    epoch: number of the batch of rounds, which only grows. round, rounds: the first round and how many. client: who
+    sent it, or to whom the server sends it. seeded: the sender's randomness came from a seed.
+    """
+
+    kind: Kind
+    epoch: int
+    round: int
+    client: int
+    rounds: int = 1
+    seeded: bool = False
+
+    def pack(self, agreement: Agreement) -> bytes:
+        """The first bytes of the message."""
+        flags = _SEEDED if self.seeded else 0
+        session = agreement.session[:16]
+        return _HEADER.pack(MAGIC, VERSION, self.kind, flags, session, self.epoch, self.round, self.rounds, self.client)
+
+
+def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> Header:
+    """The header of a message that must be of this kind and of this session."""
+    if len(message) < HEADER_BYTES:
+        raise BadSecureMessage(f"{len(message)} bytes are less than the {HEADER_BYTES} of a header")
+    magic, version, found, flags, session, epoch, round, rounds, client = _HEADER.unpack_from(message)
+    if magic != MAGIC:
+        raise BadSecureMessage("not a message of a secure sum: wrong magic")
+    if version != VERSION:
+        raise BadSecureMessage(f"version {version} is unknown here; this reader knows {VERSION}")
+    if found != kind:
+        raise BadSecureMessage(f"a message of kind {found} where {kind.name} ({int(kind)}) is due")
+    if flags & ~_SEEDED:
+        raise BadSecureMessage(f"unknown flags {flags:#x}")
+    if session != agreement.session[:16]:
+        raise WrongSession("the message belongs to another run, roster, size or threshold than agreed")
+    if not 1 <= rounds <= MAX_BATCH or round + rounds > 2**53 or (kind > Kind.SHARE_BUNDLE and rounds != 1):
+        raise BadSecureMessage(f"{rounds} rounds from {round} on cannot be")
+    agreement.roster.check(client)
+    return Header(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client, seeded=bool(flags & _SEEDED))
+
+
+def _body(message: Bytes, size: int) -> memoryview:
+    body = memoryview(message)[HEADER_BYTES:]
+    if len(body) != size:
+        raise BadSecureMessage(f"the body must have {size} bytes, got {len(body)}")
+    return body
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Step 1, up: a client's public keys for a batch of rounds, and the neighbours it drew; signed.
+
+    cipher: for the encryption of shares. masks: one key per round. neighbours: places in the roster. digest: of the
+    whole message, which later messages are bound to.
+    """
+
+    header: Header
+    cipher: bytes
+    masks: tuple[bytes, ...]
+    neighbours: tuple[int, ...]
+    digest: bytes
+
+
+def keys_statement(unsigned: Bytes) -> bytes:
+    """What a client signs to send its keys."""
+    return b"bqsgd.secure.keys.v1\x00" + bytes(unsigned)
+
+
+def write_keys(
+    header: Header, agreement: Agreement, *, cipher: bytes, masks: list[bytes], neighbours: tuple[int, ...]
+) -> bytes:
+    """The message without its signature, which `keys_statement` says how to make."""
+    drawn = np.array(neighbours, dtype="<u4").tobytes()
+    return b"".join([header.pack(agreement), cipher, drawn, *masks])
+
+
+def read_keys(message: Bytes, agreement: Agreement) -> Keys:
+    """Read the message and verify its signature."""
+    header = read_header(message, agreement, Kind.KEYS)
+    degree = agreement.rule.degree
+    drawn_bytes = 4 * degree
+    size = PUBLIC_KEY_BYTES + drawn_bytes + PUBLIC_KEY_BYTES * header.rounds + SIGNATURE_BYTES
+    body = _body(message, size)
+    whole = memoryview(message)
+    agreement.roster.verify(
+        header.client, bytes(body[-SIGNATURE_BYTES:]), keys_statement(whole[: len(whole) - SIGNATURE_BYTES])
+    )
+    neighbours = tuple(int(place) for place in np.frombuffer(body, "<u4", degree, PUBLIC_KEY_BYTES))
+    try:
+        check_neighbours(agreement.roster.place[header.client], neighbours, agreement.rule)
+    except InvalidParameter as error:
+        raise BadSecureMessage(str(error)) from error
+    first = PUBLIC_KEY_BYTES + drawn_bytes
+    starts = range(first, first + PUBLIC_KEY_BYTES * header.rounds, PUBLIC_KEY_BYTES)
+    return Keys(
+        header=header,
+        cipher=bytes(body[:PUBLIC_KEY_BYTES]),
+        masks=tuple(bytes(body[start : start + PUBLIC_KEY_BYTES]) for start in starts),
+        neighbours=neighbours,
+        digest=hashlib.sha256(message).digest(),
+    )
+
+
+def _write_parts(header: Header, agreement: Agreement, parts: Mapping[int, Bytes]) -> bytes:
+    """Parts by client number, ascending."""
+    pieces: list[Bytes] = [header.pack(agreement), _COUNT.pack(len(parts))]
+    for client, part in sorted(parts.items()):
+        pieces += [_ENTRY.pack(client, len(part)), part]
+    return b"".join(pieces)
+
+
+def _read_parts(
+    message: Bytes, agreement: Agreement, kind: Kind, *, sizes: frozenset[int] | None
+) -> tuple[Header, dict[int, memoryview]]:
+    """Parts by client number: views of the message, each of one of the `sizes` (any, if None)."""
+    header = read_header(message, agreement, kind)
+    body = memoryview(message)[HEADER_BYTES:]
+    if len(body) < _COUNT.size:
+        raise BadSecureMessage("the message ends before its number of parts")
+    (count,) = _COUNT.unpack_from(body)
+    if count > agreement.rule.clients:
+        raise BadSecureMessage(f"{count} parts for {agreement.rule.clients} clients")
+    return header, dict(_parts(body, count, agreement, sizes))
+
+
+def _parts(
+    body: memoryview, count: int, agreement: Agreement, sizes: frozenset[int] | None
+) -> Iterator[tuple[int, memoryview]]:
+    at, last = _COUNT.size, -1
+    for _ in range(count):
+        if len(body) - at < _ENTRY.size:
+            raise BadSecureMessage("the message ends within its parts")
+        client, size = _ENTRY.unpack_from(body, at)
+        at += _ENTRY.size
+        if client <= last:
+            raise BadSecureMessage("parts must be in the order of client numbers, each client once")
+        if size > len(body) - at or (sizes is not None and size not in sizes):
+            raise BadSecureMessage(f"a part of {size} bytes does not fit")
+        agreement.roster.check(client)
+        yield client, body[at : at + size]
+        at, last = at + size, client
+    if at != len(body):
+        raise BadSecureMessage(f"{len(body) - at} bytes after the last part")
+
+
+def write_key_bundle(header: Header, agreement: Agreement, keys: Mapping[int, Bytes]) -> bytes:
+    """Step 1, down: the neighbours' Keys messages as they sent them."""
+    return _write_parts(header, agreement, keys)
+
+
+def read_key_bundle(message: Bytes, agreement: Agreement) -> tuple[Header, dict[int, memoryview]]:
+    """Keys messages by sender, not yet read."""
+    return _read_parts(message, agreement, Kind.KEY_BUNDLE, sizes=None)
+
+
+def secrets_per_round(agreement: Agreement) -> int:
+    """Secrets that a client shares for a round: self-mask, mask key, and a seed for each part of its noise."""
+    return 2 + agreement.noise.parts
+
+
+def share_sizes(agreement: Agreement, rounds: int) -> frozenset[int]:
+    """Sizes of an encrypted part: all shares for one who holds them, none for any other neighbour."""
+    return frozenset({TAG_BYTES, TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES})
+
+
+def write_shares(header: Header, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:
+    """Step 2, up: encrypted shares by receiver. Down (SHARE_BUNDLE): by sender."""
+    return _write_parts(header, agreement, sealed)
+
+
+def read_shares(message: Bytes, agreement: Agreement, kind: Kind) -> tuple[Header, dict[int, bytes]]:
+    """Encrypted shares, by receiver (SHARES) or by sender (SHARE_BUNDLE)."""
+    rounds = read_header(message, agreement, kind).rounds
+    header, parts = _read_parts(message, agreement, kind, sizes=share_sizes(agreement, rounds))
+    return header, {client: bytes(part) for client, part in parts.items()}
+
+
+def write_masked(header: Header, agreement: Agreement, lanes: Lanes) -> bytearray:
+    """Step 3, up: masked codes modulo 2^width, packed at that width."""
+    coder = FixedWidth(1 << agreement.width)
+    message = bytearray(HEADER_BYTES + coder.payload_bytes(agreement.dimension))
+    message[:HEADER_BYTES] = header.pack(agreement)
+    codes = lanes & lanes.dtype.type((1 << agreement.width) - 1)
+    coder.pack(codes.astype(coder.dtype, copy=False), np.frombuffer(message, np.uint8)[HEADER_BYTES:])
+    return message
+
+
+def read_masked(message: Bytes, agreement: Agreement) -> tuple[Header, Lanes]:
+    """The masked codes as lanes."""
+    header = read_header(message, agreement, Kind.MASKED)
+    coder = FixedWidth(1 << agreement.width)
+    payload = np.frombuffer(_body(message, coder.payload_bytes(agreement.dimension)), np.uint8)
+    try:
+        codes = coder.unpack(payload, agreement.dimension)
+    except FrameError as error:
+        raise BadSecureMessage(str(error)) from error
+    return header, codes.astype(lane_type(agreement.width), copy=False)
+
+
+def write_survivors(header: Header, agreement: Agreement, survivors: tuple[int, ...]) -> bytes:
+    """Step 4, down: one bit per client of the roster, in its order."""
+    bits = np.zeros(agreement.rule.clients, dtype=np.uint8)
+    bits[[agreement.roster.place[client] for client in survivors]] = 1
+    return header.pack(agreement) + np.packbits(bits, bitorder="little").tobytes()
+
+
+def read_survivors(message: Bytes, agreement: Agreement) -> tuple[Header, tuple[int, ...]]:
+    """The survivors' numbers, ascending."""
+    header = read_header(message, agreement, Kind.SURVIVORS)
+    n = agreement.rule.clients
+    packed: npt.NDArray[np.uint8] = np.frombuffer(_body(message, (n + 7) // 8), np.uint8)
+    bits = np.unpackbits(packed, bitorder="little")
+    if bits[n:].any():
+        raise BadSecureMessage("bits after the last client must be zero")
+    clients = agreement.roster.clients
+    return header, tuple(clients[place] for place in np.flatnonzero(bits[:n]))
+
+
+def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivors: tuple[int, ...]) -> bytes:
+    """What a client signs: this list, and no other, in this round."""
+    listed = hashlib.sha256(np.array(survivors, dtype="<u4").tobytes()).digest()
+    return b"bqsgd.secure.survivors.v1\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
+
+
+def write_signature(header: Header, agreement: Agreement, signature: bytes) -> bytes:
+    """Step 4, up: a client's signature on the list of survivors."""
+    return header.pack(agreement) + signature
+
+
+def read_signature(message: Bytes, agreement: Agreement) -> tuple[Header, bytes]:
+    """The signature, not yet verified."""
+    header = read_header(message, agreement, Kind.SIGNATURE)
+    return header, bytes(_body(message, SIGNATURE_BYTES))
+
+
+def write_certificate(header: Header, agreement: Agreement, signatures: Mapping[int, bytes]) -> bytes:
+    """Step 5, down: the survivors' signatures on their list."""
+    return _write_parts(header, agreement, signatures)
+
+
+def read_certificate(message: Bytes, agreement: Agreement) -> tuple[Header, dict[int, bytes]]:
+    """Signatures by client, not yet verified."""
+    sizes = frozenset({SIGNATURE_BYTES})
+    header, parts = _read_parts(message, agreement, Kind.CERTIFICATE, sizes=sizes)
+    return header, {client: bytes(part) for client, part in parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmasking:
+    """Step 5, up: what a survivor reveals.
+
+    self_seed and noise_seed are its own (16 zero bytes for a noise seed where all its noise is needed). survivors: by
+    client, the shares of its self-mask and of its first unneeded noise seed. missing: the share of its mask key.
+    """
+
+    header: Header
+    self_seed: bytes
+    noise_seed: bytes
+    survivors: Mapping[int, tuple[bytes, bytes]]
+    missing: Mapping[int, bytes]
+
+
+def write_unmasking(said: Unmasking, agreement: Agreement) -> bytes:
+    """The bytes of an unmasking."""
+    parts = {client: b"".join(pair) for client, pair in said.survivors.items()} | dict(said.missing)
+    own = said.self_seed + said.noise_seed
+    bundle = _write_parts(said.header, agreement, parts)
+    return bundle[:HEADER_BYTES] + own + bundle[HEADER_BYTES:]
+
+
+def read_unmasking(message: Bytes, agreement: Agreement) -> Unmasking:
+    """Read an unmasking; a part's size says which kind of share it is."""
+    own_end = HEADER_BYTES + 2 * SECRET_BYTES
+    read_header(message, agreement, Kind.UNMASKING)
+    if len(message) < own_end:
+        raise BadSecureMessage("the message ends before the sender's own seeds")
+    whole = bytes(message)
+    sizes = frozenset({SHARE_BYTES, 2 * SHARE_BYTES})
+    header, parts = _read_parts(whole[:HEADER_BYTES] + whole[own_end:], agreement, Kind.UNMASKING, sizes=sizes)
+    return Unmasking(
+        header=header,
+        self_seed=whole[HEADER_BYTES : HEADER_BYTES + SECRET_BYTES],
+        noise_seed=whole[HEADER_BYTES + SECRET_BYTES : own_end],
+        survivors={
+            client: (bytes(part[:SHARE_BYTES]), bytes(part[SHARE_BYTES:]))
+            for client, part in parts.items()
+            if len(part) == 2 * SHARE_BYTES
+        },
+        missing={client: bytes(part) for client, part in parts.items() if len(part) == SHARE_BYTES},
+    )

@@ -1,0 +1,115 @@
+"""Noise in parts, so that the sum carries what it needs and no more, whoever is missing.
+
+The sum needs M trials from its honest clients. With d clients missing and t that may collude, n - d - t clients must
+bring them: M / (n - d - t) each. Nobody knows d before the survivors are known, so a client draws enough for d = f, in
+parts: a base for d = 0, and further parts that are needed only if more are missing. Each further part comes from a seed
+of its own. Once the list of survivors is certain, the seeds of the parts that were not needed are revealed, and the
+server subtracts them. Seeds form a chain, seed of part j + 1 = HKDF(seed of part j), so one seed reveals a part and all
+after it and nothing of those before.
+
+Of the survivors in order, the first t + r keep b + 1 trials and the others b, with M = b (n - d - t) + r, 0 < r; or all
+of them b if r = 0. Whoever the t colluders are, the honest ones keep at least M, and exactly M if the colluders are
+among the first. With t = 0 the sum carries exactly M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bqsgd.mechanism.encoder import encode
+from bqsgd.noise import NoiseSource
+from bqsgd.params import Codes, Mechanism, Range, check_int
+from bqsgd.secure.graph import Thresholds
+from bqsgd.secure.masks import Lanes, derive, lane_type
+
+PIECE = 64
+"""Trials drawn at a time. Up to here the sampler's law is Bin(m, 1/2) to the last bit (`bqsgd.noise`), so that pieces
+add up to exactly the binomial of their total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseParts:
+    """Who brings how many of the trials M = `total`, by the number of survivors. M = 0 is a sum without noise."""
+
+    total: int
+    rule: Thresholds
+
+    def __post_init__(self) -> None:
+        check_int("total", self.total, 0, 2**20)
+
+    def kept(self, survivors: int, rank: int) -> int:
+        """Trials that the survivor of this rank (from 0, in order of numbers) leaves in the sum.
+
+        >>> from bqsgd.secure.graph import thresholds
+        >>> parts = NoiseParts(total=100, rule=thresholds(clients=10, dropouts=2, colluders=0))
+        >>> [parts.kept(10, rank) for rank in range(10)], sum(parts.kept(8, rank) for rank in range(8))
+        ([10, 10, 10, 10, 10, 10, 10, 10, 10, 10], 100)
+        """
+        each, rest = divmod(self.total, survivors - self.rule.colluders)
+        return each + 1 if rest and rank < self.rule.colluders + rest else each
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """The numbers of trials that a client may come to leave in the sum, ascending: base, base + part 0, ..."""
+        sizes = range(self.rule.fewest, self.rule.clients + 1)
+        return tuple(sorted({self.kept(size, rank) for size in sizes for rank in (0, size - 1)}))
+
+    @property
+    def parts(self) -> int:
+        """Parts beside the base, each with a seed."""
+        return len(self.cuts) - 1
+
+    @property
+    def drawn(self) -> int:
+        """Trials that a client draws in all: what it leaves in the sum if as many are missing as can be."""
+        return self.cuts[-1]
+
+    def first_unneeded(self, survivors: int, rank: int) -> int:
+        """The first part to reveal; `parts` if all are needed."""
+        return self.cuts.index(self.kept(survivors, rank))
+
+    def in_sum(self, survivors: int) -> int:
+        """Trials of all survivors together, colluders included."""
+        return sum(self.kept(survivors, rank) for rank in range(survivors))
+
+    def seeds(self, first: bytes, session: bytes, *, count: int) -> list[bytes]:
+        """The chain of `count` seeds that starts with `first`."""
+        chain = [first]
+        while len(chain) < count:
+            chain.append(derive(chain[-1], "noise-chain", session)[: len(first)])
+        return chain[:count]
+
+    def add_from(self, part: int, seed: bytes, total: Lanes, session: bytes, *, subtract: bool = False) -> None:
+        """Add (or subtract) part `part` and all after it to `total`, in place; `seed` is that of `part`."""
+        for offset, own in enumerate(self.seeds(seed, session, count=self.parts - part)):
+            index = part + offset
+            rng = NoiseSource(derive(own, "noise", session, index), seeded=False)
+            add_binomial(total, self.cuts[index + 1] - self.cuts[index], rng, subtract=subtract)
+
+
+def add_binomial(total: Lanes, trials: int, rng: NoiseSource, *, subtract: bool = False) -> None:
+    """Add (or subtract) an exact Bin(trials, 1/2) to every lane of `total`, in place."""
+    zeros = np.zeros(total.size, dtype=np.float32)
+    for first in range(0, trials, PIECE):
+        piece = Mechanism(levels=1, trials=min(PIECE, trials - first))
+        # The value 0 is a quantiser point: its code is 1 + Bin(m, 1/2), without any rounding.
+        drawn = encode(zeros, piece, range=1.0, rng=rng).astype(total.dtype) - total.dtype.type(1)
+        (np.subtract if subtract else np.add)(total, drawn, out=total)
+
+
+def encode_base(
+    values: Any, levels: int, base: int, *, width: int, range: Range, rng: NoiseSource, clamp: bool = False
+) -> Codes:
+    """s + rounded value + Bin(base, 1/2) of every coordinate: the codes of a client before its further noise parts.
+
+    Raises:
+        NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.encoder.encode`.
+    """
+    first = Mechanism(levels=levels, trials=min(PIECE, base))
+    codes = encode(values, first, range=range, rng=rng, clamp=clamp).astype(lane_type(width))
+    add_binomial(codes, base - first.trials, rng)
+    return codes

@@ -1,0 +1,151 @@
+"""Identity keys and the roster: who takes part, and the Ed25519 key that each is known by.
+
+A server that could choose these keys could put itself in everybody's place, so they reach the clients by another way:
+a file that all of them hold, whose digest is part of the run's settings and of every message (docs/secure.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from bqsgd.errors import BadSignature, ForeignClient, InvalidParameter, UnsafeFile
+from bqsgd.params import check_int
+from bqsgd.storage import open_regular, write_atomic
+
+MAX_CLIENTS = 100_000
+KEY_BYTES = 32
+_MAX_KEY_FILE = 1 << 12
+_MAX_ROSTER_FILE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Client number -> public identity key (32 bytes), each key once.
+
+    The digest covers numbers and keys, not how the file is laid out.
+    """
+
+    keys: Mapping[int, bytes]
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.keys) <= MAX_CLIENTS:
+            raise InvalidParameter(f"a roster has 2 to {MAX_CLIENTS} clients, got {len(self.keys)}")
+        for client, key in self.keys.items():
+            check_int("client", client, 0, 2**32 - 1)
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                raise InvalidParameter(f"the identity key of client {client} must be {KEY_BYTES} bytes")
+        if len(set(self.keys.values())) < len(self.keys):
+            raise InvalidParameter("two clients of the roster have the same identity key; give each its own")
+        object.__setattr__(self, "keys", dict(sorted(self.keys.items())))
+
+    @cached_property
+    def clients(self) -> tuple[int, ...]:
+        """The clients' numbers, ascending."""
+        return tuple(self.keys)
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """Client number -> its place in the roster, from 0."""
+        return {client: index for index, client in enumerate(self.keys)}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over the numbers and keys."""
+        state = hashlib.sha256(b"bqsgd.roster.v1")
+        for client, key in self.keys.items():
+            state.update(struct.pack("<I", client) + key)
+        return state.digest()
+
+    def check(self, client: int) -> int:
+        """Return `client`, or raise ForeignClient."""
+        if client not in self.keys:
+            raise ForeignClient(f"client {client} is not in the roster")
+        return client
+
+    def verify(self, client: int, signature: bytes, statement: bytes) -> None:
+        """Raise BadSignature unless `client` signed `statement`."""
+        key = Ed25519PublicKey.from_public_bytes(self.keys[self.check(client)])
+        try:
+            key.verify(signature, statement)
+        except InvalidSignature as error:
+            raise BadSignature(f"the signature of client {client} does not fit its identity key") from error
+
+    def to_toml(self) -> str:
+        """The text of a roster file."""
+        lines = [f'{client} = "{key.hex()}"' for client, key in self.keys.items()]
+        return "\n".join(["# Ed25519 identity keys of the clients, by number.", "[clients]", *lines, ""])
+
+
+def read_roster(path: str | Path) -> Roster:
+    """The roster in a TOML file with one table, [clients]: number = "key in hexadecimal".
+
+    Raises:
+        InvalidParameter: the file is not a roster.
+    """
+    try:
+        file = open_regular(Path(path), limit=_MAX_ROSTER_FILE)
+        if file is None:
+            raise InvalidParameter(f"{path} is not a roster: there is no such file")
+        with file:
+            tables = tomllib.loads(file.read(_MAX_ROSTER_FILE).decode())
+    except (OSError, UnsafeFile, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{path} is not a roster: {error}") from error
+    entries = tables.get("clients")
+    if set(tables) != {"clients"} or not isinstance(entries, dict):
+        raise InvalidParameter(f"{path} is not a roster: it must have the table [clients] and nothing else")
+    keys = {}
+    for number, key in entries.items():
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", number) or not re.fullmatch(r"[0-9a-f]{64}", str(key)):
+            raise InvalidParameter(f"{path} is not a roster: {number!r} must be a number with 64 hexadecimal digits")
+        keys[int(number)] = bytes.fromhex(key)
+    return Roster(keys)
+
+
+def public_key(identity: Ed25519PrivateKey) -> bytes:
+    """The 32 bytes by which the roster knows this identity."""
+    return identity.public_key().public_bytes_raw()
+
+
+def write_identity(path: Path, identity: Ed25519PrivateKey) -> None:
+    """Write the private key as PEM (PKCS 8), readable by its owner only; an existing file is not replaced."""
+    if path.exists():
+        raise InvalidParameter(f"{path} exists; an identity key is not overwritten: name another file")
+    pem = identity.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    write_atomic(path, pem)
+
+
+def read_identity(path: str | Path) -> Ed25519PrivateKey:
+    """The private identity key in a PEM file that others cannot read.
+
+    Raises:
+        InvalidParameter: no such key, or its file is open to others.
+    """
+    where = Path(path)
+    try:
+        file = open_regular(where, limit=_MAX_KEY_FILE)
+        if file is None:
+            raise InvalidParameter(f"{path} is not an identity key: there is no such file")
+        with file:
+            if where.stat().st_mode & 0o077:
+                raise InvalidParameter(f"{path} can be read by others than its owner: chmod 600 it, or make a new key")
+            key = serialization.load_pem_private_key(file.read(_MAX_KEY_FILE), password=None)
+    except (OSError, UnsafeFile, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if isinstance(error, InvalidParameter):
+            raise
+        raise InvalidParameter(f"{path} is not an identity key: {error}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvalidParameter(f"{path} is not an identity key: it must be Ed25519")
+    return key

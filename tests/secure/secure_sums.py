@@ -1,0 +1,113 @@
+"""A secure sum from end to end in one process, with clients that leave where a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from bqsgd.secure.agreement import Agreement
+from bqsgd.secure.client import SumClient
+from bqsgd.secure.graph import Thresholds, thresholds
+from bqsgd.secure.messages import read_unmasking
+from bqsgd.secure.roster import Roster, public_key
+from bqsgd.secure.server import SumServer, Total
+
+
+def identity(client: int, generation: int = 0) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(client.to_bytes(4, "little") + bytes([generation]) + bytes(27))
+
+
+def roster(clients: int) -> Roster:
+    return Roster({client: public_key(identity(client)) for client in range(clients)})
+
+
+def agreement(
+    clients: int = 4,
+    *,
+    dropouts: int = 1,
+    colluders: int = 0,
+    dimension: int = 5,
+    width: int = 8,
+    trials: int = 0,
+    rule: Thresholds | None = None,
+) -> Agreement:
+    rule = rule or thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+    return Agreement(roster=roster(clients), run="test", rule=rule, dimension=dimension, width=width, trials=trials)
+
+
+@dataclass
+class Federation:
+    """A server and its clients; each step takes the clients that still answer."""
+
+    agreement: Agreement
+    seed: int | None = 7
+    clients: dict[int, SumClient] = field(default_factory=dict)
+    revealed: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    """(round, client) -> kinds of shares that anybody revealed of it."""
+
+    def __post_init__(self) -> None:
+        self.server = SumServer(self.agreement)
+        for number in self.agreement.roster.clients:
+            self.clients[number] = SumClient(self.agreement, identity=identity(number), number=number, seed=self.seed)
+
+    def begin(
+        self,
+        *,
+        epoch: int = 1,
+        first_round: int = 0,
+        rounds: int = 1,
+        keys: Collection[int] | None = None,
+        shares: Collection[int] | None = None,
+    ) -> None:
+        self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds)
+        for number in self.clients if keys is None else keys:
+            self.server.take_keys(self.clients[number].keys(epoch=epoch, first_round=first_round, rounds=rounds))
+        for number in self.server.keyed:
+            if shares is None or number in shares:
+                self.server.take_shares(self.clients[number].shares(self.server.key_bundle(number)))
+        for number in self.server.shared:
+            self.clients[number].take_shares(self.server.share_bundle(number))
+
+    def sum(
+        self,
+        codes: Mapping[int, np.ndarray],
+        *,
+        round: int = 0,
+        masked: Collection[int] | None = None,
+        signed: Collection[int] | None = None,
+        unmasked: Collection[int] | None = None,
+    ) -> Total:
+        server = self.server
+        server.open(round)
+        for number in server.shared:
+            if masked is None or number in masked:
+                server.take_masked(self.clients[number].mask(round, codes[number]))
+        for number in server.close():
+            if signed is None or number in signed:
+                server.take_signature(self.clients[number].sign(server.survivors(number)))
+        for number in server.signed:
+            if unmasked is None or number in unmasked:
+                message = self.clients[number].unmask(server.certificate(number))
+                self._note(round, message)
+                server.take_unmasking(message)
+        return server.total()
+
+    def _note(self, round: int, message: bytes) -> None:
+        said = read_unmasking(message, self.agreement)
+        self.revealed.setdefault((round, said.header.client), set()).add("self")
+        for client in said.survivors:
+            self.revealed.setdefault((round, client), set()).add("self")
+        for client in said.missing:
+            self.revealed.setdefault((round, client), set()).add("mask")
+
+
+def some_codes(agreed: Agreement, *, most: int = 5, seed: int = 0) -> dict[int, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {client: rng.integers(0, most + 1, agreed.dimension).astype(np.uint8) for client in agreed.roster.clients}
+
+
+def plain_sum(codes: Mapping[int, np.ndarray], clients: Collection[int], width: int) -> np.ndarray:
+    return sum(codes[client].astype(np.int64) for client in clients) % (1 << width)

@@ -1,0 +1,291 @@
+"""A server that lies: each lie is refused by the client with its own error, and nothing was revealed."""
+
+import numpy as np
+import pytest
+from secure_sums import Federation, agreement, identity, roster, some_codes
+
+from bqsgd.errors import (
+    BadShares,
+    BadSignature,
+    ConflictingSurvivors,
+    ForeignClient,
+    InvalidParameter,
+    ReplacedKeys,
+    RoundUsed,
+    TooFewClients,
+    WrongRound,
+    WrongSession,
+)
+from bqsgd.secure import messages
+from bqsgd.secure.agreement import Agreement
+from bqsgd.secure.client import EpochFile, SumClient
+from bqsgd.secure.messages import Header, Kind
+from bqsgd.secure.roster import Roster, public_key
+
+N = 5
+CLIENT = 2
+
+
+@pytest.fixture
+def federation():
+    return Federation(agreement(N, dropouts=1, colluders=1, dimension=4))
+
+
+def key_messages(federation, **batch):
+    asked = {"epoch": 1, "first_round": 0, "rounds": 1} | batch
+    return {number: client.keys(**asked) for number, client in federation.clients.items()}
+
+
+def bundle(federation, keys, **changes):
+    about = {"kind": Kind.KEY_BUNDLE, "epoch": 1, "round": 0, "client": CLIENT} | changes
+    others = {number: message for number, message in keys.items() if number != CLIENT}
+    return messages.write_key_bundle(Header(**about), federation.agreement, others)
+
+
+def refused(federation, error, keys, **changes):
+    with pytest.raises(error):
+        federation.clients[CLIENT].shares(bundle(federation, keys, **changes))
+    assert federation.clients[CLIENT]._batch.shares_message == b""
+
+
+def test_keys_signed_by_another_identity(federation):
+    """The server puts itself in the place of client 0."""
+    keys = key_messages(federation)
+    everybody = {number: public_key(identity(number)) for number in range(N)}
+    own = Agreement(
+        roster=Roster(everybody | {0: public_key(identity(0, generation=9))}),
+        run=federation.agreement.run,
+        rule=federation.agreement.rule,
+        dimension=4,
+        width=8,
+    )
+    impostor = SumClient(own, identity=identity(0, generation=9), number=0)
+    forged = bytearray(impostor.keys(epoch=1, first_round=0, rounds=1))
+    refused(federation, WrongSession, keys | {0: bytes(forged)})
+    forged[8:24] = federation.agreement.session[:16]
+    refused(federation, BadSignature, keys | {0: bytes(forged)})
+
+
+def test_keys_that_were_changed(federation):
+    keys = key_messages(federation)
+    for place in (60, 90, len(keys[0]) - 1):
+        changed = bytearray(keys[0])
+        changed[place] ^= 1
+        refused(federation, BadSignature, keys | {0: bytes(changed)})
+
+
+def test_keys_of_another_client_in_its_place(federation):
+    keys = key_messages(federation)
+    refused(federation, ForeignClient, keys | {0: keys[1]})
+    refused(federation, ForeignClient, keys | {0: keys[CLIENT]})
+
+
+def test_keys_of_an_earlier_batch_played_again(federation):
+    old = key_messages(federation)
+    keys = key_messages(federation, epoch=2)
+    refused(federation, WrongRound, keys | {0: old[0]}, epoch=2)
+    other_rounds = key_messages(federation, epoch=3, first_round=7)
+    keys = key_messages(federation, epoch=4)
+    refused(federation, WrongRound, keys | {0: other_rounds[0]}, epoch=4)
+
+
+def test_another_bundle_after_the_first(federation):
+    keys = key_messages(federation)
+    client = federation.clients[CLIENT]
+    first = client.shares(bundle(federation, keys))
+    assert client.shares(bundle(federation, keys)) == first
+    with pytest.raises(ReplacedKeys):
+        client.shares(bundle(federation, {number: keys[number] for number in (0, 1, 3)}))
+
+
+def test_too_few_keys(federation):
+    keys = key_messages(federation)
+    refused(federation, TooFewClients, {number: keys[number] for number in (0, 1)})
+
+
+def test_a_client_that_is_not_in_the_roster(federation):
+    keys = key_messages(federation)
+    message = bytearray(bundle(federation, keys))
+    message[52:56] = (77).to_bytes(4, "little")
+    with pytest.raises((ForeignClient, messages.BadSecureMessage)):
+        federation.clients[CLIENT].shares(message)
+
+
+def test_a_message_for_another_client_or_run(federation):
+    keys = key_messages(federation)
+    refused(federation, ForeignClient, keys, client=3)
+    other = agreement(N, dropouts=1, colluders=0, dimension=4)
+    with pytest.raises(WrongSession):
+        federation.clients[CLIENT].shares(
+            messages.write_key_bundle(Header(kind=Kind.KEY_BUNDLE, epoch=1, round=0, client=CLIENT), other, keys)
+        )
+
+
+@pytest.mark.parametrize("change", ["dimension", "width", "trials", "run", "roster", "rule"])
+def test_the_session_depends_on_everything_agreed(change):
+    base = {"roster": roster(5), "run": "a", "dimension": 4, "width": 8, "trials": 3}
+    base["rule"] = agreement(5, dropouts=1).rule
+    other = {
+        "dimension": 5,
+        "width": 9,
+        "trials": 4,
+        "run": "b",
+        "roster": Roster({number: public_key(identity(number, generation=1)) for number in range(5)}),
+        "rule": agreement(5, dropouts=1, colluders=1).rule,
+    }
+    assert Agreement(**base).session != Agreement(**base | {change: other[change]}).session
+
+
+def share_bundle(federation, sealed, client=CLIENT):
+    return messages.write_shares(
+        Header(kind=Kind.SHARE_BUNDLE, epoch=1, round=0, client=client), federation.agreement, sealed
+    )
+
+
+def sealed_for_client(federation):
+    server = federation.server
+    server.begin(epoch=1, first_round=0, rounds=1)
+    for message in key_messages(federation).values():
+        server.take_keys(message)
+    for number in server.keyed:
+        server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
+    return {number: server._batch.sealed[number][CLIENT] for number in range(N) if number != CLIENT}
+
+
+def test_shares_that_were_changed_exchanged_or_held_back(federation):
+    sealed, client = sealed_for_client(federation), federation.clients[CLIENT]
+    changed = bytes([sealed[0][0] ^ 1]) + sealed[0][1:]
+    for wrong, error in (
+        (sealed | {0: changed}, BadShares),
+        (sealed | {0: sealed[1]}, BadShares),
+        (sealed | {0: federation.server._batch.sealed[0][1]}, BadShares),  # made for client 1
+        ({0: sealed[0], 1: sealed[1]}, TooFewClients),
+        (sealed | {CLIENT: sealed[0]}, ForeignClient),
+    ):
+        with pytest.raises(error):
+            client.take_shares(share_bundle(federation, wrong))
+        assert client._batch.partners is None
+        with pytest.raises(WrongRound):
+            client.mask(0, np.zeros(4, dtype=np.uint8))
+    client.take_shares(share_bundle(federation, sealed))
+    with pytest.raises(ReplacedKeys):
+        client.take_shares(share_bundle(federation, {number: sealed[number] for number in (0, 1, 3)}))
+
+
+def masked(federation, rounds=1):
+    federation.begin(rounds=rounds)
+    codes = some_codes(federation.agreement)
+    for number, client in federation.clients.items():
+        client.mask(0, codes[number])
+    return codes
+
+
+def survivors(federation, listed, round=0, epoch=1):
+    header = Header(kind=Kind.SURVIVORS, epoch=epoch, round=round, client=CLIENT)
+    return messages.write_survivors(header, federation.agreement, listed)
+
+
+def certificate(federation, signatures, round=0, epoch=1):
+    header = Header(kind=Kind.CERTIFICATE, epoch=epoch, round=round, client=CLIENT)
+    return messages.write_certificate(header, federation.agreement, signatures)
+
+
+def signature_of(federation, number, listed, round=0):
+    statement = messages.survivors_statement(federation.agreement, epoch=1, round=round, survivors=listed)
+    return identity(number).sign(statement)
+
+
+def test_a_second_vector_under_the_same_masks(federation):
+    codes = masked(federation)
+    with pytest.raises(RoundUsed):
+        federation.clients[CLIENT].mask(0, codes[CLIENT])
+    with pytest.raises(RoundUsed):
+        federation.clients[CLIENT].mask(0, codes[0])
+
+
+def test_lists_of_survivors_that_are_too_short_foreign_or_not_the_first(federation):
+    masked(federation)
+    client = federation.clients[CLIENT]
+    for listed, error in (((0, 1, 2), TooFewClients), ((0, 1, 3, 4), ForeignClient)):
+        with pytest.raises(error):
+            client.sign(survivors(federation, listed))
+    first = client.sign(survivors(federation, (0, 1, 2, 3)))
+    assert client.sign(survivors(federation, (0, 1, 2, 3))) == first
+    with pytest.raises(ConflictingSurvivors):
+        client.sign(survivors(federation, (0, 1, 2, 4)))
+    with pytest.raises(WrongRound):
+        client.sign(survivors(federation, (0, 1, 2, 3), round=1))
+    with pytest.raises(WrongRound):
+        client.sign(survivors(federation, (0, 1, 2, 3), epoch=2))
+
+
+def test_certificates_that_are_too_short_or_on_another_list(federation):
+    masked(federation)
+    client, listed, other = federation.clients[CLIENT], (0, 1, 2, 3), (0, 1, 2, 4)
+    good = {number: signature_of(federation, number, listed) for number in listed}
+    with pytest.raises(WrongRound):
+        client.unmask(certificate(federation, good))
+    client.sign(survivors(federation, listed))
+    with pytest.raises(TooFewClients):
+        client.unmask(certificate(federation, {number: good[number] for number in (0, 1, 3)}))
+    for wrong, error in (
+        (good | {1: signature_of(federation, 1, other)}, BadSignature),
+        (good | {1: good[0]}, BadSignature),
+        ({number: signature_of(federation, number, listed) for number in (0, 1, 2, 4)}, ForeignClient),
+        (good | {1: signature_of(federation, 1, listed, round=1)}, BadSignature),
+    ):
+        with pytest.raises(error):
+            client.unmask(certificate(federation, wrong))
+        assert client._batch.rounds[0].unmasking == b""
+    revealed = client.unmask(certificate(federation, good))
+    assert client.unmask(certificate(federation, good)) == revealed
+    said = messages.read_unmasking(revealed, federation.agreement)
+    assert (set(said.survivors), set(said.missing)) == ({0, 1, 3}, {4})
+
+
+def test_a_round_that_was_not_masked_is_not_unmasked(federation):
+    masked(federation, rounds=2)
+    with pytest.raises(WrongRound):
+        federation.clients[CLIENT].sign(survivors(federation, (0, 1, 2, 3), round=1))
+
+
+def test_two_lists_cannot_both_be_certified(federation):
+    """Four honest clients of five, one colluder that signs anything: whatever the server shows to whom."""
+    rule = federation.agreement.rule
+    honest = rule.clients - rule.colluders
+    for shown_first in range(honest + 1):
+        first, second = shown_first + rule.colluders, honest - shown_first + rule.colluders
+        assert min(first, second) < rule.quorum
+
+
+def test_a_restarted_client_sits_out_the_epochs_it_has_seen(tmp_path, federation):
+    remembered = EpochFile(tmp_path / "epoch")
+    agreed = federation.agreement
+    client = SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+    client.keys(epoch=5, first_round=0, rounds=2)
+    again = SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+    for epoch in (5, 3):
+        with pytest.raises(WrongRound):
+            again.keys(epoch=epoch, first_round=0, rounds=2)
+    again.keys(epoch=6, first_round=0, rounds=2)
+    assert remembered() == 6
+    (tmp_path / "epoch").write_text("what")
+    with pytest.raises(InvalidParameter):
+        SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+
+
+def test_an_identity_that_is_not_in_the_roster(federation):
+    with pytest.raises(InvalidParameter):
+        SumClient(federation.agreement, identity=identity(1), number=0)
+    with pytest.raises(ForeignClient):
+        SumClient(federation.agreement, identity=identity(9), number=9)
+
+
+def test_public_keys_of_low_order_are_no_neighbours(federation):
+    """A colluder's cipher key that gives everybody the same secret: it gets no shares, and takes no part."""
+    keys = key_messages(federation)
+    forged = bytearray(keys[0][:-64])
+    forged[48:80] = bytes(32)
+    forged += identity(0).sign(messages.keys_statement(forged))
+    message = federation.clients[CLIENT].shares(bundle(federation, keys | {0: bytes(forged)}))
+    assert set(messages.read_shares(message, federation.agreement, Kind.SHARES)[1]) == {1, 3, 4}
