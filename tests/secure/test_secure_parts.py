@@ -71,7 +71,7 @@ def test_the_failure_bound_holds_for_graphs_drawn():
             for size in range(1, len(honest) // 2 + 1)
             for a in itertools.combinations(honest, size)
         )
-    assert 0 < rule.failure
+    assert rule.failure > 0
     assert failed / draws <= rule.failure + 4 * math.sqrt(rule.failure / draws)
 
 

@@ -19,6 +19,7 @@ which is `failure`. The term a = 1 is that of colluders who hold enough shares o
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -151,7 +152,7 @@ def draw_neighbours(place: int, rule: Thresholds, rng: NoiseSource) -> tuple[int
 
 def check_neighbours(place: int, neighbours: tuple[int, ...], rule: Thresholds) -> None:
     """Raise InvalidParameter unless these can be the neighbours that a client drew."""
-    ascending = all(a < b for a, b in zip(neighbours, neighbours[1:], strict=False))
+    ascending = all(a < b for a, b in itertools.pairwise(neighbours))
     if len(neighbours) != rule.degree or not ascending or place in neighbours:
         raise InvalidParameter(f"a client draws {rule.degree} other clients, each once")
     if neighbours and not (neighbours[0] >= 0 and neighbours[-1] < rule.clients):
