@@ -23,6 +23,7 @@ from bqsgd.cli.ledger import ledger
 from bqsgd.cli.paper import paper
 from bqsgd.cli.plan import plan
 from bqsgd.cli.report import report
+from bqsgd.cli.secure import secure
 from bqsgd.cli.train import SettingsCommand, demo, train
 from bqsgd.errors import BqsgdError
 
@@ -103,6 +104,7 @@ app.command()(audit)
 app.add_typer(ledger, name="ledger")
 app.add_typer(flower, name="flower")
 app.command()(report)
+app.add_typer(secure, name="secure")
 app.add_typer(paper, name="paper")
 
 

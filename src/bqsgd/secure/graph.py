@@ -70,7 +70,7 @@ class Thresholds:
         """Upper bound on the probability that a graph leaves somebody unprotected; 0 for the full graph."""
         if self.full:
             return 0.0
-        return 2.0 ** _failure_log2(self.clients, self.colluders, self.degree, self.share_threshold)
+        return math.exp2(_failure_log2(self.clients, self.colluders, self.degree, self.share_threshold))
 
 
 @lru_cache(maxsize=64)
@@ -111,9 +111,17 @@ def _sparse(n: int, f: int, t: int) -> Thresholds | None:
         for threshold in range(degree // 2 + 1, degree + 1):
             if _loss_log2(n, f, degree, threshold) > -LOSS_BITS:
                 break  # more shares to open a secret are harder still to come by
+            if _colluders_log2(n, t, degree, threshold) > -FAILURE_BITS:
+                continue  # the first term alone is too large
             if _failure_log2(n, t, degree, threshold) <= -FAILURE_BITS:
                 return Thresholds(clients=n, dropouts=f, colluders=t, degree=degree, share_threshold=threshold)
     return None
+
+
+def _colluders_log2(n: int, t: int, degree: int, threshold: int) -> float:
+    from scipy.stats import hypergeom
+
+    return (math.log(n - t) + float(hypergeom.logsf(threshold - 1, n - 1, t, degree))) / math.log(2)
 
 
 def _failure_log2(n: int, t: int, degree: int, threshold: int) -> float:
@@ -122,9 +130,6 @@ def _failure_log2(n: int, t: int, degree: int, threshold: int) -> float:
     from scipy.stats import hypergeom
 
     honest = n - t
-    first = (math.log(honest) + float(hypergeom.logsf(threshold - 1, n - 1, t, degree))) / math.log(2)
-    if first > -FAILURE_BITS:
-        return first
     sizes = np.arange(1, honest // 2 + 1)
     inside = hypergeom.logsf(threshold - 1, n - 1, np.minimum(sizes - 1 + t, n - 1), degree)
     sets = gammaln(honest + 1) - gammaln(sizes + 1) - gammaln(honest - sizes + 1)

@@ -1,0 +1,100 @@
+"""What the pages on secure sums state, and the command that makes keys and rosters."""
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from secure_sums import agreement
+
+from bqsgd.cli.app import main
+from bqsgd.secure import masks, messages
+from bqsgd.secure.graph import thresholds
+from bqsgd.secure.roster import public_key, read_identity, read_roster
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+WIRE = (DOCS / "secure_wire.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "secure.md").read_text(encoding="utf-8")
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    lines = text.split(heading)[1].splitlines()[2:]
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_header_is_laid_out_as_the_page_says():
+    rows = table(WIRE, "| offset | bytes | field | meaning |")
+    sizes = {4: "I", 2: "H", 1: "B", 8: "Q", 16: "16s"}
+    fields = [(int(offset), int(size), name) for offset, size, name, _ in rows]
+    assert [offset for offset, _, _ in fields] == [sum(size for _, size, _ in fields[:i]) for i in range(len(fields))]
+    layout = struct.Struct("<4s" + "".join(sizes[size] for _, size, name in fields if name != "magic"))
+    assert layout.format == messages._HEADER.format
+    assert layout.size == messages.HEADER_BYTES == 48
+
+
+def test_the_kinds_are_those_of_the_page():
+    rows = table(WIRE, "| kind | message | from | body |")
+    assert {int(row[0]): row[1] for row in rows} == {
+        int(kind): kind.name.lower().replace("_", " ") for kind in messages.Kind
+    }
+
+
+def test_every_purpose_of_a_key_is_on_the_page():
+    named = {row[0].strip("`") for row in table(WIRE, "| purpose | secret | context | gives |")}
+    folder = Path(masks.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    used = set(re.findall(r'derive\([^"\n]*"([\w-]+)"', source))
+    assert used == named
+
+
+def test_the_thresholds_of_the_page():
+    for row in table(PAGE, "| n | f | t | neighbours drawn, k | shares that open a secret | signatures |"):
+        n, f, t, degree, share, quorum = (int(re.sub(r"\D", "", cell)) for cell in row)
+        rule = thresholds(clients=n, dropouts=f, colluders=t)
+        assert (rule.degree, rule.share_threshold, rule.quorum) == (degree, share, quorum)
+        assert rule.full == ("all" in row[3])
+
+
+def test_lengths_follow_from_what_was_agreed():
+    agreed = agreement(10, dropouts=2, colluders=2, dimension=1000, width=11, trials=60)
+    assert messages.share_sizes(agreed, 3) == {16, 16 + 3 * 17 * (2 + agreed.noise.parts)}
+
+
+def test_keys_and_roster_from_the_command_line(tmp_path, capsys):
+    entries = []
+    for name in ("a", "b", "c"):
+        assert main(["secure", "keygen", "--out", str(tmp_path / name), "--json"]) == 0
+        public = json.loads(capsys.readouterr().out)["public_key"]
+        assert public == public_key(read_identity(tmp_path / name)).hex()
+        entries.append(f"{len(entries)}={public}")
+    path = tmp_path / "roster.toml"
+    assert main(["secure", "roster", "--out", str(path), *entries]) == 0
+    assert read_roster(path).digest.hex() in capsys.readouterr().out
+    assert main(["secure", "roster", "--show", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["clients"] == dict(entry.split("=") for entry in entries)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["roster"], ["roster", "--out", "new", "0=zz"], ["roster", "--out", "new", "what"], ["roster", "--show", "none"]],
+)
+def test_what_is_no_roster_is_refused_in_one_line(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["secure", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("bqsgd: ")
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_are_not_overwritten(tmp_path, capsys):
+    key = tmp_path / "key"
+    assert main(["secure", "keygen", "--out", str(key)]) == 0
+    before = key.read_bytes()
+    assert main(["secure", "keygen", "--out", str(key)]) == 2
+    assert key.read_bytes() == before
+    capsys.readouterr()
