@@ -93,6 +93,14 @@ class UnsafeFile(BqsgdError, RuntimeError):
     """A file that must be regular and of bounded size is a link, a pipe, a device or too large."""
 
 
+class NotWritten(BqsgdError, OSError):
+    """A file could not be written (full disk, no permission); what was there before is untouched."""
+
+
+class FolderInUse(BqsgdError, RuntimeError):
+    """Another process writes this folder; nothing was spent."""
+
+
 class DataUnavailable(BqsgdError, RuntimeError):
     """No source of a data set answered; the message lists every source tried and what to do by hand."""
 

@@ -36,7 +36,10 @@ def check_positive(name: str, value: object) -> float:
     """Return `value` as a finite float above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidParameter(f"{name} must be a positive finite number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidParameter(f"{name} must be a positive finite number, got an integer beyond any float") from None
     if not (math.isfinite(number) and number > 0):
         raise InvalidParameter(f"{name} must be a positive finite number, got {value!r}")
     return number

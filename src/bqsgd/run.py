@@ -36,10 +36,11 @@ from bqsgd.engines.in_process import in_process
 from bqsgd.errors import InvalidParameter
 from bqsgd.models import to_vector
 from bqsgd.planner.plan import ClientSetting
-from bqsgd.records.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint
+from bqsgd.records.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint, seconds_of
 from bqsgd.records.folder import CONFIG, RunWriter, read_config, read_rounds
 from bqsgd.records.record import ClientRecord, RoundRecord, Summary, one_line
 from bqsgd.reports.page import write_report
+from bqsgd.storage import one_writer
 from bqsgd.training.client_plan import client_setting
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
@@ -80,6 +81,7 @@ class Run:
         engine: MakeEngine,
         resuming: bool,
         nominal: Nominal | None,
+        resources: ExitStack,
     ) -> None:
         self.task, self.config, self.folder = task, config, folder
         self.summary: Summary | None = None
@@ -87,7 +89,7 @@ class Run:
         model = task.make_model()
         self._evaluate = task.evaluator(model)
         initial = to_vector(model)
-        self._resources = ExitStack()
+        self._resources = resources
         setup = Setup(task=task, config=config, folder=folder, resuming=resuming, dimension=initial.size)
         self.engine = engine(setup)
         self._resources.callback(self.engine.close)
@@ -113,13 +115,16 @@ class Run:
         seeded and noiseless runs only: neither makes a privacy claim.
         """
         path = None if folder is None else Path(folder)
-        if path is not None:
-            if (path / CONFIG).exists() or load_checkpoint(path) is not None:
-                raise CheckpointError(f"{path} holds a run already; resume it or name another folder")
-            path.mkdir(parents=True, exist_ok=True)
-        run = cls(task, named(config), folder=path, engine=engine, resuming=False, nominal=nominal)
-        if path is not None:
-            with run._closing_on_error():
+        with closing_on_error() as resources:
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+                resources.enter_context(one_writer(path))
+                if (path / CONFIG).exists() or load_checkpoint(path) is not None:
+                    raise CheckpointError(f"{path} holds a run already; resume it or name another folder")
+            run = cls(
+                task, named(config), folder=path, engine=engine, resuming=False, nominal=nominal, resources=resources
+            )
+            if path is not None:
                 run._open_writer(keep_through=-1)
         return run
 
@@ -138,9 +143,10 @@ class Run:
         """
         path = Path(folder)
         config, _ = stored_settings(path)
-        run = cls(task, config, folder=path, engine=engine, resuming=True, nominal=nominal)
-        with run._closing_on_error():
+        with closing_on_error() as resources:
+            resources.enter_context(one_writer(path))
             found = load_checkpoint(path)
+            run = cls(task, config, folder=path, engine=engine, resuming=True, nominal=nominal, resources=resources)
             if found is not None:
                 arrays, state = found
                 if state.get("run") != config.run.name:
@@ -148,17 +154,9 @@ class Run:
                         f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
                     )
                 run.server.restore(arrays, round=round_of(state))
-                run._started -= float(state.get("elapsed_seconds", 0.0))
+                run._started -= seconds_of(state)
             run._open_writer(keep_through=run.server.round - 1)
         return run
-
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._resources.close()
-            raise
 
     def _open_writer(self, *, keep_through: int) -> None:
         assert self.folder is not None
@@ -290,6 +288,17 @@ class Run:
             self.close()
         else:
             self._resources.close()
+
+
+@contextmanager
+def closing_on_error() -> Iterator[ExitStack]:
+    """A collection of things to close: by this block if it fails, else by whoever keeps the collection."""
+    resources = ExitStack()
+    try:
+        yield resources
+    except BaseException:
+        resources.close()
+        raise
 
 
 def run_round(server: Server, engine: Engine) -> RoundRecord:

@@ -1,14 +1,39 @@
-"""Files that survive a crash, and files from strangers: the one atomic write and the one careful open."""
+"""Files that survive a crash, files from strangers, and files that nobody else may read: all of it in one place.
+
+Everything here works on a name that may be a trap. Readers and writers open regular files only: a link is not followed,
+a pipe or a device does not block. What is written appears whole or not at all. Files are their owner's alone (0600, in
+folders 0700) unless the caller says otherwise.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import stat
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Self
 
-from bqsgd.errors import UnsafeFile
+from bqsgd.errors import FolderInUse, NotWritten, UnsafeFile
+
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+LOCK = ".lock"
+"""The file that the one writer of a folder holds locked. It stays: removing a lock file is a race."""
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner can enter; one that is there keeps its permissions. A link is refused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    except OSError as error:
+        raise NotWritten(f"the folder {path} cannot be made ({error.strerror})") from error
+    if path.is_symlink() or not path.is_dir():
+        raise UnsafeFile(f"{path} must be a folder, not a link or a file")
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
@@ -18,19 +43,83 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 
     Args:
         mode: permissions of the file; by default only its owner reads it.
+
+    Raises:
+        NotWritten: the disk is full or the folder not writable; what was there before is untouched.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with draft(path) as (handle, name):
+        _write_all(handle, content)
+        os.fchmod(handle, mode)
+        os.fsync(handle)
+        os.replace(name, path)
+
+
+@contextlib.contextmanager
+def draft(path: Path) -> Iterator[tuple[int, Path]]:
+    """An empty file beside `path` to write into and then rename: (its descriptor, its name). Private, and locked.
+
+    There is one name for it, so what a killed process left there is taken over by the next and never piles up. A draft
+    that was not renamed by the end of the block is deleted.
+
+    Raises:
+        NotWritten: whatever the operating system refused in the block.
+    """
+    name = path.with_name(f".{path.name}.draft")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        handle = _lock_draft(name)
+        try:
+            yield handle, name
+        finally:
+            if _same(handle, name):
+                name.unlink(missing_ok=True)
+            os.close(handle)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise NotWritten(f"{path} cannot be written ({error.strerror or error}); it is as it was") from error
+
+
+def _lock_draft(name: Path) -> int:
+    """Open the draft, wait for whoever is writing it, and make sure that the name is still this file's."""
+    while True:
+        handle = _open(name, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if _same(handle, name):
+                os.ftruncate(handle, 0)
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _same(handle: int, name: Path) -> bool:
+    """Whether `name` is the file that `handle` has open."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(name))
+    except FileNotFoundError:
+        return False
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a regular file of our own that has one name, or make it."""
+    try:
+        handle = os.open(path, flags | _SAFE, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise UnsafeFile(f"{path} must be a regular file; links, pipes and folders are refused") from error
         raise
-    sync_folder(path.parent)
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+        os.close(handle)
+        raise UnsafeFile(f"{path} must be a regular file with one name; links, pipes and devices are refused")
+    return handle
+
+
+def _write_all(handle: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]
 
 
 def sync_folder(folder: Path) -> None:
@@ -42,6 +131,85 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+class Appended:
+    """A file that grows by whole pieces: each is handed to the operating system before `append` returns.
+
+    Args:
+        mode: permissions of a file that is made; by default only its owner reads it.
+    """
+
+    def __init__(self, path: Path, *, mode: int = 0o600) -> None:
+        self.path = path
+        try:
+            self._handle = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            raise NotWritten(f"{path} cannot be written ({error.strerror})") from error
+        os.fchmod(self._handle, mode)
+
+    def read(self) -> BinaryIO:
+        """The file from its beginning, to read."""
+        return os.fdopen(os.dup(self._handle), "rb", closefd=True)
+
+    def append(self, content: bytes) -> None:
+        """Add a piece, whole or not at all.
+
+        Raises:
+            NotWritten: the disk is full; the file is as it was.
+        """
+        size = os.fstat(self._handle).st_size
+        try:
+            _write_all(self._handle, content)
+        except OSError as error:
+            os.ftruncate(self._handle, size)
+            raise NotWritten(f"{self.path} cannot be written ({error.strerror}); it is as it was") from error
+
+    def cut(self, size: int) -> None:
+        """Drop what lies beyond `size` bytes."""
+        os.ftruncate(self._handle, size)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Be the only writer of a folder until the end of the block, or of the process.
+
+    Raises:
+        FolderInUse: another process, or another part of this one, writes it.
+    """
+    path = folder / LOCK
+    try:
+        handle = _open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise NotWritten(f"{folder} cannot be written ({error.strerror})") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
+            who = f"process {holder}" if holder.isdigit() else "another process"
+            raise FolderInUse(
+                f"{folder} is being written by {who}; wait until it ends or name another folder. Nothing was spent"
+            ) from error
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
 def open_regular(path: Path, *, limit: int) -> BinaryIO | None:
     """A regular file of at most `limit` bytes opened for reading, or None when there is none.
 
@@ -51,13 +219,26 @@ def open_regular(path: Path, *, limit: int) -> BinaryIO | None:
         UnsafeFile: a link, a pipe, a device, a folder, an unreadable or an oversized file.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | _SAFE)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UnsafeFile(f"{path} cannot be read ({error.strerror}); links are not followed") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a null in it
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UnsafeFile(f"{path} cannot be read ({reason}); links are not followed") from error
     state = os.fstat(handle)
     if not stat.S_ISREG(state.st_mode) or state.st_size > limit:
         os.close(handle)
         raise UnsafeFile(f"{path} must be a regular file of at most {limit} bytes")
     return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path, *, limit: int) -> bytes | None:
+    """All of a regular file of at most `limit` bytes, even one that grows meanwhile; None when there is none."""
+    file = open_regular(path, limit=limit)
+    if file is None:
+        return None
+    with file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UnsafeFile(f"{path} must be a regular file of at most {limit} bytes")
+    return content

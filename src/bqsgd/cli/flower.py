@@ -56,19 +56,12 @@ def demo(
 
     Example: bqsgd flower demo --tls
     """
-    import tempfile
-
     if not 1 <= clients <= _SAMPLES // 16:
         raise InvalidParameter(f"clients must lie in 1..{_SAMPLES // 16} (16 samples each), got {clients}")
     settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise InvalidParameter(f"{out} is not empty; name another folder")
-        fields = run_demo(out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
-    else:
-        with tempfile.TemporaryDirectory(prefix="bqsgd-flower-") as folder:
-            fields = run_demo(Path(folder), settings, tls=tls, limit_seconds=limit_seconds)
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidParameter(f"{out} is not empty; name another folder")
+    fields = run_demo(None if out is None else out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
     if out is None:
         del fields["report"]  # it was in the folder that is gone
     if json:
@@ -99,8 +92,9 @@ def demo_settings(*, clients: int, rounds: int | None, tls: bool, epsilon: float
     return settings if seed is None else settings | {"seed": seed}
 
 
-def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds: float) -> dict[str, Any]:
-    """The whole demo in `folder`; when this returns no process of it is left."""
+def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_seconds: float) -> dict[str, Any]:
+    """The whole demo in the folder `place`, by default one that is deleted at the end; no process is left then."""
+    import tempfile
     import time
 
     from bqsgd.flower.local_federation import FlowerFailed, Processes, make_federation, write_app
@@ -114,9 +108,10 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:5.1f} s] {text}", file=sys.stderr)
 
-    write_app(folder / "app")
     clients = settings["clients"]
-    with Processes(folder) as processes:
+    folder = place or Path(tempfile.mkdtemp(prefix="bqsgd-flower-"))
+    with Processes(folder, temporary=place is None) as processes:
+        write_app(folder / "app")
         processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nodes")
         federation = make_federation(folder, processes, tls=tls, simulation=not tls)
         federation.start_superlink()
@@ -138,22 +133,23 @@ def run_demo(folder: Path, settings: dict[str, Any], *, tls: bool, limit_seconds
         say("done; stopping all processes")
         if not (folder / "server" / "summary.json").exists():
             raise FlowerFailed(f"the run ended without a summary\n{processes.tail('run')}")
-    history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
-    assert history.summary is not None
-    assert checkpoint is not None
-    summary, model = history.summary.to_dict(), checkpoint[0].get("averaged", checkpoint[0]["model"])
-    return {
-        **{name: summary[name] for name in ("accuracy", "rounds", "guarantee", "seeded")},
-        "model_sha256": hashlib.sha256(model.astype("<f4").tobytes()).hexdigest(),
-        "clients": clients,
-        "bytes_up": summary["bytes_up"],
-        "bytes_up_float32": summary["bytes_up_float32"],
-        "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
-        "rounds_in_ledgers": _ledgers(folder / "nodes"),
-        "processes_left": len(processes.left_over()),
-        "seconds": time.monotonic() - started,
-        "report": str(folder / "server" / "report.html"),
-    }
+        processes.stop()
+        history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
+        assert history.summary is not None
+        assert checkpoint is not None
+        summary, model = history.summary.to_dict(), checkpoint[0].get("averaged", checkpoint[0]["model"])
+        return {
+            **{name: summary[name] for name in ("accuracy", "rounds", "guarantee", "seeded")},
+            "model_sha256": hashlib.sha256(model.astype("<f4").tobytes()).hexdigest(),
+            "clients": clients,
+            "bytes_up": summary["bytes_up"],
+            "bytes_up_float32": summary["bytes_up_float32"],
+            "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
+            "rounds_in_ledgers": _ledgers(folder / "nodes"),
+            "processes_left": len(processes.left_over()),
+            "seconds": time.monotonic() - started,
+            "report": str(folder / "server" / "report.html"),
+        }
 
 
 def _ledgers(folder: Path) -> int:

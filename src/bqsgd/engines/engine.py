@@ -20,6 +20,7 @@ from torch import nn
 from bqsgd.errors import LedgerError
 from bqsgd.ledger import Ledger
 from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.storage import Appended, private_folder
 from bqsgd.training.client import Client, PrivateLog
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Samples, Task
@@ -106,7 +107,7 @@ def client_ledger(config: Config, folder: Path | None, *, number: int, resuming:
         return None
     path = folder / "ledgers" / f"client-{number:04}.ledger"
     if not resuming:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         budget = config.privacy.budget(client=number, round=0)
         return Ledger.open(path, client=number, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
     ledger = Ledger(path)
@@ -124,12 +125,12 @@ def private_log(config: Config, folder: Path | None, *, number: int) -> PrivateL
 
 
 def private_log_at(path: Path) -> PrivateLog:
-    """A file on the client's own disk, one JSON line per round."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file on the client's own disk, which nobody else can read, one JSON line per round."""
+    private_folder(path.parent)
 
     def append(figures: dict[str, Any]) -> None:
-        with path.open("a") as stream:
-            stream.write(json.dumps(figures) + "\n")
+        with Appended(path) as stream:
+            stream.append(json.dumps(figures).encode() + b"\n")
 
     return append
 

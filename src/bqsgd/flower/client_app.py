@@ -21,6 +21,7 @@ from bqsgd.engines.flower.messages import FRAME, MODEL, Plain, data_of, field_of
 from bqsgd.errors import BqsgdError, Infeasible, InvalidParameter
 from bqsgd.flower.node import Node
 from bqsgd.flower.settings import MakeTask, check_name, read_settings
+from bqsgd.flower.simulation import keep_ray_on_loopback
 from bqsgd.models import dimension_of
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import ClientSetting
@@ -44,6 +45,7 @@ def client_app(make_task: MakeTask) -> ClientApp:
         make_task: (settings, node, options) -> the task with this client's share alone; `node.client` is its number and
             `node.options` the node configuration, for instance the folder of its data.
     """
+    keep_ray_on_loopback()
     app = ClientApp()
 
     @app.query()

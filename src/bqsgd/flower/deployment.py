@@ -24,6 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
+from bqsgd.storage import private_folder
+
 logger = logging.getLogger("flwr.bqsgd")
 _DAYS = 30
 
@@ -39,7 +41,7 @@ class Certificates:
 
 def make_certificates(folder: Path, *, address: str = "127.0.0.1") -> Certificates:
     """An authority whose key is thrown away, and a server certificate for `address` (an IP) and localhost."""
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     authority_name, server_name = _name("bqsgd one-machine authority"), _name(address)
     authority = (
@@ -66,7 +68,7 @@ def make_certificates(folder: Path, *, address: str = "127.0.0.1") -> Certificat
 
 def make_node_key(folder: Path, *, name: str) -> tuple[Path, Path]:
     """A node's private key, which stays on it, and the public one, which the SuperLink is given: (private, public)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     key = ec.generate_private_key(ec.SECP384R1())
     private, public = folder / name, folder / f"{name}.pub"
     _write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
@@ -137,6 +139,7 @@ def superlink(options: Sequence[str]) -> None:
     """Be `flower-superlink` with these options until it is stopped."""
     from flwr.superlink.cli import flower_superlink
 
+    os.umask(0o077)  # its database and its logs
     ssl.SSLContext.sslobject_class = LoggedHandshake  # the standard library's own place for this
     sys.argv = ["flower-superlink", *options]
     flower_superlink()

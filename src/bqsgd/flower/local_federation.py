@@ -1,6 +1,6 @@
 """A whole Flower federation on one machine: SuperLink and SuperNodes as child processes, or a simulation.
 
-Each process is in its own group, with a log, and none of them outlives us.
+Each process is in its own group, with a log, listens on loopback only, and does not outlive us.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import psutil
 
 from bqsgd.errors import BqsgdError, InvalidParameter
+from bqsgd.flower import watchdog
 from bqsgd.flower.deployment import Certificates, make_certificates, make_node_key
+from bqsgd.flower.simulation import RAY_FOLDER_VARIABLE, ray_on_loopback
+from bqsgd.storage import private_folder
 
-_MARK = "BQSGD_PROCESS_MARK"
 _LOOK_SECONDS = 0.2
 _START_SECONDS = 90.0
 _CONNECTION = "one-machine"
@@ -39,18 +44,25 @@ class FlowerFailed(BqsgdError, RuntimeError):
 class Processes:
     """A family of processes that share a folder and an environment; leaving the `with` block ends all of them.
 
-    They are found again by a mark in their environment, so that grandchildren that left their group end too.
+    They are found again by a mark in their environment, so that grandchildren that left their group end too. A watchdog
+    does the same should this process be killed; SIGTERM and SIGHUP leave the `with` block as Ctrl-C does.
+
+    Args:
+        folder: of logs and of whatever the processes write; nobody else can read it.
+        temporary: delete the folder when the family ends.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, temporary: bool = False) -> None:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._began: dict[str, int] = {}
         self._mark = uuid.uuid4().hex
+        self._handlers: dict[signal.Signals, Any] = {}
         home = folder / "flwr-home"
-        for place in (home, folder / "logs"):
-            place.mkdir(parents=True, exist_ok=True)
+        for place in (folder, home, folder / "logs"):
+            private_folder(place)
         beside = str(Path(sys.executable).parent)  # Flower starts its own programs by name
+        ray_folder = tempfile.mkdtemp(prefix="bqsgd-ray-")  # short: it holds sockets, whose paths have a limit
         self.environment = os.environ | {
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -59,8 +71,17 @@ class Processes:
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "PATH": os.pathsep.join((beside, os.environ.get("PATH", ""))),
-            _MARK: self._mark,
+            **ray_on_loopback(),
+            RAY_FOLDER_VARIABLE: ray_folder,
+            watchdog.MARK: self._mark,
         }
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", watchdog.__file__, self._mark, ray_folder, *([str(folder)] if temporary else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a program in the background; its output goes to logs/`name`.log."""
@@ -76,6 +97,7 @@ class Processes:
                 env=self.environment | environment,
                 cwd=self.folder,
                 start_new_session=True,
+                umask=0o077,  # databases and logs of other people's programs
             )
         self.running[name] = process
         return process
@@ -143,11 +165,12 @@ class Processes:
     def kill(self, name: str) -> None:
         """kill -9 a program, its group and all its descendants at once, as a power cut would."""
         process = self.running.pop(name)
-        below = _descendants(process.pid)
-        _signal_group(process.pid, signal.SIGKILL)
-        for number in below:
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            below = psutil.Process(process.pid).children(recursive=True)
+            _signal_group(process.pid, signal.SIGKILL)
+            for each in below:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
         process.wait(10)
 
     def stop(self, *, seconds: float = 5.0) -> None:
@@ -157,36 +180,39 @@ class Processes:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self.running.values()):
             time.sleep(0.1)
+        watchdog.end_family(self._mark)
         for process in self.running.values():
-            _signal_group(process.pid, signal.SIGKILL)
             process.wait(10)
         self.running.clear()
-        end = time.monotonic() + seconds
-        while (numbers := self.left_over()) and time.monotonic() < end:
-            for number in numbers:
-                with suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
-            time.sleep(0.1)
 
     def left_over(self) -> list[int]:
-        """Numbers of living processes that carry our mark (where /proc tells)."""
-        found = []
-        mark = f"{_MARK}={self._mark}".encode()
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (entry / "environ").read_bytes() and "\nState:\tZ" not in (entry / "status").read_text():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        """Numbers of living processes that carry our mark."""
+        return [process.pid for process in watchdog.family(self._mark)]
 
     def __enter__(self) -> Self:
+        with suppress(ValueError):  # only the main thread can listen for signals
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._handlers[number] = signal.signal(number, _leave)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)  # we are leaving already
+        try:
+            self.stop()
+        finally:
+            assert self._watchdog.stdin is not None
+            self._watchdog.stdin.close()
+            self._watchdog.wait(60)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def free_port() -> int:
@@ -199,21 +225,6 @@ def free_port() -> int:
 def _signal_group(leader: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(leader, number)
-
-
-def _descendants(number: int) -> list[int]:
-    """Children of a process, their children and so on (where /proc tells)."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
-            parents.setdefault(int(after_name[1]), []).append(int(entry.name))
-    found, open_numbers = [], [number]
-    while open_numbers:
-        children = parents.get(open_numbers.pop(), [])
-        found += children
-        open_numbers += children
-    return found
 
 
 @dataclass(kw_only=True)
@@ -274,7 +285,7 @@ class LocalFederation:
     def start_node(self, name: str, *, client: int, key: Path | None, **environment: str) -> None:
         """Start a SuperNode; its ledger is in nodes/`name`."""
         ledgers = self.folder / "nodes" / name
-        options = ["--superlink", self.address, "--port", str(free_port())]
+        options = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
         options += ["--node-config", f'client={client} ledger-folder="{ledgers}" allow-no-privacy=true']
         if self.certificates is None:
             options.append("--insecure")

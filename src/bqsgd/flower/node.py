@@ -19,6 +19,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.params import check_int, check_positive
 from bqsgd.privacy.guarantee import as_given
+from bqsgd.storage import private_folder
 from bqsgd.training.settings import Config
 
 LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"
@@ -60,7 +61,7 @@ class Node:
                 check_positive(name, limit)
         return cls(
             client=check_int("client", number, 0, 2**63 - 1),
-            ledger_folder=Path(str(folder)).expanduser(),
+            ledger_folder=Path(str(folder)).expanduser().resolve(),
             simulated=simulated,
             allow_no_privacy=allow,
             options=dict(node_config),
@@ -98,7 +99,7 @@ class Node:
         if config.privacy.noiseless:
             return None
         folder = self.folder(run=run)
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         budget = config.privacy.budget(client=self.client, round=0)
         return Ledger.open(
             folder / f"client-{self.client:04}.ledger",

@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from bqsgd.errors import LedgerError
-from bqsgd.storage import sync_folder
+from bqsgd.errors import LedgerError, NotWritten, UnsafeFile
+from bqsgd.storage import draft, open_regular
 
 APPLICATION_ID = 0x62715347
 LEDGER_FORMAT = 1
 BUSY_SECONDS = 60.0
+MAX_BYTES = 1 << 30
 _SCHEMA = (
     "CREATE TABLE entries (number INTEGER PRIMARY KEY, body TEXT NOT NULL, chain BLOB NOT NULL)",
     "CREATE TABLE head (only INTEGER PRIMARY KEY CHECK (only = 1), client INTEGER NOT NULL, count INTEGER NOT NULL, "
@@ -58,28 +58,27 @@ def _explained(path: Path) -> Iterator[None]:
 def create(path: Path, *, client: int, first_body: str) -> None:
     """Make a ledger with its first entry, whole or not at all; does nothing when another process was faster.
 
-    The file is written under another name and linked into place, so a half-made ledger never has the ledger's name, and
-    an empty file under that name is always damage.
+    The file is written under another name and renamed into place, so a half-made ledger never has the ledger's name,
+    and an empty file under that name is always damage.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with _explained(path), contextlib.closing(_connect(draft, mode="rwc")) as connection:
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {LEDGER_FORMAT}")
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            chain = _link(_origin(client), first_body)
-            connection.execute("INSERT INTO entries VALUES (1, ?, ?)", (first_body, chain))
-            connection.execute("INSERT INTO head VALUES (1, ?, 1, ?)", (client, chain))
-            connection.execute("COMMIT")
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-        sync_folder(path.parent)
-    except OSError as error:
+        with draft(path) as (_, name):
+            if path.exists():  # the draft is locked, so nobody else is making it now
+                return
+            Path(f"{name}-journal").unlink(missing_ok=True)  # of a process that was killed here
+            with _explained(path), contextlib.closing(_connect(name, mode="rw")) as connection:
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {LEDGER_FORMAT}")
+                connection.execute("BEGIN IMMEDIATE")
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+                chain = _link(_origin(client), first_body)
+                connection.execute("INSERT INTO entries VALUES (1, ?, ?)", (first_body, chain))
+                connection.execute("INSERT INTO head VALUES (1, ?, 1, ?)", (client, chain))
+                connection.execute("COMMIT")
+            os.rename(name, path)
+    except (NotWritten, UnsafeFile) as error:
         raise LedgerError(f"ledger {path} could not be made ({error}); give a path in a writable folder") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _connect(path: Path, *, mode: str) -> sqlite3.Connection:
@@ -107,10 +106,17 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._count = 0
-        if not path.is_file():
+        try:
+            file = open_regular(path, limit=MAX_BYTES)
+        except UnsafeFile as error:
+            raise LedgerError(f"{error}; a ledger is one") from error
+        if file is None:
             raise LedgerError(f"no ledger at {path}; if this client has spent before, restore the file from a backup")
-        if path.stat().st_size == 0:
-            raise LedgerError(f"{path} is empty: a ledger never is; restore it from a backup, do not start a new one")
+        with file:
+            if not file.read(1):
+                raise LedgerError(
+                    f"{path} is empty: a ledger never is; restore it from a backup, do not start a new one"
+                )
         with _explained(path):
             # A journal left by a crash is rolled back by the first reader, which takes the right to write.
             self._connection = _connect(path, mode="rw" if os.access(path, os.W_OK) else "ro")

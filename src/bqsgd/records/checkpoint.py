@@ -15,8 +15,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from bqsgd.errors import BqsgdError
-from bqsgd.storage import write_atomic
+from bqsgd.errors import BqsgdError, UnsafeFile
+from bqsgd.records.record import MAX_COUNT
+from bqsgd.storage import open_regular, write_atomic
 
 FILE_NAME = "checkpoint.safetensors"
 _FORMAT = "bqsgd.checkpoint.v1"
@@ -38,18 +39,21 @@ def save_checkpoint(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], state:
 def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
     """The arrays and the state, or None when the run was stopped before its first checkpoint."""
     path = folder / FILE_NAME
-    if not path.exists():
-        return None
-    if path.stat().st_size > _MAX_BYTES:
-        raise CheckpointError(f"{path} is larger than {_MAX_BYTES} bytes: not a checkpoint of ours")
     try:
-        with safe_open(path, framework="np") as stream:
+        file = open_regular(path, limit=_MAX_BYTES)
+    except UnsafeFile as error:
+        raise CheckpointError(f"{error}; a checkpoint is one") from error
+    if file is None:
+        return None
+    try:
+        # Opened above without following a link or waiting for a pipe; by its descriptor it cannot be swapped for one.
+        with file, safe_open(f"/dev/fd/{file.fileno()}", framework="np") as stream:
             metadata = stream.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise CheckpointError(f"{path} is not a checkpoint of format {_FORMAT}")
             arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a dict)
         state = json.loads(metadata["state"])
-    except (SafetensorError, OSError, ValueError, KeyError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); start the run anew in another folder") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no state object")
@@ -59,9 +63,17 @@ def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
 def round_of(state: Mapping[str, Any]) -> int:
     """How many rounds were done when the state was written."""
     found = state.get("round")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise CheckpointError(f"the checkpoint names no round: {found!r}")
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MAX_COUNT:
+        raise CheckpointError(f"the checkpoint names no round: {str(found)[:40]!r}")
     return found
+
+
+def seconds_of(state: Mapping[str, Any]) -> float:
+    """How long the run had taken when the state was written."""
+    found = state.get("elapsed_seconds", 0.0)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < 1e18:
+        raise CheckpointError(f"the checkpoint names no duration: {str(found)[:40]!r}")
+    return float(found)
 
 
 def take(arrays: Arrays, name: str, like: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from bqsgd.errors import InvalidParameter, UnsafeFile
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.records.record import ClientRecord, RoundRecord, RunFolderError, Status, Summary
-from bqsgd.storage import open_regular, write_atomic
+from bqsgd.storage import Appended, open_regular, read_regular, write_atomic
 
 CONFIG, ROUNDS, SUMMARY, REPORT = "config.toml", "rounds.jsonl", "summary.json", "report.html"
 MAX_CONFIG_BYTES = 1 << 20
@@ -44,10 +43,12 @@ class RunWriter:
     def __init__(self, folder: str | Path, *, keep_through: int | None = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / ROUNDS
-        if path.exists():
-            _trim(path, keep_through)
-        self._rounds: BinaryIO = path.open("ab")
+        self._rounds = Appended(self.folder / ROUNDS, mode=SHOWN)
+        try:
+            _trim(self._rounds, keep_through)
+        except BaseException:
+            self._rounds.close()
+            raise
 
     def config(self, settings: Mapping[str, Any]) -> None:
         """Write config.toml whole or not at all. TOML has no null: settings that are None are left out."""
@@ -56,9 +57,8 @@ class RunWriter:
         write_atomic(self.folder / CONFIG, tomli_w.dumps(_without_none(settings)).encode(), mode=SHOWN)
 
     def append(self, record: RoundRecord) -> None:
-        """Append one round, flushed to the operating system (survives the death of the process)."""
-        self._rounds.write(json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n")
-        self._rounds.flush()
+        """Append one round, handed to the operating system (survives the death of the process)."""
+        self._rounds.append(json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n")
 
     def summary(self, summary: Summary) -> None:
         """Write summary.json whole or not at all."""
@@ -81,7 +81,10 @@ class RunWriter:
 def read_rounds(folder: str | Path) -> Iterator[RoundRecord]:
     """Yield the rounds in file order, one line in memory at a time; no file yields nothing."""
     path = Path(folder) / ROUNDS
-    file = _open(path, MAX_ROUNDS_BYTES)
+    try:
+        file = open_regular(path, limit=MAX_ROUNDS_BYTES)
+    except UnsafeFile as error:
+        raise RunFolderError(str(error)) from error
     if file is None:
         return
     with file:
@@ -132,36 +135,24 @@ def _json(content: bytes) -> Any:
         raise RunFolderError("not valid JSON") from None
 
 
-def _open(path: Path, limit: int) -> BinaryIO | None:
+def _content(path: Path, limit: int) -> bytes | None:
     try:
-        return open_regular(path, limit=limit)
+        return read_regular(path, limit=limit)
     except UnsafeFile as error:
         raise RunFolderError(str(error)) from error
 
 
-def _content(path: Path, limit: int) -> bytes | None:
-    file = _open(path, limit)
-    if file is None:
-        return None
-    with file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise RunFolderError(f"{path} must be a regular file of at most {limit} bytes")
-    return content
-
-
-def _trim(path: Path, keep_through: int | None) -> None:
+def _trim(rounds: Appended, keep_through: int | None) -> None:
     """Cut a half-written last line, and every line from the first whose round is beyond `keep_through`."""
     keep = 0
-    with path.open("rb") as file:
-        for line in file:
+    with rounds.read() as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
             if not line.endswith(b"\n"):
                 break
             if keep_through is not None and RoundRecord.from_dict(_json(line)).round > keep_through:
                 break
             keep += len(line)
-    if keep != path.stat().st_size:
-        os.truncate(path, keep)
+    rounds.cut(keep)
 
 
 def _without_none(value: Any) -> Any:
