@@ -175,12 +175,13 @@ class Processes:
 
     def stop(self, *, seconds: float = 5.0) -> None:
         """End everything: politely, then not."""
+        known = watchdog.family(self._mark)  # while parents live, descendants without the mark are found by them
         for process in self.running.values():
             _signal_group(process.pid, signal.SIGTERM)
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self.running.values()):
             time.sleep(0.1)
-        watchdog.end_family(self._mark)
+        watchdog.end_family(self._mark, known)
         for process in self.running.values():
             process.wait(10)
         self.running.clear()

@@ -35,13 +35,13 @@ def family(mark: str) -> list[psutil.Process]:
     return list(found.values())
 
 
-def end_family(mark: str) -> None:
-    """kill -9 everybody who carries the mark, until nobody is left."""
+def end_family(mark: str, known: Sequence[psutil.Process] = ()) -> None:
+    """kill -9 everybody who carries the mark, and those known before, until nobody is left."""
     end, quiet = time.monotonic() + _SECONDS, 0
     while quiet < _QUIET_SCANS and time.monotonic() < end:
         left = family(mark)
         quiet = 0 if left else quiet + 1
-        for process in left:
+        for process in (*left, *known):
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)
