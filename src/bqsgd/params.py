@@ -26,22 +26,30 @@ Codes = npt.NDArray[np.unsignedinteger]
 def check_int(name: str, value: object, low: int, high: int) -> int:
     """Return `value` as an int in [low, high]; bools, floats and strings are refused."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise InvalidParameter(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        raise InvalidParameter(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
     if not low <= value <= high:
-        raise InvalidParameter(f"{name} must be from {low} to {high}, got {value}")
+        raise InvalidParameter(f"{name} must be from {low} to {high}, got {shown(value)}")
     return int(value)
+
+
+def shown(value: object) -> str:
+    """A value that may be a stranger's, short enough for an error message."""
+    if isinstance(value, int) and abs(value) > 10**30:
+        return "an integer of more than 30 digits"  # Python refuses to print one of more than 4,300
+    text = repr(value)
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def check_positive(name: str, value: object) -> float:
     """Return `value` as a finite float above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidParameter(f"{name} must be a positive finite number, got {value!r}")
+        raise InvalidParameter(f"{name} must be a positive finite number, got {shown(value)}")
     try:
         number = float(value)
-    except OverflowError:
-        raise InvalidParameter(f"{name} must be a positive finite number, got an integer beyond any float") from None
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
     if not (math.isfinite(number) and number > 0):
-        raise InvalidParameter(f"{name} must be a positive finite number, got {value!r}")
+        raise InvalidParameter(f"{name} must be a positive finite number, got {shown(value)}")
     return number
 
 
@@ -49,7 +57,7 @@ def check_delta(name: str, value: object) -> float:
     """Return `value` as a float strictly between 0 and 1."""
     delta = check_positive(name, value)
     if delta >= 1:
-        raise InvalidParameter(f"{name} must be above 0 and below 1, got {value!r}")
+        raise InvalidParameter(f"{name} must be above 0 and below 1, got {shown(value)}")
     return delta
 
 

@@ -249,11 +249,12 @@ class Run:
             try:
                 self.checkpoint()
                 self.summary = self._summarise()
-                if self._writer is not None and self.folder is not None:
+                if self._writer is not None:
                     self._writer.summary(self.summary)
-                    write_report(self.folder)
             finally:
                 self._resources.close()
+            if self.folder is not None:
+                write_report(self.folder)  # from the ledgers as they are now: what was reserved and not sent is back
         return self.summary
 
     def _summarise(self) -> Summary:

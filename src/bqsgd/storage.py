@@ -21,7 +21,7 @@ from bqsgd.errors import FolderInUse, NotWritten, UnsafeFile
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 LOCK = ".lock"
-"""The file that the one writer of a folder holds locked. It stays: removing a lock file is a race."""
+"""The file that the one writer of a folder holds locked; it names the process."""
 
 
 def private_folder(path: Path) -> None:
@@ -66,7 +66,7 @@ def draft(path: Path) -> Iterator[tuple[int, Path]]:
     """
     name = path.with_name(f".{path.name}.draft")
     try:
-        handle = _lock_draft(name)
+        handle = _locked(name, wait=True)
         try:
             yield handle, name
         finally:
@@ -78,15 +78,23 @@ def draft(path: Path) -> Iterator[tuple[int, Path]]:
         raise NotWritten(f"{path} cannot be written ({error.strerror or error}); it is as it was") from error
 
 
-def _lock_draft(name: Path) -> int:
-    """Open the draft, wait for whoever is writing it, and make sure that the name is still this file's."""
+def _locked(name: Path, *, wait: bool) -> int:
+    """Open a file, or make it, and lock it; the name is still this file's then.
+
+    Raises:
+        BlockingIOError: somebody else holds it and we do not wait; the error's `filename` is what the file says.
+    """
     while True:
         handle = _open(name, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if _same(handle, name):
                 os.ftruncate(handle, 0)
                 return handle
+        except BlockingIOError as error:
+            error.filename = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
+            os.close(handle)
+            raise
         except BaseException:
             os.close(handle)
             raise
@@ -191,22 +199,20 @@ def one_writer(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK
     try:
-        handle = _open(path, os.O_RDWR | os.O_CREAT)
+        handle = _locked(path, wait=False)
+    except BlockingIOError as error:
+        who = f"process {error.filename}" if error.filename.isdigit() else "another process"
+        raise FolderInUse(
+            f"{folder} is being written by {who}; wait until it ends or name another folder. Nothing was spent"
+        ) from error
     except OSError as error:
         raise NotWritten(f"{folder} cannot be written ({error.strerror})") from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
-            who = f"process {holder}" if holder.isdigit() else "another process"
-            raise FolderInUse(
-                f"{folder} is being written by {who}; wait until it ends or name another folder. Nothing was spent"
-            ) from error
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
         yield
     finally:
+        if _same(handle, path):
+            path.unlink(missing_ok=True)
         os.close(handle)
 
 

@@ -98,14 +98,16 @@ class LedgerEntry:
         """Read and check a stored entry; anything unexpected raises LedgerError."""
         try:
             fields = json.loads(text)
+            if not isinstance(fields, dict):
+                raise InvalidParameter("it is not a table")
             if "budget" in fields:
                 fields["budget"] = PrivacyBudget(**fields["budget"])
             if "release" in fields:
                 fields["release"] = Release.from_dict(fields["release"])
             return cls(**fields)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise LedgerError(
-                f"an entry of the ledger cannot be read ({error}); restore the file from a backup"
+                f"an entry of the ledger cannot be read ({str(error)[:200]}); restore the file from a backup"
             ) from error
 
 
@@ -115,6 +117,8 @@ class LedgerState:
 
     budget: PrivacyBudget | None = None
     rounds: dict[Release, int] = field(default_factory=dict)
+    of_run: dict[str, dict[Release, int]] = field(default_factory=dict)
+    """The same of each run by itself."""
     seeded_rounds: int = 0
     taken: dict[str, dict[int, tuple[Release, bool]]] = field(default_factory=dict)
 
@@ -125,13 +129,14 @@ class LedgerState:
             return
         assert entry.release is not None
         sign = 1 if entry.kind is EntryKind.SPEND else -1
-        total = self.rounds.get(entry.release, 0) + sign * entry.rounds
         self.seeded_rounds += sign * entry.rounds * entry.seeded
-        if total < 0 or self.seeded_rounds < 0:
-            raise LedgerError("the ledger gives back more rounds than it spent; restore the file from a backup")
-        self.rounds[entry.release] = total
-        if total == 0:
-            del self.rounds[entry.release]
+        for tally in (self.rounds, self.of_run.setdefault(entry.run, {})):
+            total = tally.get(entry.release, 0) + sign * entry.rounds
+            if total < 0 or self.seeded_rounds < 0:
+                raise LedgerError("the ledger gives back more rounds than it spent; restore the file from a backup")
+            tally[entry.release] = total
+            if total == 0:
+                del tally[entry.release]
         taken = self.taken.setdefault(entry.run, {})
         for number in range(entry.first_round, entry.stop):
             if sign > 0:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -149,6 +150,7 @@ class Ledger:
         self._book = _Book(Path(path))
         self._lock = threading.RLock()
         self._unsent: dict[tuple[str, int], Grant] = {}
+        self.closed = False
 
     @classmethod
     def open(
@@ -213,6 +215,22 @@ class Ledger:
         with self._lock:
             self._book.refresh()
             return self._book.state.total_rounds
+
+    @property
+    def seeded_rounds(self) -> int:
+        """How many of them had seeded noise."""
+        with self._lock:
+            self._book.refresh()
+            return self._book.state.seeded_rounds
+
+    @property
+    def released(self) -> Counter[Release]:
+        """How often each release counts as made, by whatever process; this one's unsent reservations do not count."""
+        with self._lock:
+            self._book.refresh()
+            counted = Counter(self._book.state.rounds)
+            counted.subtract(grant.release for grant in self._unsent.values() if grant.charged)
+            return +counted
 
     def spend(self, release: Release, *, run: str, round: int, seeded: bool, resume: bool = False) -> None:
         """Record one round durably; when this returns, its message may leave.
@@ -320,6 +338,7 @@ class Ledger:
             finally:
                 self._unsent.clear()
                 self._book.store.close()
+                self.closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -74,7 +74,10 @@ class Spending:
                 wanted = max(1, min(wanted - 1, ledger.headroom(release)))
 
     def guarantee(self, *, delta: float) -> Guarantee | None:
-        """What the messages so far guarantee; None when nothing was sent."""
+        """What the messages so far guarantee; None when nothing was sent. While the ledger is open, it has the word:
+        another process may have spent from it meanwhile."""
+        if self.ledger is not None and not self.ledger.closed:
+            self.sent = self.ledger.released
         return guarantee_of(tuple(sorted_releases(self.sent)), delta, self.seeded)
 
 

@@ -21,10 +21,11 @@ from markupsafe import Markup
 from bqsgd import __version__
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given, rounded_up
-from bqsgd.records.folder import REPORT, SHOWN, ClientTally, History, Parameters, read_history
+from bqsgd.records.folder import REPORT, SHOWN, ClientTally, History, Parameters
 from bqsgd.records.record import Status
 from bqsgd.reports.chart import Chart, Point, Quantity, Series, short
 from bqsgd.reports.figures import measured, run_figures, running_total
+from bqsgd.reports.ledgers import read_run
 from bqsgd.storage import write_atomic
 
 MAX_CLIENT_ROWS = 40
@@ -35,7 +36,7 @@ MAX_SETTING_TEXT = 200
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Read a run folder and write its report, by default as report.html inside it."""
     target = Path(folder) / REPORT if out is None else Path(out)
-    write_atomic(target, run_page(read_history(folder)).encode(), mode=SHOWN)
+    write_atomic(target, run_page(read_run(folder)).encode(), mode=SHOWN)
     return target
 
 
@@ -230,7 +231,7 @@ COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Read the run folders and write one page that compares them."""
-    write_atomic(Path(out), comparison_page([read_history(folder) for folder in folders]).encode(), mode=SHOWN)
+    write_atomic(Path(out), comparison_page([read_run(folder) for folder in folders]).encode(), mode=SHOWN)
     return Path(out)
 
 
