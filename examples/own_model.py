@@ -1,6 +1,7 @@
 """Your own model, data and loss: four clients, a proven guarantee for every sample, in one file."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 from torch import nn
@@ -28,7 +29,9 @@ config = Config.of(
     clients=4, rounds=60, batch_size=300, clip_norm=1.0, clip_bound=0.5, bits=8, epsilon=3.0, delta=1e-5,
     learning_rate=1.0, evaluate_every=20, reserve_rounds=60,
 )  # fmt: skip
-with Run.start(task, config, folder=sys.argv[1] if len(sys.argv) > 1 else "runs/own_model") as run:
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/own_model")
+begun = (folder / "config.toml").exists()  # a run that is there continues; a finished one only says what it came to
+with Run.resume(task, folder=folder) if begun else Run.start(task, config, folder=folder) as run:
     for record in run.rounds():
         if record.test_accuracy is not None:
             print(f"round {record.round + 1}: accuracy {record.test_accuracy:.1%}")

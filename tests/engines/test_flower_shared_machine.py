@@ -115,8 +115,9 @@ class Demo:
         self.folder, self.seen, self.members, self.said = folder, {}, {}, []
         command = [sys.executable, "-m", "bqsgd", "flower", "demo", "--json", "--out", str(folder), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        threading.Thread(target=self._hear, daemon=True).start()
-        threading.Thread(target=self._look, daemon=True).start()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._hear, self._look)]
+        for thread in self._threads:
+            thread.start()
 
     def _hear(self):
         for line in self.process.stderr:
@@ -128,6 +129,16 @@ class Demo:
             self.members |= {each.pid: each for each in family}
             self.seen |= {(ip, port): program for ip, port, program in listeners(family)}
             time.sleep(0.2)
+
+    def output(self):
+        """What it printed, once it has ended."""
+        text = self.process.stdout.read()
+        self.process.wait(60)
+        for thread in self._threads:
+            thread.join(60)
+        for stream in (self.process.stdout, self.process.stderr):
+            stream.close()
+        return text
 
     def ended(self):
         """Nothing of it lives and no port of it is open."""
@@ -146,8 +157,8 @@ def alive(process):
 @pytest.mark.parametrize("options", [(), ("--tls",)], ids=["simulation", "tls"])
 def test_a_demo_listens_on_loopback_only(tmp_path, options):
     demo = Demo(tmp_path / "demo", "--rounds", "2", *options)
-    output = demo.process.stdout.read()
-    assert demo.process.wait() == 0, "".join(demo.said[-30:])
+    output = demo.output()
+    assert demo.process.returncode == 0, "".join(demo.said[-30:])
     print(*(f"{ip}:{port} {program}" for (ip, port), program in sorted(demo.seen.items())), sep="\n")
     assert len(demo.seen) >= 5, "the SuperLink, and Ray's processes or the SuperNodes"
     assert all(on_loopback(ip) for ip, _ in demo.seen), demo.seen
@@ -170,7 +181,7 @@ def test_nothing_of_a_demo_is_left(tmp_path, options, number):
     wait_until(lambda: len(demo.seen) >= 5 and any("flwr run" in line for line in demo.said), seconds=600)
     many = len([each for each in demo.members.values() if alive(each)])
     demo.process.send_signal(number)
-    demo.process.wait(60)
+    demo.output()
     wait_until(demo.ended)
     print(f"{number.name}: {many} processes and {len(demo.seen)} ports before, none after")
     assert many >= 5

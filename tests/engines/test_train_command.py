@@ -162,3 +162,5 @@ def test_own_model_example_is_short_and_learns(somewhere):
     assert float(lines[-1].split()[-1].rstrip("%")) > 95
     assert guarantee.startswith("epsilon 2.9")
     assert "at delta 1e-05" in guarantee
+    again = subprocess.run([sys.executable, script, "run"], capture_output=True, text=True, timeout=500)
+    assert (again.returncode, again.stdout.splitlines()) == (0, [guarantee]), again.stderr

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, show, to_json
+from bqsgd.cli.output import Json, out_option, show, to_json
 from bqsgd.errors import InvalidParameter
 
 flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
@@ -44,7 +44,8 @@ def demo(
     epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0,
     seed: Annotated[int | None, typer.Option(help="Reproducible noise: voids the privacy claim.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Keep everything here. Default: a folder deleted at the end.")
+        Path | None,
+        out_option("Keep everything here. Default: a folder deleted at the end."),
     ] = None,
     limit_seconds: Annotated[float, typer.Option(help="Give up after this long.")] = 900.0,
     json: Json = False,

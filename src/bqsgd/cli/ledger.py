@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, to_json
+from bqsgd.cli.output import Json, out_option, to_json
 from bqsgd.cli.output import show as print_lines
 
 ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
@@ -66,7 +66,10 @@ def show(path: Where, delta: Delta = None, json: Json = False) -> None:
 @ledger.command()
 def export(
     path: Where,
-    out: Annotated[Path, typer.Option(help="File to write: .json (everything) or .csv (one line per entry).")],
+    out: Annotated[
+        Path,
+        out_option("File to write: .json (everything) or .csv (one line per entry)."),
+    ],
     delta: Delta = None,
 ) -> None:
     """Write every entry, and in JSON the guarantee, to a file."""

@@ -10,6 +10,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from bqsgd.training.settings import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure in full.")]
+
+
+def out_option(help: str) -> Any:
+    """The option --out. An empty value would be the current folder, which nobody has named: it is refused."""
+    return typer.Option(parser=_named_path, metavar="PATH", help=help)
+
+
+def _named_path(text: str) -> Path:
+    if not text.strip():
+        raise typer.BadParameter("name a file or folder; it is empty")
+    return Path(text)
 
 
 def show(title: str, lines: Mapping[str, str]) -> None:

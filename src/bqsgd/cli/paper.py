@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bqsgd.cli import options
-from bqsgd.cli.output import Json, show, to_json
+from bqsgd.cli.output import Json, out_option, show, to_json
 
 if TYPE_CHECKING:
     from bqsgd.paper.nominal import NominalPrivacy
@@ -144,7 +144,7 @@ def paper_plan(
 
 @paper.command("tradeoffs")
 def paper_tradeoffs(
-    out: Annotated[Path, typer.Option(help="Directory to write into; created if missing.", file_okay=False)],
+    out: Annotated[Path, out_option("Folder to write into; created if missing.")],
     epsilons: Annotated[
         str, typer.Option(help="Nominal epsilons that are held fixed, comma-separated.")
     ] = "1.72,3.44,8.72",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bqsgd.cli.output import Json, to_json
+from bqsgd.cli.output import Json, out_option, to_json
 
 COMPARISON = "comparison.html"
 
@@ -15,7 +15,10 @@ COMPARISON = "comparison.html"
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
     out: Annotated[
-        Path | None, typer.Option(help=f"Where to write. Default: RUN/report.html; {COMPARISON} for several runs.")
+        Path | None,
+        out_option(
+            f"Where to write. Default: RUN/report.html; {COMPARISON} for several runs.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ import click
 import typer
 import typer.core
 
-from bqsgd.cli.output import Json, show, to_json
+from bqsgd.cli.output import Json, out_option, show, to_json
 from bqsgd.errors import DataUnavailable, InvalidParameter
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def train(
         str | None, typer.Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; options win over it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder. Default: a new one under runs/.")] = None,
+    out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
     nominal: Annotated[
@@ -128,7 +128,7 @@ def train(
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Run folder. Default: a new one under runs/.")] = None,
+    out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds to train.", min=1)] = None,
     dataset: Annotated[str | None, typer.Option(help="mnist or digits. Default: mnist, else digits.")] = None,
     json: Json = False,

@@ -101,7 +101,10 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
 
     Raises:
         DataUnavailable: no source answered; the message lists each with its reason, and what to do by hand.
+        InvalidParameter: `folder` is given and there is none.
     """
+    if folder is not None and not Path(folder).is_dir():
+        raise InvalidParameter(f"there is no data folder {str(folder)!r}; name one that holds the files, or none")
     if name == "digits":
         return _digits()
     if name not in CATALOGUE:

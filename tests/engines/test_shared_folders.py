@@ -1,0 +1,177 @@
+"""A run folder on a shared machine: one writer, private files, no trap followed, and epsilon as the ledgers have it."""
+
+import json
+import os
+import stat
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bqsgd.cli.app import main
+from bqsgd.errors import FolderInUse, LedgerError, UnsafeFile
+from bqsgd.ledger import Ledger
+from bqsgd.records.checkpoint import FILE_NAME, CheckpointError
+from bqsgd.records.record import RunFolderError
+from bqsgd.reports.ledgers import read_run
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
+from bqsgd.training.task import Task
+
+ROUNDS = 4
+
+
+def config(**changes):
+    settings = {"clients": 2, "rounds": ROUNDS, "batch_size": 8, "levels": 4, "trials": 400, "epsilon": 50.0}
+    return Config.of(**settings | {"evaluate_every": 2, "checkpoint_every": 1, "quorum": 1} | changes)
+
+
+@pytest.fixture(scope="module")
+def task():
+    rng = np.random.default_rng(0)
+    shares = [(rng.normal(size=(20, 3)).astype(np.float32), rng.integers(0, 2, 20)) for _ in range(2)]
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Linear(3, 2)
+
+    return Task(make_model=model, shares=shares, test=shares[0], loss=nn.CrossEntropyLoss(reduction="none"))
+
+
+@pytest.fixture
+def stopped(task, tmp_path):
+    """The folder of a run that was stopped after two of its rounds."""
+    with Run.start(task, config(), folder=tmp_path / "run") as run:
+        for record in run.rounds():
+            if record.round == 1:
+                break
+    return tmp_path / "run"
+
+
+def spent(folder):
+    found = {}
+    for path in sorted((folder / "ledgers").glob("*.ledger")):
+        with Ledger(path) as ledger:
+            found[ledger.client] = ledger.spent_rounds
+    return found
+
+
+def test_a_second_run_in_a_folder_is_refused_before_anything_is_spent(task, stopped):
+    before = spent(stopped)
+    with Run.resume(task, folder=stopped) as run:
+        for again in (lambda: Run.resume(task, folder=stopped), lambda: Run.start(task, config(), folder=stopped)):
+            with pytest.raises(FolderInUse, match=f"process {os.getpid()}"):
+                again()
+        assert spent(stopped) == before == {0: 2, 1: 2}
+        list(run.rounds())
+    assert spent(stopped) == {0: ROUNDS, 1: ROUNDS}
+    assert not (stopped / ".lock").exists()
+
+
+def test_a_run_that_fails_to_begin_leaves_no_lock(task, stopped):
+    (stopped / "ledgers" / "client-0001.ledger").unlink()
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="no ledger at"):
+            Run.resume(task, folder=stopped)
+
+
+def test_summary_and_report_say_what_the_ledgers_say(task, stopped):
+    summary = json.loads((stopped / "summary.json").read_text())
+    with Ledger(stopped / "ledgers" / "client-0001.ledger") as ledger:
+        assert summary["guarantee"]["epsilon"] == ledger.guarantee(delta=1e-5).epsilon
+        release = next(entry.release for entry in ledger.entries if entry.release is not None)
+        ledger.spend(release, run="of another process", round=0, seeded=False)
+        now = ledger.guarantee(delta=1e-5)
+    assert now.epsilon > summary["guarantee"]["epsilon"]
+    found = read_run(stopped).summary
+    assert (found.guarantee, found.guarantee_client) == (now, 1)
+    assert main(["report", str(stopped)]) == 0
+    assert f"{now.epsilon_text}" in (stopped / "report.html").read_text()
+
+
+def test_a_run_counts_what_another_process_spends_meanwhile(task, stopped):
+    with Run.resume(task, folder=stopped) as run:
+        list(run.rounds())
+        with Ledger(stopped / "ledgers" / "client-0000.ledger") as other:
+            release = next(entry.release for entry in other.entries if entry.release is not None)
+            other.spend(release, run="of another process", round=0, seeded=False)
+    with Ledger(stopped / "ledgers" / "client-0000.ledger") as ledger:
+        assert ledger.spent_rounds == ROUNDS + 1
+        assert run.summary.guarantee.epsilon == ledger.guarantee(delta=1e-5).epsilon
+    assert run.summary.guarantee_client == 0
+
+
+def test_a_reservation_that_was_not_used_is_in_neither_figure(task, tmp_path):
+    with Run.start(task, config(reserve_rounds=ROUNDS), folder=tmp_path) as run:
+        for record in run.rounds():
+            if record.round == 0:
+                break
+    with Ledger(tmp_path / "ledgers" / "client-0000.ledger") as ledger:
+        assert ledger.spent_rounds == 1
+        assert run.summary.guarantee.epsilon == ledger.guarantee(delta=1e-5).epsilon
+    assert read_run(tmp_path).summary.guarantee == run.summary.guarantee
+
+
+def test_private_files_are_private(task, tmp_path):
+    with Run.start(task, config(private_metrics=True), folder=tmp_path / "run") as run:
+        list(run.rounds())
+    folder = tmp_path / "run"
+    private = [*folder.rglob("*.ledger"), *folder.glob("private/*"), folder / FILE_NAME]
+    assert len(private) == 5
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    for name in ("ledgers", "private"):
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o700
+    shown = [folder / name for name in ("config.toml", "rounds.jsonl", "summary.json", "report.html")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in shown} == {0o644}
+    assert not list(folder.rglob(".*"))
+
+
+@pytest.mark.parametrize("name", ["rounds.jsonl", FILE_NAME, "config.toml", "ledgers/client-0000.ledger"])
+@pytest.mark.parametrize("trap", ["link", "pipe"])
+def test_a_resumed_run_follows_no_link_and_waits_for_no_pipe(task, stopped, tmp_path, name, trap, capsys):
+    path, elsewhere = stopped / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    content = elsewhere.read_bytes()
+    path.symlink_to(elsewhere) if trap == "link" else os.mkfifo(path)
+    with pytest.raises((UnsafeFile, CheckpointError, RunFolderError, LedgerError), match=path.name):
+        Run.resume(task, folder=stopped)
+    assert elsewhere.read_bytes() == content
+    if name == "config.toml":
+        assert main(["train", "--resume", "--out", str(stopped)]) == 2
+        assert main(["train", "--config", str(path)]) == 2
+        assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_link_in_the_place_of_the_private_figures_is_refused(task, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "private").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeFile, match="private"):
+        Run.start(task, config(private_metrics=True), folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "--dataset", "digits"),
+        ("demo",),
+        ("flower", "demo"),
+        ("report", "run"),
+        ("paper", "tradeoffs"),
+        ("ledger", "export", "x.ledger"),
+    ],
+)
+def test_an_empty_out_is_not_the_current_folder(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--out", ""]) == 2
+    assert "it is empty" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "digits"])
+def test_a_data_folder_that_is_not_there_is_refused(dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--dataset", dataset, "--data-folder", "nowhere", "--rounds", "1"]) == 2
+    assert "there is no data folder 'nowhere'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
