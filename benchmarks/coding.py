@@ -86,8 +86,8 @@ def fixed(codes: Codes, mechanism: Mechanism) -> tuple[Callable[[], bytes], Call
 
 def ours(codes: Codes, mechanism: Mechanism) -> tuple[Callable[[], bytes], Callable[[bytes], Any]]:
     return (
-        lambda: bytes(entropy.encode(codes, mechanism)),
-        lambda data: entropy.decode(np.frombuffer(data, np.uint8), mechanism, codes.size),
+        lambda: bytes(entropy.compress(codes, mechanism)),
+        lambda data: entropy.decompress(np.frombuffer(data, np.uint8), mechanism, codes.size),
     )
 
 
@@ -114,7 +114,7 @@ def measure(mechanism: Mechanism, dimension: int, rng: np.random.Generator) -> d
             best[name] = [min(best[name][0], middle - start), min(best[name][1], stop - middle)]
             size[name] = len(data)
     table = write_counts(best_binning(histogram(codes, mechanism.code_count), entropy.MAX_BINS).counts)
-    mode = entropy.Mode(entropy.encode(codes, mechanism)[0]).name.lower()
+    mode = entropy.Mode(entropy.compress(codes, mechanism)[0]).name.lower()
     return {
         "levels": mechanism.levels,
         "trials": mechanism.trials,

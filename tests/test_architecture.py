@@ -210,7 +210,7 @@ def prose(text: str) -> list[str]:
     return [line for line in outside.splitlines() if not line.startswith("|")]
 
 
-PAGES_OF_PROOFS = {"accounting.md", "persample.md"}
+PAGES_OF_PROOFS = {"persample.md"}
 """Formulas there are easier to read unbroken."""
 
 

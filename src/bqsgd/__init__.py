@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bqsgd.training.settings import Config
     from bqsgd.training.task import Task
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BudgetExhausted",
     "Config",

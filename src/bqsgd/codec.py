@@ -62,7 +62,7 @@ def encode_frame(
         writer = FrameWriter(coding=Coding.FIXED, **about)
         _write_fixed(encoding, writer.payload, threads)
         return writer.seal()
-    payload = entropy.encode(encoding.codes(threads=threads), mechanism)
+    payload = entropy.compress(encoding.codes(threads=threads), mechanism)
     writer = FrameWriter(coding=Coding.ENTROPY, payload_bytes=len(payload), **about)
     writer.payload[:] = np.frombuffer(payload, np.uint8)
     return writer.seal()
@@ -96,7 +96,7 @@ def codes_of(frame: Frame) -> Codes:
     if header.coding is Coding.FIXED:
         codes = FixedWidth(header.mechanism.code_count).unpack(frame.payload, header.dimension)
     else:
-        codes = entropy.decode(frame.payload, header.mechanism, header.dimension)
+        codes = entropy.decompress(frame.payload, header.mechanism, header.dimension)
     view = codes.view()
     view.flags.writeable = False  # one kernel signature, whether the codes were copied or not
     return view

@@ -173,7 +173,7 @@ _FIXED: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
     "alexnet28": (AlexNet28, (1, 28, 28)),
     "alexnet227": (AlexNet227, (3, 227, 227)),
 }
-MODELS = (*_FIXED, "mlp", "linear")
+_MODELS = (*_FIXED, "mlp", "linear")
 
 
 def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, activation: str = "tanh") -> nn.Module:
@@ -184,8 +184,8 @@ def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, a
     """
     check_int("classes", classes, 2, 2**20)
     check_int("seed", seed, 0, 2**63 - 1)
-    if name not in MODELS:
-        raise InvalidParameter(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    if name not in _MODELS:
+        raise InvalidParameter(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "mlp":

@@ -54,15 +54,15 @@ from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import propose
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Release, Scheme, Trust, Unit
-from bqsgd.training.client_plan import Spent, clipped_setting, plan_release
+from bqsgd.release import Release, Scheme, Spent, Trust, Unit
+from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources, draw_batch
 from bqsgd.training.samples import Forward, Objective, Part, Reader, check_loader
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES
 
-log = logging.getLogger("bqsgd.private")
-FORMAT = "bqsgd.private.v1"
+_log = logging.getLogger("bqsgd.private")
+_FORMAT = "bqsgd.private.v1"
 _AHEAD = 20
 """Steps that the ledger records in one write; a crash leaves at most so many counted that were not taken."""
 _NOTE_BYTES = 1 << 12
@@ -466,13 +466,13 @@ class Private:
         except BudgetExhausted as reason:
             if self._peers.size == 1:
                 raise
-            log.warning("rank %d: %s", self._peers.rank, reason)
+            _log.warning("rank %d: %s", self._peers.rank, reason)
             return None  # the others are told, so that all stop in the same step
         with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
             mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
         if lost and not self.dropped:
-            log.warning("%d of %d samples of a batch counted as zero (this line depends on the data: keep it private)",
+            _log.warning("%d of %d samples of a batch counted as zero (this line depends on the data: keep it private)",
                         lost, drawn)  # fmt: skip
         self.dropped += lost
         frame = encode_frame(
@@ -527,7 +527,7 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides those of model, optimiser and scheduler; plain values."""
         return {
-            "format": FORMAT,
+            "format": _FORMAT,
             "run": self._spending.run,
             "steps": self.steps,
             "range": self.range,
@@ -547,11 +547,11 @@ class Private:
         if self.steps:
             raise InvalidParameter("load the state before the first step")
         try:
-            if state["format"] != FORMAT:
-                raise InvalidParameter(f"not a state of {FORMAT}")
+            if state["format"] != _FORMAT:
+                raise InvalidParameter(f"not a state of {_FORMAT}")
             plan, run, steps, reach = Plan.from_dict(state["plan"]), state["run"], state["steps"], state["range"]
         except (KeyError, TypeError) as error:
-            raise InvalidParameter(f"not a state of {FORMAT}: {error}") from error
+            raise InvalidParameter(f"not a state of {_FORMAT}: {error}") from error
         check_int("steps", steps, 0, 2**40)
         before, self._range = self._range, check_positive("range", reach)
         same = plan.budget == self.budget and plan.rounds == self.rounds
@@ -621,7 +621,7 @@ def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
     try:
         yield from samples
     except Exception:
-        log.warning("reading a batch failed; the rest of it counts as zero", exc_info=True)
+        _log.warning("reading a batch failed; the rest of it counts as zero", exc_info=True)
 
 
 class Peers:

@@ -177,3 +177,7 @@ class Release:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidParameter(f"not a release: {error}") from error
+
+
+Spent = tuple[tuple[Release, int], ...]
+"""Releases and how many rounds of each, in a fixed order."""

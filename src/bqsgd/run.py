@@ -46,12 +46,12 @@ from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
 from bqsgd.training.task import Task
 
-log = logging.getLogger("bqsgd.run")
-DATA = "data"
+_log = logging.getLogger("bqsgd.run")
+_DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32")
 _MOST_NAMED = 10
-Nominal = Callable[[Config, ClientSetting], Callable[[int], float | None]]
+_Nominal = Callable[[Config, ClientSetting], Callable[[int], float | None]]
 """(settings, client 0) -> rounds -> the paper's nominal epsilon; see `bqsgd.paper`."""
 
 
@@ -80,7 +80,7 @@ class Run:
         folder: Path | None,
         engine: MakeEngine,
         resuming: bool,
-        nominal: Nominal | None,
+        nominal: _Nominal | None,
         resources: ExitStack,
     ) -> None:
         self.task, self.config, self.folder = task, config, folder
@@ -109,7 +109,7 @@ class Run:
         *,
         folder: str | Path | None = None,
         engine: MakeEngine = in_process,
-        nominal: Nominal | None = None,
+        nominal: _Nominal | None = None,
     ) -> Self:
         """Begin a run in `folder`, which must not hold one. Without a folder nothing is kept, which is allowed for
         seeded and noiseless runs only: neither makes a privacy claim.
@@ -135,7 +135,7 @@ class Run:
         *,
         folder: str | Path,
         engine: MakeEngine = in_process,
-        nominal: Nominal | None = None,
+        nominal: _Nominal | None = None,
     ) -> Self:
         """Continue the run in `folder` from its last checkpoint, or from round 0 when it was stopped before the first.
 
@@ -168,7 +168,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         source = self.task.source
-        return self.config.to_dict() | ({} if source is None else {DATA: group_to_dict(source)})
+        return self.config.to_dict() | ({} if source is None else {_DATA: group_to_dict(source)})
 
     def _count(self, record: RoundRecord) -> None:
         self.last = record
@@ -209,7 +209,7 @@ class Run:
                 self.checkpoint()
             left, needed = len(self.engine.samples) - len(self.engine.lost), self.config.server.fewest_frames
             if left < needed:
-                log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
+                _log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
                 return
 
     def _one_round(self) -> RoundRecord:
@@ -308,7 +308,7 @@ def run_round(server: Server, engine: Engine) -> RoundRecord:
     message = server.open_round()
     writing = time.perf_counter() - began
     for answer in engine.exchange(message, round=server.round):
-        deliver(server, answer)
+        _deliver(server, answer)
     record = server.close_round()
     seconds = dict(engine.seconds())
     for stage, elapsed in {**record.seconds, "frame": writing}.items():
@@ -316,7 +316,7 @@ def run_round(server: Server, engine: Engine) -> RoundRecord:
     return replace(record, seconds=seconds)
 
 
-def deliver(server: Server, answer: Answer) -> ClientRecord:
+def _deliver(server: Server, answer: Answer) -> ClientRecord:
     """Hand one answer to the open round."""
     if answer.frame is not None:
         return server.receive(answer.frame, sender=answer.client, arrived=answer.arrived)
@@ -354,7 +354,7 @@ def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
     if not (folder / CONFIG).exists():
         raise InvalidParameter(f"{folder} holds no run to resume: it has no {CONFIG}")
     tables = read_config(folder)
-    data = tables.pop(DATA, {})
+    data = tables.pop(_DATA, {})
     config = Config.from_dict(tables)
     if config.run.name is None:
         raise InvalidParameter(f"{folder / CONFIG} does not name its run, so it cannot be resumed")
@@ -366,11 +366,11 @@ def _log_trouble(record: RoundRecord) -> None:
     trouble = record.trouble
     for entry in trouble[:_MOST_NAMED]:
         who = "somebody" if entry.client is None else f"client {entry.client}"
-        log.warning("round %d: %s %s: %s", record.round, who, entry.status, one_line(entry.reason or "-"))
+        _log.warning("round %d: %s %s: %s", record.round, who, entry.status, one_line(entry.reason or "-"))
     if len(trouble) > _MOST_NAMED:
-        log.warning("round %d: %d more answers were not used", record.round, len(trouble) - _MOST_NAMED)
+        _log.warning("round %d: %d more answers were not used", record.round, len(trouble) - _MOST_NAMED)
     if not record.stepped:
-        log.warning("round %d: %d frames are too few; the model stays as it is", record.round, record.used)
+        _log.warning("round %d: %d frames are too few; the model stays as it is", record.round, record.used)
 
 
 def _versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from hostile_servers import LOSS, NETWORKS, NOT_FINITE, UNITS_AND_CLIPS, few_data_sets, finite_models, message, settings
 
 from bqsgd.engines.torch_distributed import join, work
-from bqsgd.engines.torch_distributed.transport import MessageKind, greeting
+from bqsgd.engines.torch_distributed._transport import MessageKind, greeting
 from bqsgd.ledger import Ledger
 from bqsgd.training.task import Task
 

@@ -15,7 +15,7 @@ from fault_book import counts, seen, together
 
 from bqsgd.cli.app import main
 from bqsgd.engines.torch_distributed import join
-from bqsgd.engines.torch_distributed.transport import (
+from bqsgd.engines.torch_distributed._transport import (
     PeerLost,
     SettingsDiffer,
     as_tensor,

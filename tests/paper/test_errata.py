@@ -9,15 +9,16 @@ from bqsgd.mechanism.properties import noise_variance, worst_case_variance
 from bqsgd.paper.nominal import (
     NominalSetting,
     PeakForm,
+    closed_form,
     fewest_bits,
     fewest_bits_as_printed,
+    nearest_mechanism,
     nominal_epsilon,
     peak_probability_normal,
     strong_composition,
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
-from bqsgd.paper.planner import closed_form, nearest_mechanism
 from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
 from bqsgd.paper.tradeoffs import Share, convergence_bound
 from bqsgd.params import Mechanism

@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd.errors import Infeasible, InvalidParameter
-from bqsgd.paper.nominal import NominalSetting, fewest_bits, nominal_epsilon, privacy_level
-from bqsgd.paper.planner import closed_form, least_epsilon, make_nominal_plan, nearest_mechanism, strict_mechanism
+from bqsgd.paper.nominal import (
+    NominalSetting,
+    closed_form,
+    fewest_bits,
+    least_epsilon,
+    make_nominal_plan,
+    nearest_mechanism,
+    nominal_epsilon,
+    privacy_level,
+    strict_mechanism,
+)
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import Budget
 

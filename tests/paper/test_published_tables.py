@@ -2,8 +2,7 @@
 
 import pytest
 
-from bqsgd.paper.nominal import NominalPrivacy, nominal_epsilon
-from bqsgd.paper.planner import nearest_mechanism
+from bqsgd.paper.nominal import NominalPrivacy, nearest_mechanism, nominal_epsilon
 from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
 from bqsgd.params import Mechanism
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism
-from bqsgd.reports.chart import Axis, Chart, Quantity, Series, short, thin
-from bqsgd.reports.figures import noise_chart
+from bqsgd.reports._chart import Axis, Chart, Quantity, Series, short, thin
+from bqsgd.reports._figures import noise_chart
 
 sizes = st.floats(1e-12, 1e12)
 values = sizes | sizes.map(lambda x: -x) | st.just(0.0)

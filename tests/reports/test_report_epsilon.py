@@ -9,8 +9,8 @@ import pytest
 
 from bqsgd.records.folder import read_history
 from bqsgd.records.tensorboard import scalars
-from bqsgd.reports.chart import Chart, Quantity, Series, short
-from bqsgd.reports.figures import epsilon
+from bqsgd.reports._chart import Chart, Quantity, Series, short
+from bqsgd.reports._figures import epsilon
 from bqsgd.reports.page import comparison_figures, comparison_page, flatten, run_page
 
 

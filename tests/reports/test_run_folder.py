@@ -172,10 +172,10 @@ def test_hostile_content_is_one_clear_error(synthetic_run, name: str, content: b
 def test_sizes_are_bounded_before_reading(synthetic_run, monkeypatch: pytest.MonkeyPatch) -> None:
     path = synthetic_run(rounds=5)
     for limit, value in (
-        ("MAX_ROUNDS", 3),
-        ("MAX_LINE_BYTES", 100),
-        ("MAX_ROUNDS_BYTES", 999),
-        ("MAX_SUMMARY_BYTES", 9),
+        ("_MAX_ROUNDS", 3),
+        ("_MAX_LINE_BYTES", 100),
+        ("_MAX_ROUNDS_BYTES", 999),
+        ("_MAX_SUMMARY_BYTES", 9),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(folders, limit, value)

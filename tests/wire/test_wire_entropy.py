@@ -34,8 +34,8 @@ def entropy_bytes(codes: Codes) -> float:
 def test_within_two_percent_of_the_entropy_for_a_lenet(levels: int, trials: int, spread: float) -> None:
     mechanism = Mechanism(levels=levels, trials=trials)
     codes = codes_of(mechanism, LENET, np.random.default_rng(levels + trials), spread)
-    payload = entropy.encode(codes, mechanism)
-    assert np.array_equal(entropy.decode(array(payload), mechanism, LENET), codes)
+    payload = entropy.compress(codes, mechanism)
+    assert np.array_equal(entropy.decompress(array(payload), mechanism, LENET), codes)
     # Below 16 KiB the table and the prefix alone may pass 2 %: allow the prefix and one byte a code in use.
     small = 0 if entropy_bytes(codes) > 16384 else PREFIX.size + np.unique(codes).size
     assert len(payload) <= 1.02 * entropy_bytes(codes) + small
@@ -46,12 +46,12 @@ def test_within_two_percent_of_the_entropy_for_a_lenet(levels: int, trials: int,
 def test_each_library_is_used_where_it_is_better_and_in_chunks(levels: int, trials: int, mode: Mode) -> None:
     mechanism, dimension = Mechanism(levels=levels, trials=trials), 2 * CHUNK_CODES + 12_345
     codes = codes_of(mechanism, dimension, np.random.default_rng(1))
-    payload = entropy.encode(codes, mechanism)
+    payload = entropy.compress(codes, mechanism)
     assert payload[0] == mode
     pieces = list(entropy.iterate(array(payload), mechanism, dimension))
     assert [p.size for p in pieces] == [CHUNK_CODES, CHUNK_CODES, 12_345]
     assert np.array_equal(np.concatenate(pieces), codes)
-    assert np.array_equal(entropy.decode(array(payload), mechanism, dimension), codes)
+    assert np.array_equal(entropy.decompress(array(payload), mechanism, dimension), codes)
 
 
 @given(
@@ -73,9 +73,9 @@ def test_round_trip_bound_and_plain_python_decoder(
         "constant": lambda: np.full(dimension, rng.integers(0, top + 1)),
         "two": lambda: np.where(rng.random(dimension) < 0.1, 0, top),
     }[kind]().astype(coder.dtype)
-    payload = entropy.encode(codes, mechanism)
+    payload = entropy.compress(codes, mechanism)
     assert len(payload) <= coder.payload_bytes(dimension) + 16
-    found = entropy.decode(array(payload), mechanism, dimension)
+    found = entropy.decompress(array(payload), mechanism, dimension)
     assert found.dtype == coder.dtype
     assert found.tolist() == codes.tolist()
     if dimension <= 100:
@@ -106,7 +106,7 @@ MECHANISM = Mechanism(levels=2, trials=251)
 
 def ans_payload() -> tuple[Codes, bytearray]:
     codes = codes_of(MECHANISM, 400, np.random.default_rng(4))
-    payload = bytearray(entropy.encode(codes, MECHANISM))
+    payload = bytearray(entropy.compress(codes, MECHANISM))
     assert payload[0] == Mode.ANS
     return codes, payload
 
@@ -138,7 +138,7 @@ def edited(payload: bytes | bytearray, **fields: int) -> np.ndarray:
 def test_hostile_prefixes_are_refused(fields: dict[str, int]) -> None:
     _, payload = ans_payload()
     with pytest.raises(BadPayload):
-        entropy.decode(edited(payload, **fields), MECHANISM, 400)
+        entropy.decompress(edited(payload, **fields), MECHANISM, 400)
 
 
 def test_the_ans_stream_must_be_exactly_consumed() -> None:
@@ -146,17 +146,17 @@ def test_the_ans_stream_must_be_exactly_consumed() -> None:
     longer = payload[:-4] + b"\x00\x00\x01\x00" + payload[-4:]
     for bad in (longer, payload[:-4], payload[:-1], payload + b"\x00\x00\x00\x00", payload[:10]):
         with pytest.raises(BadPayload):
-            entropy.decode(array(bad), MECHANISM, 400)
+            entropy.decompress(array(bad), MECHANISM, 400)
     changed = payload.copy()
     changed[-6] ^= 1
     with pytest.raises(BadPayload, match="ANS stream"):
-        entropy.decode(array(changed), MECHANISM, 400)
+        entropy.decompress(array(changed), MECHANISM, 400)
 
 
 def test_a_zstandard_frame_must_hold_one_byte_a_code_and_claim_it() -> None:
     codes = codes_of(MECHANISM, 400, np.random.default_rng(4))
     payload = zstd_payload(codes, 1)
-    assert entropy.decode(array(payload), MECHANISM, 400).tolist() == codes.tolist()
+    assert entropy.decompress(array(payload), MECHANISM, 400).tolist() == codes.tolist()
     head = payload[: PREFIX.size + 50]
     for body in (
         zstandard.ZstdCompressor().compress(bytes(401)),
@@ -168,26 +168,26 @@ def test_a_zstandard_frame_must_hold_one_byte_a_code_and_claim_it() -> None:
         b"",
     ):
         with pytest.raises(BadPayload, match="zstandard"):
-            entropy.decode(array(head + body), MECHANISM, 400)
+            entropy.decompress(array(head + body), MECHANISM, 400)
 
 
 def test_a_zstandard_frame_that_claims_a_gigabyte_is_refused_before_it_is_opened() -> None:
     claim = b"\x28\xb5\x2f\xfd\xa0" + (1 << 30).to_bytes(4, "little")
     payload = PREFIX.pack(Mode.ZSTD, 0, 0, 0, 256, 0) + claim
     with pytest.raises(BadPayload, match="must hold 400 bytes, it claims 1073741824"):
-        entropy.decode(array(payload), MECHANISM, 400)
+        entropy.decompress(array(payload), MECHANISM, 400)
 
 
 def test_codes_out_of_range_are_refused_both_ways() -> None:
     mechanism = Mechanism(levels=1, trials=251)  # codes 0 to 253
     with pytest.raises(CodeOutOfRange, match="below 254, got 254"):
-        entropy.encode(np.full(400, 254, np.uint8), mechanism)
+        entropy.compress(np.full(400, 254, np.uint8), mechanism)
     payload = zstd_payload(np.tile(np.array([252, 254], np.uint8), 200), 2)  # both in the last bin of four
     with pytest.raises(CodeOutOfRange, match="below 254, found 254"):
-        entropy.decode(array(payload), mechanism, 400)
+        entropy.decompress(array(payload), mechanism, 400)
 
 
 @pytest.mark.parametrize("codes", [np.zeros(0, np.uint8), np.zeros((2, 2), np.uint8), np.zeros(4, np.uint16)])
 def test_only_code_vectors_are_encoded(codes: np.ndarray) -> None:
     with pytest.raises(InvalidParameter, match="codes must be 1-D of uint8"):
-        entropy.encode(codes, MECHANISM)
+        entropy.compress(codes, MECHANISM)

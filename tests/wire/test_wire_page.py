@@ -30,7 +30,7 @@ MECHANISMS = [
 def frame_of(codes, mechanism, *, range, client=3, round_=7, coding=Coding.FIXED):
     payload = None
     if coding is Coding.ENTROPY:
-        payload = entropy.encode(codes, mechanism)
+        payload = entropy.compress(codes, mechanism)
     writer = FrameWriter(
         mechanism=mechanism,
         digest=parameters_digest(mechanism, range=range, dimension=codes.size),
@@ -103,7 +103,7 @@ def test_zstandard_frames_that_may_be_read_and_those_that_may_not():
 
     wide = zstandard.ZstdCompressionParameters(window_log=27)
     for stream in (compress(), compress(level=19), compress(write_checksum=True), compress(compression_params=wide)):
-        codes = entropy.decode(zstd_payload(stream), mechanism, 1000)
+        codes = entropy.decompress(zstd_payload(stream), mechanism, 1000)
         assert codes.tobytes() == data
     skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"skip"
     checked = bytearray(compress(write_checksum=True))
@@ -125,9 +125,9 @@ def test_zstandard_frames_that_may_be_read_and_those_that_may_not():
         compress(dict_data=dictionary),
     ):
         with pytest.raises(BadPayload):
-            entropy.decode(zstd_payload(stream), mechanism, 1000)
+            entropy.decompress(zstd_payload(stream), mechanism, 1000)
     with pytest.raises((BadPayload, CodeOutOfRange)):
-        entropy.decode(zstd_payload(compress(), bins=3), mechanism, 1000)
+        entropy.decompress(zstd_payload(compress(), bins=3), mechanism, 1000)
 
 
 def test_what_exact_binomial_noise_owes():

@@ -38,7 +38,7 @@ def frame_of(
         writer = FrameWriter(digest=digest, **about)
         FixedWidth(mechanism.code_count).pack(codes, writer.payload)
     else:
-        body = entropy.encode(codes, mechanism) if payload is None else payload
+        body = entropy.compress(codes, mechanism) if payload is None else payload
         writer = FrameWriter(digest=digest, payload_bytes=len(body), **about)
         writer.payload[:] = np.frombuffer(body, np.uint8)
     return bytes(writer.seal())
@@ -70,4 +70,4 @@ def decode_codes(frame: bytes, **expected: object) -> Codes:
     head = checked.header
     if head.coding is Coding.FIXED:
         return FixedWidth(head.mechanism.code_count).unpack(checked.payload, head.dimension)
-    return entropy.decode(checked.payload, head.mechanism, head.dimension)
+    return entropy.decompress(checked.payload, head.mechanism, head.dimension)

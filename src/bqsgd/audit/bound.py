@@ -30,7 +30,7 @@ from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release
 
 Scores = npt.NDArray[np.float64]
-MAX_CANDIDATES = 1000
+_MAX_CANDIDATES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def at_most(successes: npt.ArrayLike, samples: int, *, confidence: float) -> Sco
     return np.where(k == samples, 1.0, beta.ppf(confidence, k + 1, np.maximum(samples - k, 1)))
 
 
-def halves(scores: Scores) -> tuple[Scores, Scores]:
+def _halves(scores: Scores) -> tuple[Scores, Scores]:
     """The half that chooses and the half that counts."""
     middle = scores.size // 2
     if middle < 1 or not bool(np.all(np.isfinite(scores))):
@@ -115,7 +115,7 @@ class _Candidates:
 
 def _candidates(with_record: Scores, without: Scores, *, confidence: float) -> Iterator[_Candidates]:
     pooled = np.unique(np.concatenate([with_record, without]))
-    thresholds = np.unique(np.quantile(pooled, np.linspace(0, 1, MAX_CANDIDATES), method="nearest"))
+    thresholds = np.unique(np.quantile(pooled, np.linspace(0, 1, _MAX_CANDIDATES), method="nearest"))
     for above in (True, False):
         likely, unlikely = (with_record, without) if above else (without, with_record)
         seen = [_beyond(np.sort(scores), thresholds, above=above) for scores in (likely, unlikely)]
@@ -152,7 +152,7 @@ def _counted(event: Event, with_record: Scores, without: Scores, *, delta: float
 
 def epsilon_lower_bound(with_record: Scores, without: Scores, *, delta: float, confidence: float) -> LowerBound:
     """The lower bound on epsilon at `delta`; 0 when nothing can be said."""
-    (choose_in, count_in), (choose_out, count_out) = halves(with_record), halves(without)
+    (choose_in, count_in), (choose_out, count_out) = _halves(with_record), _halves(without)
     best, event = -math.inf, Event(threshold=0.0, above=True)
     for tried in _candidates(choose_in, choose_out, confidence=confidence):
         ratio = (tried.likely_low - delta) / tried.unlikely_high
@@ -172,7 +172,7 @@ def check_curve(
     P(E) - e^epsilon Q(E) over the claimed delta, in widths of its own Clopper-Pearson bound; above 1 the first half
     alone would break the claim.
     """
-    (choose_in, count_in), (choose_out, count_out) = halves(with_record), halves(without)
+    (choose_in, count_in), (choose_out, count_out) = _halves(with_record), _halves(without)
     best, point, event = -math.inf, next(iter(claimed)), Event(threshold=0.0, above=True)
     for tried in _candidates(choose_in, choose_out, confidence=confidence):
         for epsilon, delta in claimed.items():
@@ -186,11 +186,11 @@ def check_curve(
     return CurveCheck(claimed_epsilon=point, lower=lower)
 
 
-PROVES_NOTHING = (
+_PROVES_NOTHING = (
     "Passing proves nothing: an audit finds faults in what it runs, on the inputs it tries. "
     "The guarantee rests on the accountant's proof."
 )
-CURVE_POINTS = 9
+_CURVE_POINTS = 9
 """Where the claimed curve is checked: epsilons from 0 to the claimed one, or to the most that the runs can show."""
 
 
@@ -236,13 +236,13 @@ class AuditResult:
         """One line for people."""
         if self.violated:
             return "VIOLATION: the audited client is less private than claimed"
-        return f"no violation found. {PROVES_NOTHING}"
+        return f"no violation found. {_PROVES_NOTHING}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
             "verdict": "violation" if self.violated else "no violation found",
-            "note": PROVES_NOTHING,
+            "note": _PROVES_NOTHING,
             "epsilon_lower": self.lower.epsilon,
             "confidence": self.confidence,
             "claimed": self.claimed.to_dict(),
@@ -274,7 +274,7 @@ def audit(source: Source, *, claim: Release, samples: int, delta: float, confide
         raise InvalidParameter(f"confidence must lie strictly between 0 and 1, got {confidence}")
     accountant = Accountant().compose(claim, source.rounds)
     claimed = accountant.guarantee(delta=delta)
-    points = np.linspace(0, min(claimed.epsilon, math.log(samples)), CURVE_POINTS)
+    points = np.linspace(0, min(claimed.epsilon, math.log(samples)), _CURVE_POINTS)
     curve = {float(epsilon): accountant.delta(float(epsilon)) for epsilon in points}
     with_record, without = (source.scores(samples, present=present) for present in (True, False))
     each = 1 - (1 - confidence) / 2

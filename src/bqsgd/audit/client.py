@@ -22,7 +22,7 @@ from bqsgd.wire.frame import read_frame
 Data = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 """A client's inputs and targets, a row per sample."""
 MakeClient = Callable[[Config, Data], Client]
-MOST_ROUNDS = 2**40
+_MOST_ROUNDS = 2**40
 FINEST_LEVELS = 2**20
 
 
@@ -60,7 +60,7 @@ class ClientRuns:
         if config.privacy.mechanism is None:
             raise InvalidParameter("an audit of a client needs fixed levels and trials: a plan depends on the rounds")
         self.model, self.rounds = model, check_int("rounds", rounds, 1, 2**31)
-        mechanism, config = config.privacy.mechanism, config.but(rounds=MOST_ROUNDS)
+        mechanism, config = config.privacy.mechanism, config.but(rounds=_MOST_ROUNDS)
         self.clients = {present: make(config, data) for present, data in _worlds(neighbours)}
         self.release = self.clients[True].setting.release(mechanism)
         """What the client itself states for one message. The claim to audit may be another: see `audit`."""

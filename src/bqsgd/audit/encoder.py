@@ -22,7 +22,7 @@ from bqsgd.noise import NoiseSource
 from bqsgd.params import Mechanism, check_int
 from bqsgd.release import Release
 
-Values = npt.NDArray[np.float64]
+_Values = npt.NDArray[np.float64]
 CANARY_SIZE = 1e3
 """A canary's gradient in every coordinate, in clip ranges: so large that only a clip can stop it."""
 
@@ -31,8 +31,8 @@ CANARY_SIZE = 1e3
 class Inputs:
     """The encoder's input without and with the record, in fractions of its range (clip 1)."""
 
-    without: Values
-    with_record: Values
+    without: _Values
+    with_record: _Values
 
     def __post_init__(self) -> None:
         for name in ("without", "with_record"):
@@ -61,7 +61,7 @@ def worst_case_inputs(release: Release) -> Inputs:
 
 
 def canary_inputs(
-    mean: Callable[[Values], npt.ArrayLike], *, dimension: int, background: Values | None = None
+    mean: Callable[[_Values], npt.ArrayLike], *, dimension: int, background: _Values | None = None
 ) -> Inputs:
     """What a client's own step from per-sample gradients (records, dimension) to values does with a canary record.
 
@@ -76,11 +76,11 @@ def canary_inputs(
     )
 
 
-LOSS_LIMIT = 60.0
+_LOSS_LIMIT = 60.0
 """A code that only one side can give decides the run; a finite stand-in keeps sums defined for faulty encoders too."""
 
 
-def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> Values:
+def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> _Values:
     """A row a value (clip 1): the probabilities of the codes 0 .. code_count - 1.
 
     >>> code_laws(Mechanism(levels=1, trials=1), [0.5]).tolist()
@@ -91,16 +91,16 @@ def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> Values:
     up = (steps - whole)[:, None]
     positions, at = np.unique(np.concatenate([whole, whole + 1]), return_inverse=True)
     laws = np.stack([position_law(mechanism, int(position)) for position in positions])
-    mixed: Values = (1 - up) * laws[at[: whole.size]] + up * laws[at[whole.size :]]
+    mixed: _Values = (1 - up) * laws[at[: whole.size]] + up * laws[at[whole.size :]]
     return mixed
 
 
-def loss_tables(mechanism: Mechanism, *, without: npt.ArrayLike, with_record: npt.ArrayLike) -> Values:
-    """A row a pair of values: the log-likelihood ratio of each code, cut at +-LOSS_LIMIT; 0 where neither gives it."""
+def loss_tables(mechanism: Mechanism, *, without: npt.ArrayLike, with_record: npt.ArrayLike) -> _Values:
+    """A row a pair of values: the log-likelihood ratio of each code, cut at +-_LOSS_LIMIT; 0 where neither gives it."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        tables: Values = np.log(code_laws(mechanism, with_record)) - np.log(code_laws(mechanism, without))
+        tables: _Values = np.log(code_laws(mechanism, with_record)) - np.log(code_laws(mechanism, without))
     tables[np.isnan(tables)] = 0.0
-    return tables.clip(-LOSS_LIMIT, LOSS_LIMIT)
+    return tables.clip(-_LOSS_LIMIT, _LOSS_LIMIT)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[misc]
@@ -128,8 +128,8 @@ class LikelihoodRatio:
             loss_tables(mechanism, without=pairs.real, with_record=pairs.imag) if pairs.size else np.zeros((1, 1))
         )
 
-    def __call__(self, codes: npt.NDArray[np.unsignedinteger]) -> Values:
-        losses: Values = np.empty(len(codes))
+    def __call__(self, codes: npt.NDArray[np.unsignedinteger]) -> _Values:
+        losses: _Values = np.empty(len(codes))
         _sum_losses(codes, self.tables, self.columns, self.table_of, losses)
         if self.rate < 1:
             losses = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + losses)
@@ -138,7 +138,7 @@ class LikelihoodRatio:
 
 Encode = Callable[..., npt.NDArray[np.unsignedinteger]]
 """(values, *, rng) -> codes, one code per value."""
-CHUNK_VALUES = 1 << 18
+_CHUNK_VALUES = 1 << 18
 
 
 class EncoderRuns:
@@ -181,7 +181,7 @@ class EncoderRuns:
         """The score of each run, the sum over its messages, in the world where the record is `present` or not."""
         rate, dimension, total = self.release.sampling.rate, self.release.dimension, runs * self.rounds
         taking_part = np.full(total, present) if rate == 1 or not present else uniforms(total, rng=self.rng) < rate
-        chunk = max(1, CHUNK_VALUES // dimension)
+        chunk = max(1, _CHUNK_VALUES // dimension)
         found: Scores = np.empty(total)
         values = np.empty((min(chunk, total), dimension))
         filled: npt.NDArray[np.bool_] | None = None

@@ -16,19 +16,18 @@ import typer
 import typer.core
 
 from bqsgd import __version__
-from bqsgd.cli.account import account
 from bqsgd.cli.audit import audit
 from bqsgd.cli.flower import flower
 from bqsgd.cli.ledger import ledger
 from bqsgd.cli.paper import paper
-from bqsgd.cli.plan import plan
+from bqsgd.cli.plan import account, plan
 from bqsgd.cli.report import report
 from bqsgd.cli.secure import secure
 from bqsgd.cli.train import SettingsCommand, demo, train
 from bqsgd.errors import BqsgdError
 
 _DIMENSION_AND_BATCH = {"--dim": "--dimension", "--batch": "--batch-size"}
-COMMANDS = {
+_COMMANDS = {
     "tradeoffs": "`bqsgd paper tradeoffs`",
     "reproduce": "`python -m experiments.reproduce`, run in a checkout of the repository",
     "compare": "`python -m experiments.compare`, run in a checkout of the repository",
@@ -52,19 +51,19 @@ OPTIONS = {
 """Command -> its old options -> the new option, or the command that took over."""
 
 
-class Commands(typer.core.TyperGroup):
+class _Commands(typer.core.TyperGroup):
     """The top-level group; it refuses an old command with the new one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Look the command up, as click does."""
-        if args and args[0] in COMMANDS:
-            ctx.fail(f"{args[0]} has been replaced by {COMMANDS[args[0]]}")
+        if args and args[0] in _COMMANDS:
+            ctx.fail(f"{args[0]} has been replaced by {_COMMANDS[args[0]]}")
         return super().resolve_command(ctx, args)
 
 
-def new_option(error: click.NoSuchOption) -> str | None:
+def _new_option(error: click.NoSuchOption) -> str | None:
     """What to say about an unknown option that an earlier version knew; None for any other."""
     words: list[str] = []
     context = error.ctx
@@ -76,7 +75,7 @@ def new_option(error: click.NoSuchOption) -> str | None:
 
 
 app = typer.Typer(
-    name="bqsgd", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="bqsgd", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 
 
@@ -87,7 +86,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def about(
+def _about(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -116,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown.show()  # the help page, as asked for by giving no arguments
         return 2
     except click.NoSuchOption as error:
-        return _refuse(new_option(error) or error.format_message())
+        return _refuse(_new_option(error) or error.format_message())
     except click.ClickException as error:
         return _refuse(error.format_message())
     except (BqsgdError, OSError) as error:  # OSError: a file or directory that cannot be read or written

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bqsgd.cli import options
-from bqsgd.cli.output import Json, show, to_json
+from bqsgd.cli import _options as options
+from bqsgd.cli.output import Json, print_lines, to_json
 
 if TYPE_CHECKING:
     from bqsgd.audit import AuditResult, ClientRuns, Source
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def audit(
-    levels: options.Levels,
-    trials: options.Trials,
-    dimension: options.Dimension,
-    batch_size: options.BatchSize,
-    dataset_size: options.DatasetSize,
+    levels: options.LevelsOption,
+    trials: options.TrialsOption,
+    dimension: options.DimensionOption,
+    batch_size: options.BatchSizeOption,
+    dataset_size: options.DatasetSizeOption,
     delta: Annotated[float, typer.Option(help="Delta at which epsilon is bounded.")],
     end_to_end: Annotated[
         bool,
@@ -36,8 +36,8 @@ def audit(
     audit_dimension: Annotated[
         int | None, typer.Option(help="Audit only this many coordinates: faster, with a weaker bound.", min=1)
     ] = None,
-    sampling: options.Sampling = options.SamplingChoice.POISSON,
-    linf: options.Linf = None,
+    sampling: options.SamplingOption = options.SamplingChoice.POISSON,
+    linf: options.LinfOption = None,
     json: Json = False,
 ) -> None:
     """Bound epsilon from below by running the encoder on worst-case inputs with and without a record.
@@ -91,7 +91,7 @@ def audit(
     if json:
         typer.echo(to_json(fields))
     else:
-        show(f"Audit of levels {levels}, trials {trials} ({fields['path']})", lines)
+        print_lines(f"Audit of levels {levels}, trials {trials} ({fields['path']})", lines)
     if result.violated:
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, out_option, show, to_json
+from bqsgd.cli.output import Json, out_option, print_lines, to_json
 from bqsgd.errors import InvalidParameter
 
 flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
@@ -68,7 +68,7 @@ def demo(
     if json:
         typer.echo(to_json(fields))
     else:
-        show("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields))
+        print_lines("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields))
 
 
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd.cli.output import Json, out_option, to_json
-from bqsgd.cli.output import show as print_lines
+from bqsgd.cli.output import Json, out_option, print_lines, to_json
 
 ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
 
-Where = Annotated[Path, typer.Argument(help="The client's ledger file.")]
-Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
+_Where = Annotated[Path, typer.Argument(help="The client's ledger file.")]
+_Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
 
-COLUMNS = [
+_COLUMNS = [
     "number",
     "kind",
     "time",
@@ -41,7 +40,7 @@ COLUMNS = [
 
 
 @ledger.command()
-def show(path: Where, delta: Delta = None, json: Json = False) -> None:
+def show(path: _Where, delta: _Delta = None, json: Json = False) -> None:
     """Print the budget, what is spent and what that guarantees."""
     from bqsgd.answers import guarantee_lines
     from bqsgd.ledger import Ledger
@@ -65,12 +64,12 @@ def show(path: Where, delta: Delta = None, json: Json = False) -> None:
 
 @ledger.command()
 def export(
-    path: Where,
+    path: _Where,
     out: Annotated[
         Path,
         out_option("File to write: .json (everything) or .csv (one line per entry)."),
     ],
-    delta: Delta = None,
+    delta: _Delta = None,
 ) -> None:
     """Write every entry, and in JSON the guarantee, to a file."""
     from bqsgd.errors import InvalidParameter
@@ -93,7 +92,7 @@ def _write_csv(out: Path, entries: list[dict[str, Any]]) -> None:
     import csv
 
     with out.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, restval="", extrasaction="ignore")
+        writer = csv.DictWriter(stream, _COLUMNS, restval="", extrasaction="ignore")
         writer.writeheader()
         for number, entry in enumerate(entries, start=1):
             release, budget = entry.get("release", {}), entry.get("budget", {})

@@ -35,7 +35,7 @@ def _named_path(text: str) -> Path:
     return Path(text)
 
 
-def show(title: str, lines: Mapping[str, str]) -> None:
+def print_lines(title: str, lines: Mapping[str, str]) -> None:
     """Print a title and, below it, one aligned line per label; long lines wrap within the terminal."""
     from bqsgd.answers import aligned
 
@@ -52,7 +52,7 @@ def answer(found: Answer, *, nominal: NominalPrivacy | None, json: bool) -> None
     if json:
         typer.echo(to_json(fields))
     else:
-        show(found.title, lines)
+        print_lines(found.title, lines)
 
 
 def to_json(fields: Mapping[str, Any]) -> str:

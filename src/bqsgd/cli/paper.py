@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bqsgd.cli import options
-from bqsgd.cli.output import Json, out_option, show, to_json
+from bqsgd.cli import _options as options
+from bqsgd.cli.output import Json, out_option, print_lines, to_json
 
 if TYPE_CHECKING:
     from bqsgd.paper.nominal import NominalPrivacy
     from bqsgd.params import Mechanism
     from bqsgd.planner.plan import ClientSetting
 
-CAVEAT = "as published; not a guarantee"
+_CAVEAT = "as published; not a guarantee"
 paper = typer.Typer(
-    no_args_is_help=True, help=f"The paper's own formulas: nominal epsilon, {CAVEAT}.", pretty_exceptions_enable=False
+    no_args_is_help=True, help=f"The paper's own formulas: nominal epsilon, {_CAVEAT}.", pretty_exceptions_enable=False
 )
 
 
-class RoundingChoice(StrEnum):
+class _RoundingChoice(StrEnum):
     """Values of --rounding."""
 
     STRICT = "strict"
@@ -48,7 +48,7 @@ def nominal_line(nominal: NominalPrivacy) -> str:
 
     return (
         f"epsilon {rounded_up(nominal.epsilon_per_round)} per round at delta {nominal.setting.delta:g}, "
-        f"{rounded_up(nominal.epsilon_total)} in total at delta {nominal.delta_total:g} ({CAVEAT})"
+        f"{rounded_up(nominal.epsilon_total)} in total at delta {nominal.delta_total:g} ({_CAVEAT})"
     )
 
 
@@ -67,16 +67,16 @@ def _nominal_lines(nominal: NominalPrivacy) -> dict[str, str]:
             f"{in_text} by the text after it",
             "Lemma 2": f"epsilon {rounded_up(nominal.strong_epsilon)} at delta {nominal.strong_delta:g} in total",
         }
-    return lines | {"caveat": f"nominal epsilon for dimension {setting.dimension}: {CAVEAT}"}
+    return lines | {"caveat": f"nominal epsilon for dimension {setting.dimension}: {_CAVEAT}"}
 
 
 @paper.command("account")
 def paper_account(
-    levels: options.Levels,
-    trials: options.Trials,
-    dimension: options.NominalDimension,
-    batch_size: options.BatchSize,
-    dataset_size: options.DatasetSize,
+    levels: options.LevelsOption,
+    trials: options.TrialsOption,
+    dimension: options.NominalDimensionOption,
+    batch_size: options.BatchSizeOption,
+    dataset_size: options.DatasetSizeOption,
     delta: Annotated[float, typer.Option(help="Delta of one round.")],
     rounds: Annotated[int, typer.Option(help="Rounds T.", min=1)] = 1,
     json: Json = False,
@@ -96,7 +96,7 @@ def paper_account(
         fields = {"mechanism": mechanism.to_dict(), "code_count": mechanism.code_count, "nominal": nominal.to_dict()}
         typer.echo(to_json(fields))
     else:
-        show(f"Nominal privacy of levels {levels}, trials {trials}", _nominal_lines(nominal))
+        print_lines(f"Nominal privacy of levels {levels}, trials {trials}", _nominal_lines(nominal))
 
 
 @paper.command("plan")
@@ -104,14 +104,14 @@ def paper_plan(
     bits: Annotated[int, typer.Option(help="Most bits per coordinate; a code takes at most 2^bits values.")],
     epsilon: Annotated[float, typer.Option(help="Nominal epsilon of one round.")],
     delta: Annotated[float, typer.Option(help="Delta of one round.")],
-    dimension: options.NominalDimension,
-    batch_size: options.BatchSize,
-    dataset_size: options.DatasetSize,
+    dimension: options.NominalDimensionOption,
+    batch_size: options.BatchSizeOption,
+    dataset_size: options.DatasetSizeOption,
     rounds: Annotated[int, typer.Option(help="Rounds T.", min=1)] = 1,
     rounding: Annotated[
-        RoundingChoice,
+        _RoundingChoice,
         typer.Option(help="strict: both constraints hold. nearest: as in the paper's tables, epsilon may be exceeded."),
-    ] = RoundingChoice.STRICT,
+    ] = _RoundingChoice.STRICT,
     json: Json = False,
 ) -> None:
     """The paper's choice of levels and trials (nominal; not a guarantee).
@@ -120,8 +120,7 @@ def paper_plan(
     --dataset-size 15000
     """
     from bqsgd.answers import message_lines
-    from bqsgd.paper.nominal import NominalSetting
-    from bqsgd.paper.planner import make_nominal_plan
+    from bqsgd.paper.nominal import NominalSetting, make_nominal_plan
     from bqsgd.planner.plan import Budget
     from bqsgd.privacy.guarantee import as_given
 
@@ -139,7 +138,8 @@ def paper_plan(
         lines["rounding"] = (
             f"to the nearest integers exceeds the nominal epsilon {as_given(epsilon)} that was asked for"
         )
-    show(f"Plan by the paper's formulas for {bits} bits, nominal epsilon {as_given(epsilon)}, delta {delta:g}", lines)
+    title = f"Plan by the paper's formulas for {bits} bits, nominal epsilon {as_given(epsilon)}, delta {delta:g}"
+    print_lines(title, lines)
 
 
 @paper.command("tradeoffs")
@@ -152,7 +152,7 @@ def paper_tradeoffs(
     bits_range: Annotated[str, typer.Option(help="Bits that vary, from-to.")] = "6-16",
     epsilon_range: Annotated[str, typer.Option(help="Nominal epsilons that vary, from-to.")] = "0.5-50",
     delta: Annotated[float, typer.Option(help="Delta of one round.")] = 1e-4,
-    nominal_dimension: options.NominalDimension = 3000,
+    nominal_dimension: options.NominalDimensionOption = 3000,
     dimension: Annotated[int, typer.Option(help="Parameters of the model, for the bound of Theorem 1.")] = 61706,
     batch_size: Annotated[int, typer.Option(help="Batch size.")] = 32,
     dataset_size: Annotated[int, typer.Option(help="Samples held by one client.")] = 15000,
@@ -215,7 +215,7 @@ def paper_tradeoffs(
                     writer.writerow([curve.fixed, curve.value, *(getattr(point, column) for column in columns)])
         written += [str(out / f"{name}.png"), str(out / f"{name}.csv")]
     record = {
-        "caveat": f"nominal epsilon: {CAVEAT}",
+        "caveat": f"nominal epsilon: {_CAVEAT}",
         "problem": asdict(problem),
         **{name: [curve.to_dict() for curve in curves] for name, curves in families.items()},
     }
@@ -232,7 +232,7 @@ def paper_tradeoffs(
         "points": f"{len(points)}, of which {infeasible} have no integers within the budget",
         "caveat": record["caveat"],
     }
-    show("Trade-off curves by the paper's formulas", {name: str(text) for name, text in lines.items()})
+    print_lines("Trade-off curves by the paper's formulas", {name: str(text) for name, text in lines.items()})
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""`bqsgd plan`: the mechanism of least error within a budget."""
+"""`bqsgd plan`: the mechanism of least error within a budget. `bqsgd account`: what a given mechanism guarantees."""
 
 from __future__ import annotations
 
@@ -6,27 +6,70 @@ from typing import Annotated
 
 import typer
 
-from bqsgd.cli import options
+from bqsgd.cli import _options as options
 from bqsgd.cli.output import Json, answer
+
+
+def account(
+    levels: options.LevelsOption,
+    trials: options.TrialsOption,
+    dimension: options.DimensionOption,
+    batch_size: options.BatchSizeOption,
+    dataset_size: options.DatasetSizeOption,
+    rounds: Annotated[int, typer.Option(help="Messages that the client sends.", min=1)],
+    delta: Annotated[float, typer.Option(help="Delta of the total.")],
+    sampling: options.SamplingOption = options.SamplingChoice.POISSON,
+    relation: options.RelationOption = None,
+    linf: options.LinfOption = None,
+    l2: options.L2Option = None,
+    nominal: options.NominalOption = False,
+    json: Json = False,
+) -> None:
+    """State the privacy that a mechanism guarantees to one client over all rounds.
+
+    Example: bqsgd account --levels 1 --trials 251 --delta 1e-5 --dimension 61706 --batch-size 32 --dataset-size 15000
+    --rounds 1000
+    """
+    import bqsgd
+
+    found = bqsgd.account(
+        levels=levels,
+        trials=trials,
+        dimension=dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        rounds=rounds,
+        delta=delta,
+        sampling=sampling.value,
+        relation=None if relation is None else relation.value,
+        linf=linf,
+        l2=l2,
+    )
+    published = None
+    if nominal:
+        from bqsgd.cli.paper import nominal_privacy
+
+        published = nominal_privacy(found.release.mechanism, found.setting, delta=delta, rounds=rounds)
+    answer(found, nominal=published, json=json)
 
 
 def plan(
     bits: Annotated[int, typer.Option(help="Most bits per coordinate; a code takes at most 2^bits values.")],
     epsilon: Annotated[float, typer.Option(help="Privacy budget, total over all rounds.")],
     delta: Annotated[float, typer.Option(help="Delta of the budget, total over all rounds.")],
-    dimension: options.Dimension,
-    dataset_size: options.DatasetSize,
+    dimension: options.DimensionOption,
+    dataset_size: options.DatasetSizeOption,
     batch_size: Annotated[
         int | None, typer.Option(help="Public batch size by which a client divides, L. Proposed if left out.", min=1)
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="Messages that the client will send. Proposed if left out.", min=1)
     ] = None,
-    sampling: options.Sampling = options.SamplingChoice.POISSON,
-    relation: options.Relation = None,
-    linf: options.Linf = None,
-    l2: options.L2 = None,
-    nominal: options.Nominal = False,
+    sampling: options.SamplingOption = options.SamplingChoice.POISSON,
+    relation: options.RelationOption = None,
+    linf: options.LinfOption = None,
+    l2: options.L2Option = None,
+    nominal: options.NominalOption = False,
     json: Json = False,
 ) -> None:
     """Choose levels and trials: the least error within a budget of bits and privacy.

@@ -9,7 +9,7 @@ import typer
 
 from bqsgd.cli.output import Json, out_option, to_json
 
-COMPARISON = "comparison.html"
+_COMPARISON = "comparison.html"
 
 
 def report(
@@ -17,7 +17,7 @@ def report(
     out: Annotated[
         Path | None,
         out_option(
-            f"Where to write. Default: RUN/report.html; {COMPARISON} for several runs.",
+            f"Where to write. Default: RUN/report.html; {_COMPARISON} for several runs.",
         ),
     ] = None,
     json: Json = False,
@@ -27,7 +27,7 @@ def report(
     from bqsgd.reports.page import write_comparison, write_report
 
     try:
-        path = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path(COMPARISON))
+        path = write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path(_COMPARISON))
     except OSError as error:
         raise InvalidParameter(f"the report cannot be written: {error}") from error
     typer.echo(to_json({"report": str(path), "runs": len(runs), "bytes": path.stat().st_size}) if json else path)

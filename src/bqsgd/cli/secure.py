@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bqsgd.cli.output import Json, show, to_json
+from bqsgd.cli.output import Json, print_lines, to_json
 from bqsgd.errors import InvalidParameter
 
 secure = typer.Typer(help="Make the keys and the roster that secure sums need.", no_args_is_help=True)
@@ -29,7 +29,7 @@ def keygen(
     if json:
         typer.echo(to_json({"private_key": str(out), "public_key": public}))
     else:
-        show("Identity key", {"private": f"{out} (keep it on this machine)", "public": public})
+        print_lines("Identity key", {"private": f"{out} (keep it on this machine)", "public": public})
 
 
 @secure.command()
@@ -64,7 +64,7 @@ def roster(
         clients = {str(client): key.hex() for client, key in made.keys.items()}
         typer.echo(to_json({"roster": str(path), "digest": digest, "clients": clients}))
     else:
-        show(f"Roster {path}", {"clients": str(len(made.keys)), "digest": digest})
+        print_lines(f"Roster {path}", {"clients": str(len(made.keys)), "digest": digest})
 
 
 def _entry(text: str) -> tuple[int, bytes]:

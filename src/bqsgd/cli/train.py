@@ -17,7 +17,7 @@ import click
 import typer
 import typer.core
 
-from bqsgd.cli.output import Json, out_option, show, to_json
+from bqsgd.cli.output import Json, out_option, print_lines, to_json
 from bqsgd.errors import DataUnavailable, InvalidParameter
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from bqsgd.tasks import NamedTask
     from bqsgd.training.settings import Config
 
-ENGINES = ("in-process", "torch-distributed")
-DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
+_ENGINES = ("in-process", "torch-distributed")
+_DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
 """What fits the 1,437 training samples of `digits` better than the defaults, which are for MNIST."""
 
 DEMO: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def _settings_options() -> Iterator[typer.core.TyperOption]:
             )
 
 
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+def _takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Hide `**settings` from typer, which knows no such parameter; click passes them by name."""
     own = inspect.signature(command, eval_str=True).parameters.values()
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def _help(each: Any) -> str:
     return f"{text} Default: {each.default}."
 
 
-@takes_settings
+@_takes_settings
 def train(
     *,
     engine: Annotated[
@@ -113,18 +113,18 @@ def train(
               bqsgd train --dataset mnist --epsilon 3 --out runs/first
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if engine not in ENGINES:
-        raise InvalidParameter(f"--engine must be {' or '.join(ENGINES)}, got {engine!r}")
+    if engine not in _ENGINES:
+        raise InvalidParameter(f"--engine must be {' or '.join(_ENGINES)}, got {engine!r}")
     if resume and out is None:
         raise InvalidParameter("--resume needs --out, the folder of the run to continue")
-    shown = Shown(tensorboard=tensorboard, nominal=nominal, json=json)
+    shown = _Shown(tensorboard=tensorboard, nominal=nominal, json=json)
     if engine == "torch-distributed":
-        as_rank(given, preset=preset, file=config, out=out, resume=resume, backend=backend, shown=shown)
+        _as_rank(given, preset=preset, file=config, out=out, resume=resume, backend=backend, shown=shown)
     elif resume and out is not None:
-        named, chosen = resumed(out, given)
-        lead(named, chosen, folder=out, resuming=True, shown=shown)
+        named, chosen = _resumed(out, given)
+        _lead(named, chosen, folder=out, resuming=True, shown=shown)
     else:
-        begin(given, preset=preset, file=config, out=out, shown=shown)
+        _begin(given, preset=preset, file=config, out=out, shown=shown)
 
 
 def demo(
@@ -137,15 +137,15 @@ def demo(
 
     Noise comes from the operating system. The server sees every client's messages and is not trusted.
     """
-    chosen = fit({} if dataset is None else {"dataset": dataset})["dataset"]
+    chosen = _fit({} if dataset is None else {"dataset": dataset})["dataset"]
     if chosen not in DEMO:
         raise InvalidParameter(f"the demo trains on {' or '.join(DEMO)}, got {chosen!r}; use bqsgd train")
     given = {"dataset": chosen, **DEMO[chosen]} | ({} if rounds is None else {"rounds": rounds})
-    begin(given, out=out, shown=Shown(json=json))
+    _begin(given, out=out, shown=_Shown(json=json))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class _Shown:
     """What is shown of a run besides its progress."""
 
     tensorboard: bool = False
@@ -153,19 +153,19 @@ class Shown:
     json: bool = False
 
 
-def begin(
+def _begin(
     given: dict[str, Any],
     *,
-    shown: Shown,
+    shown: _Shown,
     preset: str | None = None,
     file: Path | None = None,
     out: Path | None = None,
 ) -> None:
     """Start a run in this process with the settings given on the command line, and print what came of it."""
     named, chosen = new_settings(given, preset=preset, file=file)
-    folder = out or new_folder(named.dataset)
-    refuse_run_in(folder)
-    lead(named, chosen, folder=folder, resuming=False, shown=shown)
+    folder = out or _new_folder(named.dataset)
+    _refuse_run_in(folder)
+    _lead(named, chosen, folder=folder, resuming=False, shown=shown)
 
 
 def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask, Config]:
@@ -176,7 +176,7 @@ def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None
     settings = {} if preset is None else tasks.preset(preset)
     if file is not None:
         settings |= _flat(read_toml(file))
-    return tasks.settings_of(**fit(settings | given))
+    return tasks.settings_of(**_fit(settings | given))
 
 
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _flat(tables: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask, Config]:
+def _resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask, Config]:
     """The settings of the run in `folder`; one that is given and differs is refused."""
     from bqsgd.run import stored_settings
     from bqsgd.tasks import NamedTask, plain_settings
@@ -213,13 +213,13 @@ def resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask, Config]:
     return named, chosen
 
 
-def refuse_run_in(folder: Path) -> None:
+def _refuse_run_in(folder: Path) -> None:
     """Raise when `folder` holds a run."""
     if (folder / "config.toml").exists():
         raise InvalidParameter(f"{folder} holds a run already; add --resume to continue it or name another folder")
 
 
-def fit(settings: dict[str, Any]) -> dict[str, Any]:
+def _fit(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with a data set that is there: MNIST unless named, `digits` when no source of MNIST answers."""
     from bqsgd import data
 
@@ -231,10 +231,10 @@ def fit(settings: dict[str, Any]) -> dict[str, Any]:
         except DataUnavailable as error:
             print(f"{error}\nMNIST is unavailable, so this run uses digits instead.", file=sys.stderr)
             chosen["dataset"] = "digits"
-    return DIGITS | chosen if chosen["dataset"] == "digits" else chosen
+    return _DIGITS | chosen if chosen["dataset"] == "digits" else chosen
 
 
-def new_folder(name: str) -> Path:
+def _new_folder(name: str) -> Path:
     """A run folder that does not exist yet."""
     from datetime import datetime
 
@@ -243,7 +243,7 @@ def new_folder(name: str) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def as_rank(
+def _as_rank(
     given: dict[str, Any],
     *,
     preset: str | None,
@@ -251,40 +251,40 @@ def as_rank(
     out: Path | None,
     resume: bool,
     backend: str,
-    shown: Shown,
+    shown: _Shown,
 ) -> None:
     """Lead the run on rank 0, and be a client of it on every other rank of those that torchrun started.
 
     A client on a machine of its own has no settings file to resume from, only its ledger: its settings are those given.
     """
     from bqsgd.engines.torch_distributed import join, torch_distributed, work
-    from bqsgd.engines.torch_distributed.transport import world_size
+    from bqsgd.engines.torch_distributed._transport import world_size
 
     size = world_size()
     if out is None:
         raise InvalidParameter("--engine torch-distributed needs --out: all ranks must name the same run folder")
     continues = resume and (out / "config.toml").exists()
     if continues:
-        named, chosen = resumed(out, given)
+        named, chosen = _resumed(out, given)
     else:
         named, chosen = new_settings({"clients": size} | given, preset=preset, file=file)
-        refuse_run_in(out)
+        _refuse_run_in(out)
     with join(backend=backend) as group:
         if group.serves:
             if resume and not continues:
                 raise InvalidParameter(f"{out} holds no run to resume")
-            lead(named, chosen, folder=out, resuming=continues, shown=shown, engine=torch_distributed(group), client=0)
+            _lead(named, chosen, folder=out, resuming=continues, shown=shown, engine=torch_distributed(group), client=0)
         else:
             work(named.task(chosen, client=group.rank), chosen, group=group, folder=out, resuming=resume)
 
 
-def lead(
+def _lead(
     named: NamedTask,
     chosen: Config,
     *,
     folder: Path,
     resuming: bool,
-    shown: Shown,
+    shown: _Shown,
     engine: MakeEngine | None = None,
     client: int | None = None,
 ) -> None:
@@ -364,4 +364,4 @@ def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> Non
         lines["nominal"] = f"epsilon {rounded_up(summary.nominal_epsilon)} (as published; not a guarantee)"
     if chosen.privacy.private_metrics:
         lines["private metrics"] = "outside the guarantee; they stay in the clients' own files"
-    show(f"Run {folder}", lines | {"report": report})
+    print_lines(f"Run {folder}", lines | {"report": report})

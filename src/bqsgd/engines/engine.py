@@ -94,14 +94,14 @@ def make_client(setup: Setup, *, number: int, model: nn.Module, share: Samples) 
         inputs=share[0],
         targets=share[1],
         config=setup.config,
-        ledger=client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming),
+        ledger=_client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming),
         run=setup.run,
         resume=setup.resuming,
-        private_log=private_log(setup.config, setup.folder, number=number),
+        private_log=_private_log(setup.config, setup.folder, number=number),
     )
 
 
-def client_ledger(config: Config, folder: Path | None, *, number: int, resuming: bool) -> Ledger | None:
+def _client_ledger(config: Config, folder: Path | None, *, number: int, resuming: bool) -> Ledger | None:
     """The ledger of client `number` in `folder`; a run that continues must find the one it had."""
     if folder is None or config.privacy.noiseless:
         return None
@@ -117,7 +117,7 @@ def client_ledger(config: Config, folder: Path | None, *, number: int, resuming:
     return ledger
 
 
-def private_log(config: Config, folder: Path | None, *, number: int) -> PrivateLog | None:
+def _private_log(config: Config, folder: Path | None, *, number: int) -> PrivateLog | None:
     """Where a client keeps figures outside the guarantee: on its own disk. None unless the settings ask for them."""
     if not config.privacy.private_metrics or folder is None:
         return None

@@ -22,21 +22,21 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.noise import NoiseSource, binomial_pmf
 from bqsgd.params import Codes, Mechanism, check_int, code_dtype
 
-DRAW_BITS = 32
+_DRAW_BITS = 32
 """Random bits of one rounding: its probability is a multiple of 2^-32, at most half of one away from the fraction."""
 _DRAWS_PER_BLOCK = 4
-_BITS = np.uint64(DRAW_BITS)
+_BITS = np.uint64(_DRAW_BITS)
 
-Table = npt.NDArray[np.uint64]
+_Table = npt.NDArray[np.uint64]
 
 
 @lru_cache(maxsize=8)  # eight bytes per fine code, at most 24 MiB each
-def rounding_table(mechanism: Mechanism) -> Table:
+def rounding_table(mechanism: Mechanism) -> _Table:
     """For each fine code its place among the points, in units of 2^-32: the one description of the rounding.
 
     >>> from bqsgd.params import Coarsening
     >>> table = rounding_table(Mechanism(levels=1, trials=2, coarsening=Coarsening(points=2, width=2)))
-    >>> (table / 2**DRAW_BITS).tolist()  # five fine codes; the window holds the middle three
+    >>> (table / 2**_DRAW_BITS).tolist()  # five fine codes; the window holds the middle three
     [0.0, 0.0, 0.5, 1.0, 1.0]
     """
     coarsening = mechanism.coarsening
@@ -45,7 +45,7 @@ def rounding_table(mechanism: Mechanism) -> Table:
     intervals, width, last = coarsening.points - 1, coarsening.width, mechanism.fine_code_count - 1
     doubled = 2 * np.arange(last + 1) - last + width  # in half codes, so that all of it is exact in integers
     below, rest = np.divmod(np.clip(doubled, 0, 2 * width) * intervals, 2 * width)
-    table = ((below << DRAW_BITS) + ((rest << DRAW_BITS) + width) // (2 * width)).astype(np.uint64)
+    table = ((below << _DRAW_BITS) + ((rest << _DRAW_BITS) + width) // (2 * width)).astype(np.uint64)
     table.setflags(write=False)  # cached and shared
     return table
 
@@ -92,7 +92,7 @@ def coarse_law(mechanism: Mechanism, fine_law: npt.NDArray[np.float64]) -> npt.N
     """The law of the point when the fine code has the law `fine_law`, rounding of probabilities to 2^-32 included."""
     table = rounding_table(mechanism)
     below = (table >> _BITS).astype(np.int64)
-    up = (table & np.uint64((1 << DRAW_BITS) - 1)) * 2.0**-DRAW_BITS
+    up = (table & np.uint64((1 << _DRAW_BITS) - 1)) * 2.0**-_DRAW_BITS
     law = np.bincount(below, (1 - up) * fine_law, minlength=mechanism.code_count + 1).astype(np.float64, copy=False)
     law[1:] += np.bincount(below, up * fine_law, minlength=mechanism.code_count)
     return law[: mechanism.code_count]
@@ -182,8 +182,8 @@ def _moments(mechanism: Mechanism) -> tuple[npt.NDArray[np.float64], npt.NDArray
         square = value**2
     else:
         place = rounding_table(mechanism)
-        below = (place >> np.uint64(DRAW_BITS)).astype(np.float64)
-        up = place * 2.0**-DRAW_BITS - below
+        below = (place >> np.uint64(_DRAW_BITS)).astype(np.float64)
+        up = place * 2.0**-_DRAW_BITS - below
         value = mechanism.step * (below + up - mechanism.centre)
         square = value**2 + mechanism.step**2 * up * (1 - up)
     binomial, position = binomial_pmf(mechanism.trials), np.arange(-mechanism.levels, mechanism.levels + 1.0)

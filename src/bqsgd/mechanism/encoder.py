@@ -27,11 +27,11 @@ from bqsgd.mechanism import _kernels, coarsening
 from bqsgd.noise import NoiseSource, alias_table
 from bqsgd.params import Codes, Mechanism, Range, check_int, check_range, code_dtype
 
-Vector = npt.NDArray[Any]
-"""A flat float32 or float64 array (`as_vector` checks that it is one of the two)."""
+_Vector = npt.NDArray[Any]
+"""A flat float32 or float64 array (`_as_vector` checks that it is one of the two)."""
 
 
-def as_vector(values: Any, name: str = "values") -> Vector:
+def _as_vector(values: Any, name: str = "values") -> _Vector:
     """A read-only view of a flat float32 or float64 array or CPU tensor; anything that would need a copy is refused.
 
     Tensors are read through DLPack, so that no tensor library is imported here.
@@ -64,7 +64,7 @@ def _from_tensor(values: Any, name: str) -> npt.NDArray[Any]:
         raise InvalidParameter(f"{name} cannot be read in place ({error}); move it to the CPU as float32") from error
 
 
-def check_finite(vector: Vector, name: str = "values") -> None:
+def _check_finite(vector: _Vector, name: str = "values") -> None:
     """Raise NonFiniteInput naming the first NaN or infinity."""
     finite = np.isfinite(vector)
     if not finite.all():
@@ -72,7 +72,7 @@ def check_finite(vector: Vector, name: str = "values") -> None:
         raise NonFiniteInput(f"{name}[{j}] is {vector[j]}: NaN and infinity are refused, drop or repair them first")
 
 
-def scale(values: Any, range: Range) -> Vector:
+def scale(values: Any, range: Range) -> _Vector:
     """Shrink the whole vector until its largest |x_j| / C_j is 1 (paper Eq. 6): x / max(1, max_j |x_j| / C_j).
 
     Raises:
@@ -82,8 +82,8 @@ def scale(values: Any, range: Range) -> Vector:
     >>> scale(np.array([3.0, -1.0]), 1.5).tolist()
     [1.5, -0.5]
     """
-    vector = as_vector(values)
-    check_finite(vector)
+    vector = _as_vector(values)
+    _check_finite(vector)
     range = check_range(range, vector.size)
     with np.errstate(over="ignore"):
         excess = float(np.max(np.abs(vector.astype(np.float64)) / range))
@@ -95,7 +95,7 @@ def scale(values: Any, range: Range) -> Vector:
     return _project(shrunk, range)
 
 
-def clamp(values: Any, range: Range) -> Vector:
+def clamp(values: Any, range: Range) -> _Vector:
     """Project every coordinate on its own onto [-C_j, C_j].
 
     Raises:
@@ -104,12 +104,12 @@ def clamp(values: Any, range: Range) -> Vector:
     >>> clamp(np.array([3.0, -1.0]), 1.5).tolist()
     [1.5, -1.0]
     """
-    vector = as_vector(values)
-    check_finite(vector)
+    vector = _as_vector(values)
+    _check_finite(vector)
     return _project(vector, check_range(range, vector.size))
 
 
-def _project(vector: Vector, range: Range) -> Vector:
+def _project(vector: _Vector, range: Range) -> _Vector:
     exact = np.asarray(range, dtype=np.float64)
     nearest = exact.astype(vector.dtype)
     # Compared in float64: beside a float32 array NumPy would round a Python float to float32 first.
@@ -120,7 +120,7 @@ def _project(vector: Vector, range: Range) -> Vector:
 
 CHUNK = 1 << 14
 """Coordinates per kernel call: values, keystream and codes of one chunk stay in the second-level cache."""
-MAX_THREADS = 256
+_MAX_THREADS = 256
 
 
 @lru_cache(maxsize=64)
@@ -139,7 +139,7 @@ class Encoding:
     def __init__(
         self, values: Any, mechanism: Mechanism, *, range: Range, rng: NoiseSource, clamp: bool = False
     ) -> None:
-        self.values: Vector = as_vector(values)
+        self.values: _Vector = _as_vector(values)
         self.mechanism = mechanism
         self.dimension = self.values.size
         self.dtype = code_dtype(mechanism.code_count)
@@ -213,7 +213,7 @@ class Encoding:
         return int(word[0])
 
     def _refuse(self, a: int, b: int) -> None:
-        check_finite(self.values[:b])  # whole prefix, so that the message names the coordinate of the vector
+        _check_finite(self.values[:b])  # whole prefix, so that the message names the coordinate of the vector
         bound = np.broadcast_to(self.range, self.dimension)[a:b]
         j = a + int(np.argmax(np.abs(self.values[a:b].astype(np.float64)) > bound * self._slack))
         limit = self.range if isinstance(self.range, float) else self.range[j]
@@ -298,7 +298,7 @@ def for_slices(dimension: int, step: int, threads: int, work: Callable[[int, int
 
     The first error, in the order of the slices, is raised after all slices have ended.
     """
-    check_int("threads", threads, 1, MAX_THREADS)
+    check_int("threads", threads, 1, _MAX_THREADS)
     share = -(-dimension // (threads * step)) * step
     starts = range(0, dimension, share)
     if len(starts) == 1:

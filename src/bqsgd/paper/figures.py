@@ -17,13 +17,13 @@ from bqsgd.paper.tradeoffs import Curve
 from bqsgd.params import Mechanism, check_positive
 from bqsgd.privacy.guarantee import as_given
 
-Array = npt.NDArray[np.float64]
-COLOURS = ("#0b6e99", "#d1495b", "#3d8c40", "#8a5aa8", "#b8860b", "#444444")
+_Array = npt.NDArray[np.float64]
+_COLOURS = ("#0b6e99", "#d1495b", "#3d8c40", "#8a5aa8", "#b8860b", "#444444")
 _INK, _MUTED = "#222222", "#666666"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
+class _Panel:
     """Two neighbouring values, and the mechanism that must hide which of them it was given."""
 
     title: str
@@ -32,9 +32,9 @@ class Panel:
 
 
 FIGURE_1 = (
-    Panel(title="(a) quantised, one interval", mechanism=Mechanism(levels=10, trials=0), values=(0.23, 0.28)),
-    Panel(title="(b) quantised, two intervals", mechanism=Mechanism(levels=10, trials=0), values=(0.23, 0.43)),
-    Panel(title="(c) BQ: one trial added", mechanism=Mechanism(levels=10, trials=1), values=(0.23, 0.43)),
+    _Panel(title="(a) quantised, one interval", mechanism=Mechanism(levels=10, trials=0), values=(0.23, 0.28)),
+    _Panel(title="(b) quantised, two intervals", mechanism=Mechanism(levels=10, trials=0), values=(0.23, 0.43)),
+    _Panel(title="(c) BQ: one trial added", mechanism=Mechanism(levels=10, trials=1), values=(0.23, 0.43)),
 )
 """s = 10 and C = 1 as in the paper; its values of g and g' are given only by their intervals."""
 FIGURE_2 = Mechanism(levels=2, trials=10)
@@ -43,7 +43,7 @@ _CAPTION = (
 )
 
 
-def outcome_law(value: float, mechanism: Mechanism, *, range: float = 1.0) -> tuple[Array, Array]:
+def outcome_law(value: float, mechanism: Mechanism, *, range: float = 1.0) -> tuple[_Array, _Array]:
     """Points (C/s)(sigma rho + o), before the server subtracts m/2, and the probability of each; Eqs. (8) to (11).
 
     >>> points, law = outcome_law(0.25, Mechanism(levels=10, trials=0))
@@ -62,7 +62,7 @@ def outcome_law(value: float, mechanism: Mechanism, *, range: float = 1.0) -> tu
     return (np.arange(len(law)) + noise.first - s) * range / s, law
 
 
-def indistinguishable_mass(panel: Panel) -> float:
+def indistinguishable_mass(panel: _Panel) -> float:
     """Probability that the outcome is one that both values can lead to: 0 when they can always be told apart."""
     first, second = (outcome_law(value, panel.mechanism)[1] for value in panel.values)
     return float(0.5 * (first[second > 0].sum() + second[first > 0].sum()))
@@ -76,7 +76,7 @@ def draw_figure_1(path: Path) -> dict[str, Any]:
         _marks(axes)
         laws = [outcome_law(value, panel.mechanism) for value in panel.values]
         for shift, (points, law), value, colour, name in zip(
-            (-0.011, 0.011), laws, panel.values, COLOURS[:2], ("g", "g′"), strict=True
+            (-0.011, 0.011), laws, panel.values, _COLOURS[:2], ("g", "g′"), strict=True
         ):
             shown = law > 0
             axes.bar(points[shown] + shift, law[shown], width=0.02, color=colour, label=f"{name} = {value:g}")
@@ -111,8 +111,8 @@ def draw_figure_2(path: Path, mechanism: Mechanism = FIGURE_2) -> dict[str, Any]
     atoms, law = (np.arange(len(noise.pmf)) + noise.first - m / 2) / s, noise.pmf
     _marks(axes)
     axes.vlines(atoms, 0, law * s, color="#b8860b", linewidth=3, alpha=0.55, label="binomial alone (atoms, times s/C)")
-    axes.plot(error, bq, color=COLOURS[0], linewidth=2.2, label="BQ, Proposition 1")
-    axes.plot(error, gaussian, color=COLOURS[1], linewidth=1.6, linestyle="--", label="Gaussian of the same variance")
+    axes.plot(error, bq, color=_COLOURS[0], linewidth=2.2, label="BQ, Proposition 1")
+    axes.plot(error, gaussian, color=_COLOURS[1], linewidth=1.6, linestyle="--", label="Gaussian of the same variance")
     axes.set(xlabel="error of one coordinate, in units of C", ylabel="density", xlim=(error[0], error[-1]))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, loc="upper right", fontsize=9)
@@ -147,7 +147,7 @@ def draw_tradeoffs(curves: Sequence[Curve], path: Path, *, delta: float) -> None
             _plain_ticks(panel, [point.epsilon for point in curves[0].points])
     for index, curve in enumerate(curves):
         # Later curves are thinner, so that one lying on another still shows both.
-        style = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.4 + 1.3 * (len(curves) - 1 - index)}
+        style = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.4 + 1.3 * (len(curves) - 1 - index)}
         _draw_curve(curve, panels, style=style, over_bits=over_bits)
     titles = (
         "Error V of one coordinate (in C²)",
@@ -164,7 +164,7 @@ def draw_tradeoffs(curves: Sequence[Curve], path: Path, *, delta: float) -> None
     figure.savefig(path)
 
 
-def _law(points: Array, law: Array) -> list[list[float]]:
+def _law(points: _Array, law: _Array) -> list[list[float]]:
     return [[float(x), float(p)] for x, p in zip(points, law, strict=True) if p > 0]
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from bqsgd.errors import Infeasible, InvalidParameter
 from bqsgd.mechanism.properties import noise_variance
-from bqsgd.paper.nominal import NominalSetting, nominal_epsilon, privacy_level
-from bqsgd.paper.planner import closed_form, strict_mechanism
+from bqsgd.paper.nominal import NominalSetting, closed_form, nominal_epsilon, privacy_level, strict_mechanism
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.planner.plan import Budget
 
@@ -171,7 +170,7 @@ def curves_over_bits(problem: Problem, *, epsilons: Sequence[float], bits: Seque
     """Fix each nominal epsilon and vary the bits."""
     _check_any(epsilons=epsilons, bits=bits)
     return tuple(
-        Curve(fixed="epsilon", value=epsilon, points=tuple(point(problem, bits=b, epsilon=epsilon) for b in bits))
+        Curve(fixed="epsilon", value=epsilon, points=tuple(_point(problem, bits=b, epsilon=epsilon) for b in bits))
         for epsilon in epsilons
     )
 
@@ -180,12 +179,12 @@ def curves_over_epsilon(problem: Problem, *, epsilons: Sequence[float], bits: Se
     """Fix each number of bits and vary the nominal epsilon."""
     _check_any(epsilons=epsilons, bits=bits)
     return tuple(
-        Curve(fixed="bits", value=b, points=tuple(point(problem, bits=b, epsilon=epsilon) for epsilon in epsilons))
+        Curve(fixed="bits", value=b, points=tuple(_point(problem, bits=b, epsilon=epsilon) for epsilon in epsilons))
         for b in bits
     )
 
 
-def point(problem: Problem, *, bits: int, epsilon: float) -> Point:
+def _point(problem: Problem, *, bits: int, epsilon: float) -> Point:
     """Plan one budget (strict integers beside the real optimum) and evaluate Theorem 1's bound for it.
 
     On the real optimum V = 1 / (4 R^2) + 1 / (6 s^2) (Eq. 22).

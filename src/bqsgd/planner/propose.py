@@ -16,12 +16,12 @@ from bqsgd.params import check_int
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.search import shift_per_round, total_shift
 
-ROUNDS = 300
+_ROUNDS = 300
 """Twice as many made no difference; half as many cost about as much as a change of seed (docs/frontier.md)."""
 _WASTE = 0.21
 """x at which sqrt(x / log(1 + x)) is 1.05."""
 _FEWEST_ROUNDS = 50
-CLIP_NORM = 1.0
+_CLIP_NORM = 1.0
 _RANGE_TO_NOISE = 2.0
 """The mean is encoded in +- this many deviations of a client's noise; wider or narrower made no difference."""
 
@@ -55,17 +55,17 @@ def propose(
     check_int("dataset_size", dataset_size, 1, 2**53)
     mu = total_shift(budget)
     if rounds is None:
-        fewest = ROUNDS if batch_size is None else mu**2 / (_WASTE * (batch_size / dataset_size) ** 2)
-        rounds = min(max(math.ceil(fewest), _FEWEST_ROUNDS), 10 * ROUNDS)
+        fewest = _ROUNDS if batch_size is None else mu**2 / (_WASTE * (batch_size / dataset_size) ** 2)
+        rounds = min(max(math.ceil(fewest), _FEWEST_ROUNDS), 10 * _ROUNDS)
     check_int("rounds", rounds, 1, 2**53)
     if batch_size is None:
         batch_size = min(dataset_size, max(1, math.ceil(dataset_size * mu / math.sqrt(_WASTE * rounds))))
     check_int("batch_size", batch_size, 1, dataset_size)
-    noise = CLIP_NORM / batch_size / shift_per_round(budget, rate=batch_size / dataset_size, rounds=rounds)
+    noise = _CLIP_NORM / batch_size / shift_per_round(budget, rate=batch_size / dataset_size, rounds=rounds)
     return Proposal(
         batch_size=batch_size,
         rounds=rounds,
-        clip_norm=CLIP_NORM,
+        clip_norm=_CLIP_NORM,
         range=float(f"{_RANGE_TO_NOISE * noise:.2g}"),
-        noise_to_clip=math.sqrt(dimension) * noise / CLIP_NORM,
+        noise_to_clip=math.sqrt(dimension) * noise / _CLIP_NORM,
     )

@@ -28,15 +28,15 @@ from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Release
 
-LEAST_FINE_BITS = 8
+_LEAST_FINE_BITS = 8
 """A mechanism that will be coarsened is planned with at least this many bits; more gain next to nothing."""
 _TRIED = 32
 """How many widths are tried across the remaining range, until every one in it can be tried."""
 
 
-def fine_bits(needed: int) -> int:
+def _fine_bits(needed: int) -> int:
     """Bits of the mechanism before coarsening: the first of 8, 10, 12, ... that is enough."""
-    return max(LEAST_FINE_BITS, needed + needed % 2)
+    return max(_LEAST_FINE_BITS, needed + needed % 2)
 
 
 def largest_reach(bits: int) -> float:
@@ -44,7 +44,7 @@ def largest_reach(bits: int) -> float:
 
     At one level, b bits reach (2^b - 1) / 2. A coarsened mechanism reaches no further than 8 bits would.
     """
-    return ((1 << max(bits, LEAST_FINE_BITS)) - 1) / 2
+    return ((1 << max(bits, _LEAST_FINE_BITS)) - 1) / 2
 
 
 def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
@@ -70,7 +70,7 @@ def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
         low, high = max(low, best - 2 * stride), min(high, best + 2 * stride)
 
 
-MakeRelease = Callable[[Mechanism], Release]
+_MakeRelease = Callable[[Mechanism], Release]
 _MARGIN = 0.999
 """Fewer levels need at least as many trials per level squared as more do; this share allows for what is not proven."""
 
@@ -101,7 +101,7 @@ def make_plan(budget: Budget, setting: ClientSetting, *, rounds: int) -> Plan:
 
 
 def least_error_mechanism(
-    budget: Budget, make_release: MakeRelease, *, rounds: int, spent: Accountant | None = None
+    budget: Budget, make_release: _MakeRelease, *, rounds: int, spent: Accountant | None = None
 ) -> Mechanism:
     """The mechanism of least error whose proven epsilon of (`spent`, then `rounds` of the release) is within budget.
 
@@ -117,11 +117,11 @@ def least_error_mechanism(
         return least_error_uncoarsened(replace(budget, bits=bits), make_release, rounds=rounds, spent=spent)
 
     try:
-        found = fine(max(budget.bits, LEAST_FINE_BITS))
+        found = fine(max(budget.bits, _LEAST_FINE_BITS))
     except TooFewBits as error:
         if error.needed is None:
             raise
-        found = fine(fine_bits(error.needed))
+        found = fine(_fine_bits(error.needed))
     return coarsened(found, bits=budget.bits)
 
 
@@ -142,7 +142,7 @@ def shift_per_round(budget: Budget, *, rate: float, rounds: int) -> float:
 
 
 def least_error_uncoarsened(
-    budget: Budget, make_release: MakeRelease, *, rounds: int, spent: Accountant | None = None
+    budget: Budget, make_release: _MakeRelease, *, rounds: int, spent: Accountant | None = None
 ) -> Mechanism:
     """Smallest V with 2s + m + 1 <= 2^b and proven epsilon of (`spent`, then `rounds` of the release) <= budget.
 

@@ -23,7 +23,7 @@ from scipy.special import gammaln, logsumexp
 from bqsgd.errors import AccountingError
 from bqsgd.noise import ROUNDING_SLACK_STEPS, binomial_pmf, mirror_distance
 from bqsgd.privacy._pairs import Floats
-from bqsgd.release import Relation, Release, Scheme
+from bqsgd.release import Relation, Release, Scheme, Spent
 
 MAX_ORDER = 1 << 15
 _DENSE = 128
@@ -381,7 +381,7 @@ def _log_moments(release: Release, tail: float) -> tuple[Floats, float]:
     return np.where(np.isnan(total), math.inf, np.maximum(total, 0.0)), edge
 
 
-def _totals(spent: tuple[tuple[Release, int], ...], delta: float) -> tuple[Floats, float]:
+def _totals(spent: Spent, delta: float) -> tuple[Floats, float]:
     coordinates = sum(rounds * release.dimension for release, rounds in spent)
     # Rounded down to a power of ten, so that nearby queries share the cached moments.
     tail = 10.0 ** math.floor(math.log10(TAIL_SHARE) + math.log10(delta) - math.log10(coordinates))
@@ -392,7 +392,7 @@ def _totals(spent: tuple[tuple[Release, int], ...], delta: float) -> tuple[Float
     )
 
 
-def epsilon(spent: tuple[tuple[Release, int], ...], delta: float) -> float:
+def epsilon(spent: Spent, delta: float) -> float:
     """Least epsilon over the integer orders at `delta`; infinity when the tails alone weigh more."""
     moments, edge = _totals(spent, delta)
     if not edge < delta:
@@ -401,13 +401,13 @@ def epsilon(spent: tuple[tuple[Release, int], ...], delta: float) -> float:
     return max(0.0, float(np.min(figures)))
 
 
-def delta(spent: tuple[tuple[Release, int], ...], epsilon: float) -> float:
+def delta(spent: Spent, epsilon: float) -> float:
     """Least delta over the integer orders at `epsilon`."""
     moments, edge = _totals(spent, 1e-9)
     logs = moments - (ORDERS - 1) * min(epsilon, 1e9) + (ORDERS - 1) * np.log1p(-1 / ORDERS) - np.log(ORDERS)
     return min(1.0, edge + math.exp(min(0.0, float(np.min(logs)))))
 
 
-def delta_floor(spent: tuple[tuple[Release, int], ...], delta: float) -> float:
+def delta_floor(spent: Spent, delta: float) -> float:
     """The mass that the tails moved to delta when asked at `delta`."""
     return _totals(spent, delta)[1]

@@ -21,7 +21,7 @@ from bqsgd.privacy._message import NOTHING_HIDDEN, coordinate_atoms, message_pai
 from bqsgd.privacy._pairs import FLOAT_CHARGE, MASS_TOLERANCE, Floats, Pair, on_grid
 from bqsgd.privacy._shapes import shaped_pair
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON
-from bqsgd.release import Release, Scheme
+from bqsgd.release import Release, Scheme, Spent
 
 SPARE = 1e-13
 """Mass that only one law has, so small that it is the charge for float error and not a property of the mechanism."""
@@ -96,8 +96,6 @@ def fixed_size(pair: Pair, rate: float) -> Sampled:
 
 
 Law: TypeAlias = Any  # pld_pmf.DensePLDPmf, which carries no types
-Spent = tuple[tuple[Release, int], ...]
-"""Releases and how many rounds of each, in a fixed order."""
 GRID_FRACTION = 0.01
 FINE_POINTS, MOST_POINTS = 1 << 17, 1 << 20
 """The grid has at least FINE_POINTS over the losses that matter; above MOST_POINTS it is made coarser, which is

@@ -1,7 +1,7 @@
 """The accountant: a proven upper bound on what everything a client has sent reveals, worst case over data.
 
 >>> from bqsgd.params import Mechanism
->>> from bqsgd.release import Release, Sampling, Sensitivity
+>>> from bqsgd.release import Release, Sampling, Sensitivity, Spent
 >>> release = Release(
 ...     mechanism=Mechanism(levels=1, trials=251), dimension=61706,
 ...     sensitivity=Sensitivity(linf=1 / 32), sampling=Sampling(scheme="poisson", rate=32 / 15000))
@@ -22,22 +22,21 @@ from bqsgd.errors import AccountingError, InvalidParameter
 from bqsgd.noise import TAIL_BITS
 from bqsgd.params import check_int
 from bqsgd.privacy import _renyi, _rounds
-from bqsgd.privacy._rounds import Spent
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Release, Sampling, Scheme, Trust
+from bqsgd.release import Release, Sampling, Scheme, Spent, Trust
 
 METHOD_LINF = "proven upper bound (loss distribution, L-infinity)"
 METHOD_L2 = "proven upper bound (loss distribution, L2 and L-infinity)"
 METHOD_RENYI = "proven upper bound (Renyi moments, L2 and L-infinity)"
-L2_DECIDES = 0.8
-SPREADS = (1, 4, 10, 128)
+_L2_DECIDES = 0.8
+_SPREADS = (1, 4, 10, 128)
 """Data tried from below under an L2 bound: the norm on so many times the fewest coordinates."""
-NEARLY_WHOLE = 0.9
+_NEARLY_WHOLE = 0.9
 """Above this rate sampling gains less than two grids may differ by, so the figure without sampling is looked at too."""
-SUM_TRIES = 20
+_SUM_TRIES = 20
 CUT_LAW = 1.001 * 2.0**-TAIL_BITS
 """Total variation between a cut and rounded law and the binomial."""
-MANY_ROUNDS = 1 << 20
+_MANY_ROUNDS = 1 << 20
 """Beyond so many rounds the loss distributions' grid is coarse, and moments may be the better route."""
 
 
@@ -79,7 +78,7 @@ class Accountant:
         if self._hopeless(delta):
             return math.inf
         figures = [0.0]
-        for spread in SPREADS if any(_rounds.l2_binds(release) for release, _ in self.spent) else (1,):
+        for spread in _SPREADS if any(_rounds.l2_binds(release) for release, _ in self.spent) else (1,):
             with suppress(AccountingError):
                 laws = _composed(self.spent, attained=spread)
                 figures += [float(law.get_epsilon_for_delta(delta)) for law in laws]
@@ -138,7 +137,7 @@ def _best(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float
     The charge grows with epsilon, so an epsilon is sought that pays for its own: each try is the answer to the last.
     """
     tried = 0.0
-    for _ in range(SUM_TRIES):
+    for _ in range(_SUM_TRIES):
         charge = _sum_charge(spent, tried)
         if not charge < delta / 2:
             break
@@ -161,7 +160,7 @@ def _least(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, floa
             results.append((math.inf if math.isnan(epsilon) else epsilon, method, floor))
     except AccountingError as error:
         refused = error
-    if sum(rounds for _, rounds in spent) > MANY_ROUNDS or min(results)[0] == math.inf:
+    if sum(rounds for _, rounds in spent) > _MANY_ROUNDS or min(results)[0] == math.inf:
         results.append((_renyi.epsilon(spent, delta), METHOD_RENYI, _renyi.delta_floor(spent, delta)))
     best = min(results, key=lambda result: result[0])
     if refused is not None and best[0] == math.inf:
@@ -185,7 +184,7 @@ def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[_rounds.Law
         plain = ((replace(release, sensitivity=replace(release.sensitivity, l2=None)), n) for release, n in spent)
         tallies.append((METHOD_LINF, tuple(plain)))
     whole = Sampling(scheme=Scheme.NONE)
-    if any(release.sampling.rate > NEARLY_WHOLE and release.sampling != whole for release, _ in spent):
+    if any(release.sampling.rate > _NEARLY_WHOLE and release.sampling != whole for release, _ in spent):
         tallies.append((method, tuple((replace(release, sampling=whole), rounds) for release, rounds in spent)))
     refused: AccountingError | None = None
     found = False
@@ -223,7 +222,7 @@ def _composed(spent: Spent, *, attained: int = 0) -> tuple[_rounds.Law, _rounds.
 
 def _l2_decides(spent: Spent) -> bool:
     """True when the L2 bounds are so much smaller that the L-infinity route cannot beat even moments (by a tenth)."""
-    return all(release.shift_l2 < L2_DECIDES * math.sqrt(release.dimension) * release.shift for release, _ in spent)
+    return all(release.shift_l2 < _L2_DECIDES * math.sqrt(release.dimension) * release.shift for release, _ in spent)
 
 
 def _sampling_text(spent: Spent) -> str:

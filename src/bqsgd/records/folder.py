@@ -24,11 +24,11 @@ from bqsgd.records.record import ClientRecord, RoundRecord, RunFolderError, Stat
 from bqsgd.storage import Appended, open_regular, read_regular, write_atomic
 
 CONFIG, ROUNDS, SUMMARY, REPORT = "config.toml", "rounds.jsonl", "summary.json", "report.html"
-MAX_CONFIG_BYTES = 1 << 20
-MAX_SUMMARY_BYTES = 4 << 20
-MAX_ROUNDS_BYTES = 1 << 30
-MAX_LINE_BYTES = 32 << 20
-MAX_ROUNDS = 200_000
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_SUMMARY_BYTES = 4 << 20
+_MAX_ROUNDS_BYTES = 1 << 30
+_MAX_LINE_BYTES = 32 << 20
+_MAX_ROUNDS = 200_000
 SHOWN = 0o644
 """Permissions of what a run folder holds: it is made to be shown."""
 
@@ -82,29 +82,29 @@ def read_rounds(folder: str | Path) -> Iterator[RoundRecord]:
     """Yield the rounds in file order, one line in memory at a time; no file yields nothing."""
     path = Path(folder) / ROUNDS
     try:
-        file = open_regular(path, limit=MAX_ROUNDS_BYTES)
+        file = open_regular(path, limit=_MAX_ROUNDS_BYTES)
     except UnsafeFile as error:
         raise RunFolderError(str(error)) from error
     if file is None:
         return
     with file:
-        for index in range(MAX_ROUNDS + 1):
-            line = file.readline(MAX_LINE_BYTES + 1)
+        for index in range(_MAX_ROUNDS + 1):
+            line = file.readline(_MAX_LINE_BYTES + 1)
             if not line.endswith(b"\n"):
-                if len(line) > MAX_LINE_BYTES:
-                    raise RunFolderError(f"{path}, line {index + 1}: longer than {MAX_LINE_BYTES} bytes")
+                if len(line) > _MAX_LINE_BYTES:
+                    raise RunFolderError(f"{path}, line {index + 1}: longer than {_MAX_LINE_BYTES} bytes")
                 return  # the end, or a line that a killed process left half written
             try:
                 yield RoundRecord.from_dict(_json(line))
             except RunFolderError as error:
                 raise RunFolderError(f"{path}, line {index + 1}: {error}") from error
-    raise RunFolderError(f"{path} holds more than {MAX_ROUNDS} rounds")
+    raise RunFolderError(f"{path} holds more than {_MAX_ROUNDS} rounds")
 
 
 def read_summary(folder: str | Path) -> dict[str, Any] | None:
     """summary.json as plain JSON, or None when the run has not written one yet."""
     path = Path(folder) / SUMMARY
-    content = _content(path, MAX_SUMMARY_BYTES)
+    content = _content(path, _MAX_SUMMARY_BYTES)
     if content is None:
         return None
     try:
@@ -119,7 +119,7 @@ def read_summary(folder: str | Path) -> dict[str, Any] | None:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.toml as plain values; no file gives an empty table."""
     path = Path(folder) / CONFIG
-    content = _content(path, MAX_CONFIG_BYTES)
+    content = _content(path, _MAX_CONFIG_BYTES)
     try:
         return tomllib.loads((content or b"").decode())
     except (ValueError, RecursionError):  # tomllib's own message may quote the file: not wanted for a stranger's
@@ -146,7 +146,7 @@ def _trim(rounds: Appended, keep_through: int | None) -> None:
     """Cut a half-written last line, and every line from the first whose round is beyond `keep_through`."""
     keep = 0
     with rounds.read() as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
+        while line := file.readline(_MAX_LINE_BYTES + 1):
             if not line.endswith(b"\n"):
                 break
             if keep_through is not None and RoundRecord.from_dict(_json(line)).round > keep_through:
@@ -163,7 +163,7 @@ def _without_none(value: Any) -> Any:
     return str(value) if isinstance(value, (Path, StrEnum)) else value
 
 
-MAX_REASONS = 8
+_MAX_REASONS = 8
 Parameters = tuple[int, int, int, int]
 """Levels, trials, points and width of a frame (points and width 0: not coarsened)."""
 
@@ -182,10 +182,10 @@ class ClientTally:
         """Count one round of this client."""
         self.counts[record.status] += 1
         self.frame_bytes += record.frame_bytes
-        if record.status is Status.OK and len(self.mechanisms) < MAX_REASONS:
+        if record.status is Status.OK and len(self.mechanisms) < _MAX_REASONS:
             self.mechanisms[record.levels, record.trials, record.points, record.width] += 1
         reason = record.reason
-        if reason is not None and (reason in self.reasons or len(self.reasons) < MAX_REASONS):
+        if reason is not None and (reason in self.reasons or len(self.reasons) < _MAX_REASONS):
             self.reasons[reason] += 1
 
 

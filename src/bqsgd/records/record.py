@@ -17,8 +17,8 @@ from bqsgd.privacy.guarantee import Guarantee
 
 MAX_COUNT = 2**63 - 1
 MAX_TEXT = 4096
-MAX_CLIENTS_PER_ROUND = 100_000
-MAX_STAGES = 16
+_MAX_CLIENTS_PER_ROUND = 100_000
+_MAX_STAGES = 16
 STAGES = ("gradients", "clip", "encode", "frame", "decode", "aggregate", "ledger")
 """Where a round's seconds go, in the order of the flow; a run may name others beside these."""
 
@@ -55,16 +55,16 @@ class ClientRecord:
 
     def __post_init__(self) -> None:
         if self.client is not None:
-            count("client", self.client)
+            _count("client", self.client)
         for name in ("frame_bytes", "levels", "trials", "points", "width"):
-            count(name, getattr(self, name))
+            _count(name, getattr(self, name))
         try:
             object.__setattr__(self, "status", Status(self.status))
         except ValueError:
             allowed = ", ".join(Status)
             raise RunFolderError(f"status must be one of {allowed}, got {_shown(self.status)}") from None
         if self.reason is not None:
-            object.__setattr__(self, "reason", text("reason", self.reason))
+            object.__setattr__(self, "reason", _text("reason", self.reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class RoundRecord:
 
     def __post_init__(self) -> None:
         for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32"):
-            count(name, getattr(self, name))
+            _count(name, getattr(self, name))
         for name in ("test_accuracy", "test_loss", "epsilon_max", "nominal_epsilon"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else number(name, value))
@@ -111,8 +111,8 @@ class RoundRecord:
             raise RunFolderError("stepped and seeded must be true or false")
         object.__setattr__(self, "time", number("time", self.time))
         object.__setattr__(self, "clients", tuple(self.clients))
-        if len(self.seconds) > MAX_STAGES:
-            raise RunFolderError(f"seconds must name at most {MAX_STAGES} stages, got {len(self.seconds)}")
+        if len(self.seconds) > _MAX_STAGES:
+            raise RunFolderError(f"seconds must name at most {_MAX_STAGES} stages, got {len(self.seconds)}")
         object.__setattr__(self, "seconds", {name: number(name, value) for name, value in self.seconds.items()})
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,12 +124,12 @@ class RoundRecord:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RoundRecord:
         """Rebuild and check one round; unknown fields are ignored so that newer runs stay readable."""
-        known = select(cls, fields, "a round")
+        known = _select(cls, fields, "a round")
         clients = known.get("clients") or ()
-        if not isinstance(clients, (list, tuple)) or len(clients) > MAX_CLIENTS_PER_ROUND:
-            raise RunFolderError(f"clients must be a list of at most {MAX_CLIENTS_PER_ROUND} entries")
-        known["clients"] = [ClientRecord(**select(ClientRecord, entry, "a client")) for entry in clients]
-        known["seconds"] = mapping("seconds", known.get("seconds") or {})
+        if not isinstance(clients, (list, tuple)) or len(clients) > _MAX_CLIENTS_PER_ROUND:
+            raise RunFolderError(f"clients must be a list of at most {_MAX_CLIENTS_PER_ROUND} entries")
+        known["clients"] = [ClientRecord(**_select(ClientRecord, entry, "a client")) for entry in clients]
+        known["seconds"] = _mapping("seconds", known.get("seconds") or {})
         return cls(**known)
 
 
@@ -168,7 +168,7 @@ def number(name: str, value: object) -> float:
         raise RunFolderError(f"{name} is too large for a float") from None
 
 
-def text(name: str, value: object) -> str:
+def _text(name: str, value: object) -> str:
     """A string, cut at 4,096 characters."""
     if not isinstance(value, str):
         raise RunFolderError(f"{name} must be text, got {_shown(value)}")
@@ -186,16 +186,16 @@ def one_line(words: str, *, limit: int = 300) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def mapping(name: str, value: object) -> dict[str, Any]:
+def _mapping(name: str, value: object) -> dict[str, Any]:
     """A table with text keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise RunFolderError(f"{name} must be a table, got {_shown(value)}")
     return dict(value)
 
 
-def select(kind: Any, fields: object, name: str) -> dict[str, Any]:
+def _select(kind: Any, fields: object, name: str) -> dict[str, Any]:
     """The entries of `fields` that `kind` knows; raises when a required one is missing."""
-    table = mapping(name, fields)
+    table = _mapping(name, fields)
     known = {key: table[key] for key in kind.__dataclass_fields__ if key in table}
     for key in ("round", "client", "status"):
         if key in kind.__dataclass_fields__ and key not in known:
@@ -203,7 +203,7 @@ def select(kind: Any, fields: object, name: str) -> dict[str, Any]:
     return known
 
 
-def count(name: str, value: object) -> int:
+def _count(name: str, value: object) -> int:
     """An integer from 0 to 2^63 - 1."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
         raise RunFolderError(f"{name} must be an integer from 0 to 2^63 - 1, got {_shown(value)}")
@@ -260,7 +260,7 @@ class Summary:
     @classmethod
     def from_dict(cls, fields: object) -> Summary:
         """Read and check summary.json; unknown fields are ignored."""
-        table = mapping("summary.json", fields)
+        table = _mapping("summary.json", fields)
         # Fail closed: a guarantee whose noise may have been seeded is not shown as one.
         claimed = table.get("guarantee")
         marks = [part["seeded"] for part in (table, claimed) if isinstance(part, Mapping) and "seeded" in part]
@@ -269,13 +269,13 @@ class Summary:
         known: dict[str, Any] = {"seeded": any(marks)}
         for names, read in (
             (("accuracy", "loss", "nominal_epsilon", "seconds"), number),
-            (("rounds", "guarantee_client", "bytes_up", "bytes_down", "bytes_up_float32"), count),
-            (("versions", "config"), mapping),
+            (("rounds", "guarantee_client", "bytes_up", "bytes_down", "bytes_up_float32"), _count),
+            (("versions", "config"), _mapping),
         ):
             known |= {name: read(name, table[name]) for name in names if table.get(name) is not None}
         if claimed is not None:
             try:
-                known["guarantee"] = Guarantee.from_dict({"seeded": any(marks), **mapping("guarantee", claimed)})
+                known["guarantee"] = Guarantee.from_dict({"seeded": any(marks), **_mapping("guarantee", claimed)})
             except InvalidParameter as error:
                 raise RunFolderError(str(error)) from error
         return cls(**known)

@@ -11,7 +11,7 @@ import numpy as np
 
 from bqsgd.records.record import RoundRecord, Status
 
-PUBLIC = {
+_PUBLIC = {
     "test_accuracy": "test/accuracy",
     "test_loss": "test/loss",
     "epsilon_max": "privacy/epsilon_max",
@@ -57,7 +57,7 @@ class TensorBoardLog:
 
 def scalars(record: RoundRecord) -> dict[str, float]:
     """Tag and figure of everything in `record` that TensorBoard can draw."""
-    figures = {tag: getattr(record, name) for name, tag in PUBLIC.items()}
+    figures = {tag: getattr(record, name) for name, tag in _PUBLIC.items()}
     figures |= {f"seconds/{stage}": seconds for stage, seconds in record.seconds.items()}
     if record.clients:
         figures |= {f"clients/{status}": sum(entry.status is status for entry in record.clients) for status in Status}

@@ -23,14 +23,14 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given, rounded_up
 from bqsgd.records.folder import REPORT, SHOWN, ClientTally, History, Parameters
 from bqsgd.records.record import Status
-from bqsgd.reports.chart import Chart, Point, Quantity, Series, short
-from bqsgd.reports.figures import measured, run_figures, running_total
+from bqsgd.reports._chart import Chart, Point, Quantity, Series, short
+from bqsgd.reports._figures import measured, run_figures, running_total
 from bqsgd.reports.ledgers import read_run
 from bqsgd.storage import write_atomic
 
-MAX_CLIENT_ROWS = 40
-MAX_SETTINGS = 300
-MAX_SETTING_TEXT = 200
+_MAX_CLIENT_ROWS = 40
+_MAX_SETTINGS = 300
+_MAX_SETTING_TEXT = 200
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -51,7 +51,7 @@ def run_page(run: History) -> str:
     up, plain_up = run.total("bytes_up"), run.total("bytes_up_float32")
     longest = max(up, plain_up, 1)
     mechanism = run.mechanism
-    return render(
+    return _render(
         "run.html",
         title=run.name,
         run=run,
@@ -64,7 +64,7 @@ def run_page(run: History) -> str:
         claim=claim,
         epsilon="" if claim is None else epsilon_text(claim),
         delta="" if claim is None else short(claim.delta),
-        claim_terms=[] if claim is None else claim_terms(claim),
+        claim_terms=[] if claim is None else _claim_terms(claim),
         nominal="" if nominal is None else f"{rounded_up(nominal)} (Theorem 1)",
         bits=short(run.bits_per_coordinate, digits=4),
         mechanism=mechanism,
@@ -80,7 +80,7 @@ def run_page(run: History) -> str:
         unused=[(str(status), statuses[status]) for status in Status if status is not Status.OK and statuses[status]],
         charts=run_figures(run),
         clients=_client_rows(run.clients),
-        clients_hidden=len(run.clients) > MAX_CLIENT_ROWS,
+        clients_hidden=len(run.clients) > _MAX_CLIENT_ROWS,
         tables=_tables(run),
     )
 
@@ -92,7 +92,7 @@ def epsilon_text(claim: Guarantee) -> str:
     return f"= {short(claim.epsilon, Quantity.EPSILON, digits=4)}"
 
 
-def claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
+def _claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
     """What stands beside an epsilon, named."""
     floor = [] if not claim.delta_floor else [("delta floor", short(claim.delta_floor))]
     return [
@@ -106,7 +106,7 @@ def claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
     ]
 
 
-def render(template: str, **fields: Any) -> str:
+def _render(template: str, **fields: Any) -> str:
     """Fill a template; the page allows itself one script, by its hash, and no request at all."""
     script = (files("bqsgd.reports") / "templates" / "page.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -170,9 +170,9 @@ def _parameters(used: Parameters) -> str:
 
 def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
     """The clients with most trouble first when there are too many to show, else in order."""
-    if len(clients) > MAX_CLIENT_ROWS:
+    if len(clients) > _MAX_CLIENT_ROWS:
         worst = sorted(clients, key=lambda tally: (tally.counts[Status.OK] - tally.counts.total(), tally.client))
-        clients = tuple(worst[:MAX_CLIENT_ROWS])
+        clients = tuple(worst[:_MAX_CLIENT_ROWS])
     return [
         {
             "client": tally.client,
@@ -201,9 +201,9 @@ def flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[
             rows += flatten(value, f"{name}.", depth + 1)
         else:
             rows.append((name, _cut(_setting(name, value))))
-        if len(rows) >= MAX_SETTINGS:
+        if len(rows) >= _MAX_SETTINGS:
             break
-    return rows[:MAX_SETTINGS]
+    return rows[:_MAX_SETTINGS]
 
 
 def _setting(name: str, value: object) -> str:
@@ -213,20 +213,20 @@ def _setting(name: str, value: object) -> str:
 
 
 def _cut(words: str) -> str:
-    return words if len(words) <= MAX_SETTING_TEXT else words[: MAX_SETTING_TEXT - 1] + "…"
+    return words if len(words) <= _MAX_SETTING_TEXT else words[: _MAX_SETTING_TEXT - 1] + "…"
 
 
-MAX_RUNS = 16
-TERMS = "Proven epsilon of the client that spent most; its delta and terms are in the table."
-NOTES = {
+_MAX_RUNS = 16
+_TERMS = "Proven epsilon of the client that spent most; its delta and terms are in the table."
+_NOTES = {
     "accuracy": "On the public test split.",
     "accuracy-bytes": "Further left is cheaper: measured frames, headers included.",
-    "accuracy-epsilon": f"Further left is more private. {TERMS}",
+    "accuracy-epsilon": f"Further left is more private. {_TERMS}",
     "loss": "On the public test split.",
-    "epsilon": TERMS,
+    "epsilon": _TERMS,
     "bytes": "Measured frames, headers included, summed over clients and rounds.",
 }
-COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
+_COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
 
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
@@ -237,15 +237,15 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
 
 def comparison_page(runs: Sequence[History]) -> str:
     """The comparison of 2 to 16 runs as HTML."""
-    if not 2 <= len(runs) <= MAX_RUNS:
-        raise InvalidParameter(f"a comparison takes 2 to {MAX_RUNS} runs, got {len(runs)}")
+    if not 2 <= len(runs) <= _MAX_RUNS:
+        raise InvalidParameter(f"a comparison takes 2 to {_MAX_RUNS} runs, got {len(runs)}")
     runs = _distinct(runs)
-    return render(
+    return _render(
         "compare.html",
         title=f"{len(runs)} runs compared",
         runs=[_row(index, run) for index, run in enumerate(runs)],
         seeded=[run.name for run in runs if run.seeded],
-        differing=differing_terms(runs),
+        differing=_differing_terms(runs),
         charts=comparison_figures(runs),
     )
 
@@ -289,7 +289,7 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
     ]
 
 
-def differing_terms(runs: Sequence[History]) -> list[str]:
+def _differing_terms(runs: Sequence[History]) -> list[str]:
     """The terms (delta, neighbours, unit, trust) in which the runs' guarantees differ; then epsilons do not compare."""
     claims = [run.summary.guarantee for run in runs if run.summary is not None and run.summary.guarantee is not None]
     terms: dict[str, set[object]] = {
@@ -311,10 +311,10 @@ class _Overlay:
         self, key: str, title: str, x_label: str, y_label: str, points: Callable[[History], list[Point]], **options: Any
     ) -> Chart:
         series = [
-            Series(label=run.name, points=points(run), colour=COLOURS[i % 8], dashed=i >= 8)
+            Series(label=run.name, points=points(run), colour=_COLOURS[i % 8], dashed=i >= 8)
             for i, run in enumerate(self.runs)
         ]
-        options = {"x_unit": Quantity.COUNT, "note": NOTES.get(key, ""), **options}
+        options = {"x_unit": Quantity.COUNT, "note": _NOTES.get(key, ""), **options}
         return Chart(key=key, title=title, x_label=x_label, y_label=y_label, series=series, **options)
 
 
@@ -336,10 +336,10 @@ def _row(index: int, run: History) -> dict[str, Any]:
     claim = run.summary.guarantee if run.summary is not None else None
     return {
         "name": run.name,
-        "colour": COLOURS[index % 8],
+        "colour": _COLOURS[index % 8],
         "accuracy": short(run.accuracy, Quantity.PERCENT, 4),
         "epsilon": "none" if claim is None else f"ε {epsilon_text(claim)} at δ = {short(claim.delta)}",
-        "terms": "" if claim is None else "; ".join(value for _, value in claim_terms(claim)[:5]),
+        "terms": "" if claim is None else "; ".join(value for _, value in _claim_terms(claim)[:5]),
         "seeded": run.seeded,
         "bytes_up": short(run.total("bytes_up"), Quantity.BYTES),
         "saving": "–" if run.saving is None else f"{short(run.saving)}×",

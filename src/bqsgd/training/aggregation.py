@@ -15,10 +15,10 @@ import numpy.typing as npt
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.params import check_int
 
-Array = npt.NDArray[np.float64]
+_Array = npt.NDArray[np.float64]
 
 
-def _checked(updates: npt.ArrayLike) -> Array:
+def _checked(updates: npt.ArrayLike) -> _Array:
     array = np.asarray(updates, dtype=np.float64)
     if array.ndim != 2 or 0 in array.shape:
         raise InvalidParameter(f"updates must be (clients, dimension), neither of them 0, got {array.shape}")
@@ -27,7 +27,7 @@ def _checked(updates: npt.ArrayLike) -> Array:
     return array
 
 
-def weighted_mean(updates: npt.ArrayLike, *, weights: Sequence[float] | None = None) -> Array:
+def weighted_mean(updates: npt.ArrayLike, *, weights: Sequence[float] | None = None) -> _Array:
     """sum_i p_i u_i with p_i = weights_i / sum(weights); equal weights when none are given.
 
     >>> weighted_mean([[0.0], [4.0]], weights=[3, 1]).tolist()
@@ -42,7 +42,7 @@ def weighted_mean(updates: npt.ArrayLike, *, weights: Sequence[float] | None = N
     return np.asarray((share / share.sum()) @ array, dtype=np.float64)
 
 
-def median(updates: npt.ArrayLike) -> Array:
+def median(updates: npt.ArrayLike) -> _Array:
     """Coordinate-wise median; an outlier in fewer than half of the clients moves it only among honest values.
 
     >>> median([[0.0], [1.0], [1e9]]).tolist()
@@ -51,7 +51,7 @@ def median(updates: npt.ArrayLike) -> Array:
     return np.asarray(np.median(_checked(updates), axis=0), dtype=np.float64)
 
 
-def trimmed_mean(updates: npt.ArrayLike, *, byzantine: int) -> Array:
+def trimmed_mean(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
     """Coordinate-wise mean without the `byzantine` largest and smallest values; needs n > 2 f.
 
     >>> trimmed_mean([[0.0], [1.0], [2.0], [3.0], [1e9]], byzantine=1).tolist()
@@ -66,7 +66,7 @@ def trimmed_mean(updates: npt.ArrayLike, *, byzantine: int) -> Array:
     return np.asarray(array.mean(axis=0), dtype=np.float64)
 
 
-def _krum_scores(array: Array, f: int) -> Array:
+def _krum_scores(array: _Array, f: int) -> _Array:
     """Sum of squared distances to the n - f - 2 nearest others (Blanchard et al. 2017)."""
     n = len(array)
     if n < 2 * f + 3:
@@ -81,14 +81,14 @@ def _krum_scores(array: Array, f: int) -> Array:
     return np.asarray(np.sort(squared, axis=1)[:, : n - f - 2].sum(axis=1), dtype=np.float64)
 
 
-def krum(updates: npt.ArrayLike, *, byzantine: int) -> Array:
+def krum(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
     """The one update closest to its n - f - 2 nearest others; needs n >= 2 f + 3. The first wins a tie."""
     array = _checked(updates)
     f = check_int("byzantine", byzantine, 0, 2**31)
     return np.array(array[int(np.argmin(_krum_scores(array, f)))])
 
 
-def multi_krum(updates: npt.ArrayLike, *, byzantine: int, keep: int | None = None) -> Array:
+def multi_krum(updates: npt.ArrayLike, *, byzantine: int, keep: int | None = None) -> _Array:
     """Mean of the `keep` updates with the best Krum scores; keep is at most, and by default, n - f - 2."""
     array = _checked(updates)
     f = check_int("byzantine", byzantine, 0, 2**31)
@@ -112,7 +112,7 @@ def smallest_quorum(rule: str, *, byzantine: int) -> int:
     return {"mean": 1, "median": 2 * f + 1, "trimmed-mean": 2 * f + 1}.get(rule, 2 * f + 3)
 
 
-def aggregate(rule: str, updates: npt.ArrayLike, *, weights: Sequence[float] | None, byzantine: int) -> Array:
+def aggregate(rule: str, updates: npt.ArrayLike, *, weights: Sequence[float] | None, byzantine: int) -> _Array:
     """Apply the rule called `rule`; only the mean reads the weights."""
     smallest_quorum(rule, byzantine=byzantine)
     if rule == "mean":

@@ -16,10 +16,9 @@ from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import least_error_mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
-from bqsgd.release import Assumption, Relation, Release, Scheme, Unit
+from bqsgd.release import Assumption, Relation, Release, Scheme, Spent, Unit
 from bqsgd.training.settings import Config
 
-Spent = tuple[tuple[Release, int], ...]
 _kept: dict[tuple[ClientSetting, Budget, int], Mechanism] = {}
 """First plans found by an earlier process of the same client."""
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.params import check_int, check_positive
 
-Array = npt.NDArray[np.float64]
-State = dict[str, Array]
+_Array = npt.NDArray[np.float64]
+State = dict[str, _Array]
 OPTIMISERS = ("sgd", "adam")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
-def _checked(gradient: npt.ArrayLike, state: State, key: str | None) -> Array:
+def _checked(gradient: npt.ArrayLike, state: State, key: str | None) -> _Array:
     array = np.asarray(gradient, dtype=np.float64)
     if array.ndim != 1 or (key is not None and array.shape != state[key].shape):
         raise InvalidParameter(f"gradient must be flat and as long as the state, got shape {array.shape}")
@@ -50,8 +50,8 @@ class Sgd:
         return {"velocity": np.zeros(dimension)} if self.momentum else {}
 
     def update(
-        self, state: State, gradient: npt.ArrayLike, *, learning_rate: float, noise_variance: float | Array = 0.0
-    ) -> tuple[State, Array]:
+        self, state: State, gradient: npt.ArrayLike, *, learning_rate: float, noise_variance: float | _Array = 0.0
+    ) -> tuple[State, _Array]:
         """The next state and the step to subtract from the model."""
         g = _checked(gradient, state, "velocity" if self.momentum else None)
         if not self.momentum:
@@ -86,8 +86,8 @@ class Adam:
         return {"mean": np.zeros(dimension), "square": np.zeros(dimension), "steps": np.zeros(1)}
 
     def update(
-        self, state: State, gradient: npt.ArrayLike, *, learning_rate: float, noise_variance: float | Array = 0.0
-    ) -> tuple[State, Array]:
+        self, state: State, gradient: npt.ArrayLike, *, learning_rate: float, noise_variance: float | _Array = 0.0
+    ) -> tuple[State, _Array]:
         """The next state and the step to subtract from the model; `noise_variance` is Phi, of the mean gradient."""
         g = _checked(gradient, state, "mean")
         t = state["steps"] + 1
@@ -131,7 +131,7 @@ def schedule(name: str, *, round: int, rounds: int) -> float:
     raise InvalidParameter(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
 
 
-def average(previous: Array, model: npt.ArrayLike, *, decay: float, round: int) -> Array:
+def average(previous: _Array, model: npt.ArrayLike, *, decay: float, round: int) -> _Array:
     """Exponential moving average of the model after `round` (0-based): a post-processing, so it costs no privacy.
 
     The decay starts low, min(decay, (1 + t) / (10 + t)), so that the random first models are forgotten.

@@ -22,7 +22,7 @@ from bqsgd.storage import open_regular
 from bqsgd.training.aggregation import RULES, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
 
-CODINGS = ("fixed", "entropy")
+_CODINGS = ("fixed", "entropy")
 _MAX_CONFIG_BYTES = 1 << 20
 _NO_OPTION = "no option"
 
@@ -49,7 +49,7 @@ class Group:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            check_setting(each, getattr(self, each.name))
+            _check_setting(each, getattr(self, each.name))
 
     @classmethod
     def settings(cls) -> dict[str, Field[Any]]:
@@ -62,7 +62,7 @@ class Group:
         return cls(**_inside(cls, values))
 
 
-def check_setting(each: Field[Any], value: Any) -> None:
+def _check_setting(each: Field[Any], value: Any) -> None:
     """Raise unless `value` obeys the field's rules."""
     rules, name = each.metadata, each.metadata["name"] or each.name
     if value is None:
@@ -74,11 +74,11 @@ def check_setting(each: Field[Any], value: Any) -> None:
         check_positive(name, value)
     elif rules["choices"] and value not in rules["choices"]:
         raise InvalidParameter(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
-    elif each.default is not None and not isinstance(value, kind_of(each)):
-        raise InvalidParameter(f"{name} must be {kind_of(each)}, got {value!r}")
+    elif each.default is not None and not isinstance(value, _kind_of(each)):
+        raise InvalidParameter(f"{name} must be {_kind_of(each)}, got {value!r}")
 
 
-def kind_of(each: Field[Any]) -> Any:
+def _kind_of(each: Field[Any]) -> Any:
     """The type of a setting that is set: `int | None` and `int` are both int."""
     kinds = {"int": int, "float": (int, float), "str": str, "bool": bool}
     return kinds.get(str(each.type).removesuffix(" | None"), object)
@@ -209,7 +209,7 @@ class ClientSettings(Group):
     count: int = setting(4, "Number of clients.", name="clients", between=(1, 100_000))
     local_steps: int = setting(1, "Steps a client takes per round; above 1 needs --unit client.", between=(1, 2**20))
     local_learning_rate: float = setting(0.1, "Learning rate of the local steps.", positive=True)
-    coding: str = setting("fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=CODINGS)
+    coding: str = setting("fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=_CODINGS)
     reserve_rounds: int = setting(20, "Rounds that the ledger records ahead in one write.", between=(1, 2**20))
     packed_rows: bool = setting(
         False, "Faster gradients; the guarantee then assumes that kernels treat all rows of a batch alike."

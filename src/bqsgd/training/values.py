@@ -134,7 +134,7 @@ def client_values(
 ) -> Values:
     """The clipped update after several local steps; zero when the steps cannot be made."""
     try:
-        return local_update(model, loss, draw, steps=steps, learning_rate=learning_rate, clip=clip)
+        return _local_update(model, loss, draw, steps=steps, learning_rate=learning_rate, clip=clip)
     except Exception:
         return np.zeros(dimension_of(model), np.float32)
 
@@ -143,7 +143,7 @@ _INSIDE = 1 - 2.0**-20
 """Norms are rounded, so the clip aims this much inside its bound."""
 
 
-def local_update(
+def _local_update(
     model: nn.Module,
     loss: LossFunction,
     draw: Callable[[], tuple[Tensor, Tensor]],

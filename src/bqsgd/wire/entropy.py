@@ -28,13 +28,13 @@ from bqsgd.wire.fixed import FixedWidth, Payload
 
 PREFIX = struct.Struct("<BBHIII")
 MAX_BINS = 1 << 16
-ZSTD_BINS = 256
-ZSTD_LEVEL = 1
-ZSTD_EXCESS = 1.015
+_ZSTD_BINS = 256
+_ZSTD_LEVEL = 1
+_ZSTD_EXCESS = 1.015
 """zstandard is taken when its payload is at most this many times the entropy of the codes."""
 CHUNK_CODES = 1 << 18
 """Codes handled at a time (a multiple of 8, so that low bits start on a byte boundary)."""
-Counts = npt.NDArray[np.int64]
+_Counts = npt.NDArray[np.int64]
 
 
 class Mode(IntEnum):
@@ -55,16 +55,16 @@ class _Prefix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Binning:
+class _Binning:
     """Bins of 2^low_bits codes: counts[i] codes lie in bin first + i; entropy_bytes is that of the codes themselves."""
 
     low_bits: int
     first: int
-    counts: Counts
+    counts: _Counts
     entropy_bytes: float
 
 
-def histogram(codes: Codes, code_count: int) -> Counts:
+def histogram(codes: Codes, code_count: int) -> _Counts:
     """counts[c] = how often code c occurs, for c below code_count."""
     counts = np.zeros(code_count, np.int64)
     top = _bits.count(_bits.readonly(codes), counts)
@@ -73,14 +73,14 @@ def histogram(codes: Codes, code_count: int) -> Counts:
     return counts
 
 
-def _entropy_bits(counts: Counts) -> float:
+def _entropy_bits(counts: _Counts) -> float:
     """d log2 d - sum n log2 n: the bits of d = sum n symbols under their own histogram."""
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
     return float(total * np.log2(total) - (seen * np.log2(seen)).sum())
 
 
-def best_binning(counts: Counts, max_bins: int) -> Binning:
+def best_binning(counts: _Counts, max_bins: int) -> _Binning:
     """The binning that gives the fewest bits: table of counts, entropy of the bins, raw low bits."""
     entropy_bytes = _entropy_bits(counts) / 8
     dimension = int(counts.sum())
@@ -92,7 +92,7 @@ def best_binning(counts: Counts, max_bins: int) -> Binning:
         if window.size <= max_bins:
             cost = 8 * _table_bytes(window) + _entropy_bits(window) + dimension * low_bits
             if cost < best_bits:
-                best = Binning(
+                best = _Binning(
                     low_bits=low_bits, first=offset + first, counts=window.copy(), entropy_bytes=entropy_bytes
                 )
                 best_bits = cost
@@ -107,11 +107,11 @@ def best_binning(counts: Counts, max_bins: int) -> Binning:
     return best
 
 
-def _table_bytes(counts: Counts) -> int:
+def _table_bytes(counts: _Counts) -> int:
     return counts.size + sum(int((counts >= 1 << shift).sum()) for shift in range(7, 63, 7))
 
 
-def write_counts(counts: Counts) -> bytes:
+def write_counts(counts: _Counts) -> bytes:
     """Each count as a varint: seven bits per byte, low bits first, the top bit set on all bytes but the last."""
     table = bytearray()
     for count in counts.tolist():
@@ -122,7 +122,7 @@ def write_counts(counts: Counts) -> bytes:
     return bytes(table)
 
 
-def read_counts(table: Payload, bins: int, dimension: int) -> Counts:
+def read_counts(table: Payload, bins: int, dimension: int) -> _Counts:
     """The counts of a hostile table: exactly `bins` shortest varints, the outer ones not zero, `dimension` in all."""
     if not bins <= table.size <= 9 * bins:
         raise BadPayload(f"a table of {bins} counts has {bins} to {9 * bins} bytes, got {table.size}")
@@ -145,7 +145,7 @@ def read_counts(table: Payload, bins: int, dimension: int) -> Counts:
     return counts
 
 
-def encode(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
+def compress(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
     """The entropy-coded payload of a vector of at least one code, of the dtype of `FixedWidth`.
 
     Raises:
@@ -159,9 +159,9 @@ def encode(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
     binning = best_binning(counts, MAX_BINS)
     if binning.entropy_bytes < limit:
         low = _low_bits(codes, binning)
-        if binning.counts.size <= ZSTD_BINS:
-            body = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(_bins(codes, binning, np.uint8).data)
-            if PREFIX.size + len(low) + len(body) <= min(limit, ZSTD_EXCESS * binning.entropy_bytes):
+        if binning.counts.size <= _ZSTD_BINS:
+            body = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(_bins(codes, binning, np.uint8).data)
+            if PREFIX.size + len(low) + len(body) <= min(limit, _ZSTD_EXCESS * binning.entropy_bytes):
                 return PREFIX.pack(Mode.ZSTD, binning.low_bits, 0, binning.first, binning.counts.size, 0) + low + body
         table, body = write_counts(binning.counts), _ans_encode(codes, binning)
         if PREFIX.size + len(table) + len(low) + len(body) <= limit:
@@ -172,11 +172,11 @@ def encode(codes: Codes, mechanism: Mechanism) -> bytes | bytearray:
     return payload
 
 
-def _bins(codes: Codes, binning: Binning, dtype: type[np.uint8] | type[np.int32]) -> npt.NDArray[np.integer]:
+def _bins(codes: Codes, binning: _Binning, dtype: type[np.uint8] | type[np.int32]) -> npt.NDArray[np.integer]:
     return ((codes >> binning.low_bits) - codes.dtype.type(binning.first)).astype(dtype)
 
 
-def _low_bits(codes: Codes, binning: Binning) -> bytes:
+def _low_bits(codes: Codes, binning: _Binning) -> bytes:
     low = np.empty((codes.size * binning.low_bits + 7) // 8, np.uint8)
     mask = codes.dtype.type((1 << binning.low_bits) - 1)
     for start in range(0, codes.size if binning.low_bits else 0, CHUNK_CODES):
@@ -186,7 +186,7 @@ def _low_bits(codes: Codes, binning: Binning) -> bytes:
     return low.tobytes()
 
 
-def _ans_encode(codes: Codes, binning: Binning) -> bytes:
+def _ans_encode(codes: Codes, binning: _Binning) -> bytes:
     if binning.counts.size == 1:
         return b""
     coder, model = constriction.stream.stack.AnsCoder(), _model(binning.counts)
@@ -196,17 +196,17 @@ def _ans_encode(codes: Codes, binning: Binning) -> bytes:
     return bytes(coder.get_compressed().astype("<u4").tobytes())
 
 
-def _model(counts: Counts) -> constriction.stream.model.Categorical:
+def _model(counts: _Counts) -> constriction.stream.model.Categorical:
     return constriction.stream.model.Categorical(counts.astype(np.float64), perfect=False)
 
 
-def decode(payload: Payload, mechanism: Mechanism, dimension: int) -> Codes:
+def decompress(payload: Payload, mechanism: Mechanism, dimension: int) -> Codes:
     """The codes of an entropy-coded payload, all of them checked.
 
     The caller has bounded `dimension` (see `read_frame`); memory is that of the result and of the payload.
 
     Raises:
-        BadPayload: the payload is not what `encode` writes for this many codes.
+        BadPayload: the payload is not what `compress` writes for this many codes.
         CodeOutOfRange: a code is above 2 levels + trials.
     """
     pieces = iterate(payload, mechanism, dimension)
@@ -271,7 +271,7 @@ def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
             raise BadPayload("a stored payload has zeros after its mode")
     else:
         last = (code_count - 1) >> low_bits
-        most = MAX_BINS if mode == Mode.ANS else ZSTD_BINS
+        most = MAX_BINS if mode == Mode.ANS else _ZSTD_BINS
         if low_bits > (code_count - 1).bit_length() or not 1 <= bins <= most or first + bins - 1 > last:
             raise BadPayload(
                 f"codes below {code_count} have at most {most} bins up to {last} at {low_bits} low bits, "
@@ -282,7 +282,7 @@ def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
     return _Prefix(mode=Mode(mode), low_bits=low_bits, first=first, bins=bins, table_bytes=table_bytes)
 
 
-def _ans_pieces(stream: Payload, dimension: int, counts: Counts) -> Iterator[npt.NDArray[np.integer]]:
+def _ans_pieces(stream: Payload, dimension: int, counts: _Counts) -> Iterator[npt.NDArray[np.integer]]:
     if stream.size % 4 or (counts.size == 1 and stream.size):
         raise BadPayload(f"the ANS words must be whole (none for one bin), got {stream.size} bytes")
     if counts.size == 1:

@@ -23,7 +23,7 @@ from bqsgd.wire import _bits
 MAX_CODE_COUNT = 2 * MAX_LEVELS + MAX_TRIALS + 1
 WORD_BITS = 62
 """Longest word of digits; its two halves then fit the 31 bits that one multiplication can divide exactly."""
-LONG_WORD_BITS = 124
+_LONG_WORD_BITS = 124
 LONG_WORDS = frozenset({61, 65, 121, 122, 129, 241, 242, 481})
 """The code counts, of all up to MAX_CODE_COUNT, that no word of WORD_BITS brings within 1 %."""
 
@@ -70,7 +70,7 @@ def layout(code_count: int) -> Layout:
     # ceil(log2 K) <= 1.009 log2 K  <=>  2^(1000 ceil(log2 K)) <= K^1009: exact in integers.
     if 1 << (1000 * width) <= code_count**1009:
         return Layout(low_bits=width, base=1, digits=1, word_bits=0)
-    longest = LONG_WORD_BITS if code_count in LONG_WORDS else WORD_BITS
+    longest = _LONG_WORD_BITS if code_count in LONG_WORDS else WORD_BITS
     best = Layout(low_bits=width, base=1, digits=1, word_bits=0)
     for low_bits in range(width - 1, -1, -1):
         base = -(-code_count >> low_bits)

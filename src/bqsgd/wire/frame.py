@@ -29,18 +29,18 @@ from bqsgd.params import (
 )
 from bqsgd.wire.fixed import Payload, layout
 
-MAGIC = b"BQSG"
-VERSION = 1
+_MAGIC = b"BQSG"
+_VERSION = 1
 _HEADER = struct.Struct("<4sHBB16sQQQIIQIIQ")
 HEADER_BYTES = _HEADER.size
-ENTROPY_SLACK_BYTES = 16
+_ENTROPY_SLACK_BYTES = 16
 """An entropy-coded payload is at most this much longer than the fixed-width payload of the same codes."""
-MAX_DIMENSION = 2**63 - 1
+_MAX_DIMENSION = 2**63 - 1
 _CHECKSUM = struct.Struct("<Q")
 CHECKED_HEADER_BYTES = HEADER_BYTES - _CHECKSUM.size
 _SEEDED = 1
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
-UNSTATED_MAX_DIMENSION = 1 << 24
+_UNSTATED_MAX_DIMENSION = 1 << 24
 """Largest entropy-coded frame read when the caller states no dimension: a few bytes may stand for many codes."""
 
 
@@ -80,7 +80,7 @@ def _write_header(header: Header, frame: bytearray) -> None:
     flags = _SEEDED if header.seeded else 0
     coarsening = header.mechanism.coarsening
     coarse = (0, 0) if coarsening is None else (coarsening.points, coarsening.width)
-    _HEADER.pack_into(frame, 0, MAGIC, VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
+    _HEADER.pack_into(frame, 0, _MAGIC, _VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
     _CHECKSUM.pack_into(frame, CHECKED_HEADER_BYTES, checksum(memoryview(frame)))
 
 
@@ -90,10 +90,10 @@ def _read_header(view: memoryview) -> Header:
         raise errors.TruncatedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(view)}")
     magic, version, coding, flags, *names, payload_bytes, points, width, stated = _HEADER.unpack_from(view)
     digest, client, round_, dimension, levels, trials = names
-    if magic != MAGIC:
-        raise errors.BadMagic(f"a frame starts with {MAGIC!r}, got {magic!r}")
-    if version != VERSION:
-        raise errors.UnsupportedVersion(f"this reader knows frame version {VERSION}, got {version}")
+    if magic != _MAGIC:
+        raise errors.BadMagic(f"a frame starts with {_MAGIC!r}, got {magic!r}")
+    if version != _VERSION:
+        raise errors.UnsupportedVersion(f"this reader knows frame version {_VERSION}, got {version}")
     expected = HEADER_BYTES + payload_bytes
     if len(view) < expected:
         raise errors.TruncatedFrame(f"the header announces a frame of {expected} bytes, got {len(view)}")
@@ -107,8 +107,8 @@ def _read_header(view: memoryview) -> Header:
         raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
     if not (1 <= levels <= MAX_LEVELS and trials <= MAX_TRIALS):
         raise errors.BadHeader(f"levels must be 1 to {MAX_LEVELS}, trials 0 to {MAX_TRIALS}, got {levels}, {trials}")
-    if not 1 <= dimension <= MAX_DIMENSION:
-        raise errors.BadHeader(f"dimension must be 1 to {MAX_DIMENSION}, got {dimension}")
+    if not 1 <= dimension <= _MAX_DIMENSION:
+        raise errors.BadHeader(f"dimension must be 1 to {_MAX_DIMENSION}, got {dimension}")
     return Header(
         coding=Coding(coding),
         seeded=bool(flags & _SEEDED),
@@ -138,10 +138,9 @@ def _check_payload_length(header: Header) -> None:
         raise errors.BadPayload(
             f"{header.dimension} codes of {header.mechanism} take {fixed} bytes, got {header.payload_bytes}"
         )
-    if header.payload_bytes > fixed + ENTROPY_SLACK_BYTES:
-        raise errors.BadPayload(
-            f"entropy coding never takes more than {fixed + ENTROPY_SLACK_BYTES} bytes here, got {header.payload_bytes}"
-        )
+    most = fixed + _ENTROPY_SLACK_BYTES
+    if header.payload_bytes > most:
+        raise errors.BadPayload(f"entropy coding never takes more than {most} bytes here, got {header.payload_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +215,14 @@ class FrameWriter:
         seeded: bool,
         payload_bytes: int | None = None,
     ) -> None:
-        check_int("dimension", dimension, 1, MAX_DIMENSION)
+        check_int("dimension", dimension, 1, _MAX_DIMENSION)
         if len(digest) != DIGEST_BYTES:
             raise InvalidParameter(f"digest must be {DIGEST_BYTES} bytes, got {len(digest)}")
         fixed_bytes = layout(mechanism.code_count).payload_bytes(dimension)
         if payload_bytes is None:
             payload_bytes = fixed_bytes
         entropy = coding == Coding.ENTROPY
-        most = fixed_bytes + ENTROPY_SLACK_BYTES if entropy else fixed_bytes
+        most = fixed_bytes + _ENTROPY_SLACK_BYTES if entropy else fixed_bytes
         check_int("payload_bytes", payload_bytes, 0 if entropy else fixed_bytes, most)
         self.header = Header(
             coding=Coding(coding),
@@ -275,7 +274,7 @@ def read_frame(
     view = _bytes_of(buffer)
     header = _read_header(view)
     if dimension is None and max_dimension is None and header.coding is Coding.ENTROPY:
-        max_dimension = UNSTATED_MAX_DIMENSION
+        max_dimension = _UNSTATED_MAX_DIMENSION
     frame = Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=HEADER_BYTES))
     return frame.expect(
         dimension=dimension,

@@ -1,9 +1,9 @@
 """torch.distributed: each rank is a client, and rank 0 serves as well. And a hook for existing DDP scripts."""
 
+from bqsgd.engines.torch_distributed._transport import RankGroup, join
 from bqsgd.engines.torch_distributed.client import work
 from bqsgd.engines.torch_distributed.engine import TorchDistributed, torch_distributed
 from bqsgd.engines.torch_distributed.hook import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook
-from bqsgd.engines.torch_distributed.transport import RankGroup, join
 
 __all__ = [
     "BQHookState",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd.engines.engine import Setup, make_client, one_thread, stop_signals
-from bqsgd.engines.torch_distributed.transport import (
+from bqsgd.engines.torch_distributed._transport import (
     MOST_BYTES,
     SERVER,
     Channel,
@@ -32,8 +32,8 @@ from bqsgd.training.settings import Config
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 
-log = logging.getLogger("bqsgd.distributed")
-GRACE_SECONDS = 20.0
+_log = logging.getLogger("bqsgd.engines.torch_distributed")
+_GRACE_SECONDS = 20.0
 """After SIGTERM or SIGINT a client answers the current round, then waits this long for the server to end the run."""
 
 
@@ -124,14 +124,14 @@ def answer_rounds(answering: Answering, spending: Spending, channel: Channel, co
                 channel.send(MessageKind.GUARANTEE, fields)
             else:
                 raise PeerLost(f"the server sent a message of kind {kind.name} where none belongs")
-    log.warning("asked to stop, and the server has not ended the run: leaving it")
+    _log.warning("asked to stop, and the server has not ended the run: leaving it")
 
 
 def _send_answer(answering: Answering, channel: Channel, message: memoryview) -> None:
     try:
         answer = answering(message)
     except ModelMessageError as error:
-        log.warning("the server's message was refused: %s", error)
+        _log.warning("the server's message was refused: %s", error)
         answer = Declined(reason="the model message arrived damaged")
     if isinstance(answer, Declined):
         channel.send(MessageKind.DECLINED, answer.reason.encode())
@@ -146,7 +146,7 @@ def _first(connection: ServerConnection) -> tuple[MessageKind, memoryview]:
 
 
 def _wait(connection: ServerConnection, asked_to_stop: list[float]) -> tuple[MessageKind, memoryview] | None:
-    while not asked_to_stop or time.monotonic() - asked_to_stop[0] < GRACE_SECONDS:
+    while not asked_to_stop or time.monotonic() - asked_to_stop[0] < _GRACE_SECONDS:
         message = connection.get(seconds=0.5)
         if message is not None:
             return message

@@ -12,8 +12,7 @@ from functools import partial
 
 from bqsgd.engines.engine import Answer, MakeEngine, Setup, make_client
 from bqsgd.engines.in_process import InProcess
-from bqsgd.engines.torch_distributed.client import share_of
-from bqsgd.engines.torch_distributed.transport import (
+from bqsgd.engines.torch_distributed._transport import (
     MOST_BYTES,
     SERVER,
     Channel,
@@ -25,12 +24,13 @@ from bqsgd.engines.torch_distributed.transport import (
     greeting,
     read_reply,
 )
+from bqsgd.engines.torch_distributed.client import share_of
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.client import Client
 
-log = logging.getLogger("bqsgd.distributed")
-PATIENCE_SECONDS = 1800.0
+_log = logging.getLogger("bqsgd.engines.torch_distributed")
+_PATIENCE_SECONDS = 1800.0
 """How long a round waits for a rank that is connected and silent, where the settings name no deadline."""
 _REASON_BYTES = 500
 
@@ -48,7 +48,7 @@ def torch_distributed(group: RankGroup) -> MakeEngine:
             client,
             channels,
             samples=_greet(channels, setup),
-            most_bytes=most_frame_bytes(setup.dimension),
+            most_bytes=_most_frame_bytes(setup.dimension),
             deadline_seconds=config.server.deadline_seconds,
         )
 
@@ -72,7 +72,7 @@ def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
     return samples
 
 
-def most_frame_bytes(dimension: int) -> int:
+def _most_frame_bytes(dimension: int) -> int:
     """More than any frame of this dimension takes: a rank that announces more is cut off before it is read."""
     return 4096 + 8 * dimension
 
@@ -106,7 +106,7 @@ class TorchDistributed:
             raise InvalidParameter(f"each rank is one client, got {self.numbers}")
         self.lost: dict[int, str] = {}
         """Rank -> why it is gone."""
-        self._wait_seconds = PATIENCE_SECONDS if deadline_seconds is None else deadline_seconds
+        self._wait_seconds = _PATIENCE_SECONDS if deadline_seconds is None else deadline_seconds
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._connections = {
             channel.peer: RankConnection(channel, self._replies, most_bytes=max(most_bytes, 1 << 16))
@@ -178,7 +178,7 @@ class TorchDistributed:
 
     def _lose(self, rank: int, reason: str) -> None:
         self.lost[rank] = reason
-        log.warning("%s; the run continues without client %d while the quorum is met", reason, rank)
+        _log.warning("%s; the run continues without client %d while the quorum is met", reason, rank)
 
     def seconds(self) -> Mapping[str, float]:
         """Nothing: what a client's stages take depends on its batch, and stays with it."""
@@ -194,7 +194,7 @@ class TorchDistributed:
             while waiting and self._next(until, waiting, {}):
                 pass
             for rank in sorted((waiting | set(self.lost)) - set(self._guarantees)):
-                log.warning("client %d has not said what it has spent; its own ledger holds it", rank)
+                _log.warning("client %d has not said what it has spent; its own ledger holds it", rank)
         return dict(self._guarantees)
 
     def close(self, *, wait_seconds: float = 10.0) -> None:

@@ -31,11 +31,11 @@ from bqsgd.training.task import Task
 
 _HEAD = struct.Struct("<4sIQ")
 _MAGIC = b"BQSD"
-BACKENDS = ("gloo", "nccl", "mpi")
+_BACKENDS = ("gloo", "nccl", "mpi")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SERVER = 0
 """The rank that serves; it is a client as well."""
-FOREVER = timedelta(days=3650)
+_FOREVER = timedelta(days=3650)
 """A wait that a timeout of gloo must not end: its timeouts close the connections to *all* ranks. Waits with an end are
 made in Python instead, beside a thread that waits here."""
 
@@ -91,7 +91,7 @@ class Channel:
         try:
             work = dist.irecv(buffer, self.peer)
             assert work is not None
-            work.wait(FOREVER)
+            work.wait(_FOREVER)
         except (RuntimeError, ValueError) as error:
             raise self._lost(error) from error
         return memoryview(buffer.cpu().numpy())  # type: ignore[arg-type]
@@ -251,8 +251,8 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
         backend: gloo (CPU, tested here), or nccl or mpi where torch was built with them.
         timeout_seconds: how long to wait for ranks that have not come yet.
     """
-    if backend not in BACKENDS:
-        raise InvalidParameter(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in _BACKENDS:
+        raise InvalidParameter(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
     world_size()
     if not dist.is_backend_available(backend):
         raise InvalidParameter(f"this build of torch has no {backend}; use gloo")
@@ -269,7 +269,7 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
         dist.destroy_process_group()
 
 
-FORMAT = "bqsgd.distributed.v1"
+_FORMAT = "bqsgd.distributed.v1"
 MOST_BYTES = 1 << 16
 _OWN = ("run", "workers", "private_metrics", "data.data_folder")
 """Settings that may differ between ranks: each has its own disk."""
@@ -281,12 +281,12 @@ class SettingsDiffer(InvalidParameter):
 
 def greeting(config: Config, task: Task, *, resuming: bool) -> bytes:
     """The server's first message: the run's name, whether it is resumed, and the settings all ranks must share."""
-    return _bytes({"format": FORMAT, "run": config.run.name, "resuming": resuming, "settings": shared(config, task)})
+    return _bytes({"format": _FORMAT, "run": config.run.name, "resuming": resuming, "settings": _shared(config, task)})
 
 
 def reply_to_greeting(*, samples: int) -> bytes:
     """A client's answer: how many samples it holds, which is its weight in the mean and public."""
-    return _bytes({"format": FORMAT, "samples": samples})
+    return _bytes({"format": _FORMAT, "samples": samples})
 
 
 def read_greeting(message: memoryview, config: Config, task: Task) -> tuple[str, bool]:
@@ -295,7 +295,7 @@ def read_greeting(message: memoryview, config: Config, task: Task) -> tuple[str,
     settings, run, resuming = found.get("settings"), found.get("run"), found.get("resuming")
     if not isinstance(settings, dict) or not isinstance(run, str) or not run or not isinstance(resuming, bool):
         raise PeerLost("the server's first message does not name run, settings and whether it is resumed")
-    own = shared(config, task)
+    own = _shared(config, task)
     differing = sorted(name for name in own.keys() | settings.keys() if own.get(name) != settings.get(name))
     if differing:
         raise SettingsDiffer(
@@ -315,7 +315,7 @@ def read_reply(message: memoryview) -> int:
     return samples
 
 
-def shared(config: Config, task: Task) -> dict[str, Any]:
+def _shared(config: Config, task: Task) -> dict[str, Any]:
     """The settings that must be the same on every rank: the run's, and those of a named task."""
     named = {} if task.source is None else {f"data.{name}": value for name, value in vars(task.source).items()}
     plain: dict[str, Any] = json.loads(json.dumps(config.flat() | named, default=vars))
@@ -331,6 +331,6 @@ def _object(message: memoryview) -> dict[str, Any]:
         found = json.loads(bytes(message))
     except (ValueError, RecursionError) as error:
         raise PeerLost("the first message is not JSON") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise PeerLost(f"the first message is not of format {FORMAT}")
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise PeerLost(f"the first message is not of format {_FORMAT}")
     return found

@@ -16,43 +16,43 @@ class SamplingChoice(StrEnum):
     NONE = "none"
 
 
-class RelationChoice(StrEnum):
+class _RelationChoice(StrEnum):
     """Values of --relation."""
 
     ADD_REMOVE = "add-remove"
     REPLACE = "replace"
 
 
-Levels = Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")]
-Trials = Annotated[int, typer.Option(help="Binomial trials of the mechanism, m.")]
-Dimension = Annotated[int, typer.Option(help="Coordinates of one message: the model's parameters.", min=1)]
-NominalDimension = Annotated[
+LevelsOption = Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")]
+TrialsOption = Annotated[int, typer.Option(help="Binomial trials of the mechanism, m.")]
+DimensionOption = Annotated[int, typer.Option(help="Coordinates of one message: the model's parameters.", min=1)]
+NominalDimensionOption = Annotated[
     int, typer.Option(help="Dimension put into the paper's Lemma 1; its tables use 3000 for LeNet-5 (d_P).", min=1)
 ]
-BatchSize = Annotated[int, typer.Option(help="Public batch size by which a client divides, L.", min=1)]
-DatasetSize = Annotated[int, typer.Option(help="Samples held by one client.", min=1)]
-Sampling = Annotated[
+BatchSizeOption = Annotated[int, typer.Option(help="Public batch size by which a client divides, L.", min=1)]
+DatasetSizeOption = Annotated[int, typer.Option(help="Samples held by one client.", min=1)]
+SamplingOption = Annotated[
     SamplingChoice,
     typer.Option(help="How a batch is drawn: poisson (add/remove one), fixed size (replace one), none (all data)."),
 ]
-Relation = Annotated[
-    RelationChoice | None,
+RelationOption = Annotated[
+    _RelationChoice | None,
     typer.Option(help="Which data sets are neighbours. Follows from --sampling; a choice only where that is none."),
 ]
-Linf = Annotated[
+LinfOption = Annotated[
     float | None,
     typer.Option(
         help="The most that one sample moves a coordinate, as a fraction of the encoder's range. "
         "Default: per-sample clip at the range, 1/batch size (2/batch size for fixed-size batches)."
     ),
 ]
-L2 = Annotated[
+L2Option = Annotated[
     float | None,
     typer.Option(
         "--l2",
         help="The most that one sample moves the vector in Euclidean norm, as a fraction of the encoder's range.",
     ),
 ]
-Nominal = Annotated[
+NominalOption = Annotated[
     bool, typer.Option("--nominal", help="Add the paper's nominal epsilon: as published; not a guarantee.")
 ]

@@ -10,7 +10,7 @@ from bqsgd.params import Mechanism
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.folder import History
 from bqsgd.records.record import STAGES, RoundRecord
-from bqsgd.reports.chart import MAX_POINTS, Chart, Point, Quantity, Series, short
+from bqsgd.reports._chart import MAX_POINTS, Chart, Point, Quantity, Series, short
 
 NOMINAL = "nominal epsilon (as published; not a guarantee)"
 OUTSIDE_NOISE = ("gradients", "clip")
