@@ -18,7 +18,7 @@ from experiments.runs import EVALUATIONS, RESULTS, Job, provenance, simulation, 
 from bqsgd.models import load_vector
 from bqsgd.persample import L2, BatchMean, clipped_gradients
 from bqsgd.release import Scheme
-from bqsgd.training.draws import Purpose, derive, draw_batch
+from bqsgd.training.draws import Purpose, draw_batch, seed_for
 from bqsgd.training.optimisers import schedule
 from bqsgd.wire.model_message import read_model, write_model
 
@@ -80,7 +80,7 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
                 )
                 mean = clipped.mean.float().numpy()
                 if deviation:
-                    seed = derive(int(config.privacy.seed or 0), Purpose.NOISE, client=client.client, round=round)
+                    seed = seed_for(int(config.privacy.seed or 0), Purpose.NOISE, client=client.client, round=round)
                     noise = np.random.default_rng(seed).standard_normal(mean.size, dtype=np.float32)
                     mean = mean + np.float32(deviation) * noise
                 message = write_model(mean, round=round)

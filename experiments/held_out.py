@@ -16,7 +16,7 @@ from bqsgd.data.dataset import Split
 from bqsgd.data.features import compute_features
 from bqsgd.run import train
 from bqsgd.tasks import NamedTask, plain_settings, settings_of
-from bqsgd.training.draws import Purpose, derive
+from bqsgd.training.draws import Purpose, seed_for
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 
@@ -37,7 +37,7 @@ def held_out_task(named: NamedTask, config: Config) -> Task:
     held = train.take(np.sort(rows[:HELD_OUT]))
     shape = train.inputs.shape[1:]
     name = named.model or models.default_for(shape, features=named.features)
-    seed = derive(named.init_seed, Purpose.MODEL)
+    seed = seed_for(named.init_seed, Purpose.MODEL)
     return Task(
         make_model=lambda: models.build(
             name, input_shape=shape, classes=classes, seed=seed, activation=named.activation

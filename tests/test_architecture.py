@@ -1,5 +1,6 @@
 """What holds across the whole project: light imports, the paper map, the documents' links, commands and names."""
 
+import ast
 import importlib
 import importlib.resources
 import re
@@ -102,6 +103,28 @@ def test_importing_the_package_is_light():
 
 def test_the_package_says_that_it_is_typed():
     assert (importlib.resources.files("bqsgd") / "py.typed").is_file()
+
+
+def public_names() -> dict[str, list[str]]:
+    """Every public class, function and type alias of a public module, and where it is defined."""
+    package, found = ROOT / "src" / "bqsgd", {}
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if place.parts[0] == "cli" or any(part.startswith("_") and part != "__init__.py" for part in place.parts):
+            continue  # a command has the name of what it runs
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else []
+            if isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                names = [name for name in names if name[0].isupper() and not name.isupper()]
+            for name in names:
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append(str(place))
+    return found
+
+
+def test_no_public_name_means_two_things():
+    assert {name: places for name, places in public_names().items() if len(places) > 1} == {}
 
 
 def documented_commands() -> list[tuple[str, str]]:

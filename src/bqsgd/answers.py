@@ -25,7 +25,7 @@ from bqsgd.release import RELATIONS, SAMPLINGS, Release
 _WIDTH = 120
 
 
-class Answer:
+class PrintedAnswer:
     """An answer that prints as the command prints it: a title, then a line for each thing to be read together."""
 
     @property
@@ -47,7 +47,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccountAnswer(Answer):
+class AccountAnswer(PrintedAnswer):
     """What a mechanism guarantees when it is run for a number of rounds.
 
     attained_epsilon is what some data come to, from below: how tight the guarantee is. variance is V of Eq. 14.
@@ -88,7 +88,7 @@ class AccountAnswer(Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanAnswer(Answer):
+class PlanAnswer(PrintedAnswer):
     """The mechanism of least error within a budget, and the batch size and rounds where they were left open."""
 
     setting: ClientSetting
@@ -121,7 +121,7 @@ class PlanAnswer(Answer):
         lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
         lines |= message_lines(mechanism, variance=self.plan.variance)
         if mechanism.coarsening is not None:
-            cost = coarsening_cost(mechanism)
+            cost = _coarsening_cost(mechanism)
             lines["mechanism"] += f", coarsened to {mechanism.coarsening.points} points after the noise"
             lines["coarsening"] = (
                 f"costs no privacy; {cost['noise_cost']:.3g} times as many messages for the same precision, bias of at "
@@ -144,7 +144,7 @@ class PlanAnswer(Answer):
             "bits_per_coordinate": mechanism.bits_per_coordinate,
         }
         if mechanism.coarsening is not None:
-            fields["coarsening_cost"] = coarsening_cost(mechanism)
+            fields["coarsening_cost"] = _coarsening_cost(mechanism)
         return fields | ({} if self.proposal is None else {"proposal": asdict(self.proposal)})
 
 
@@ -295,7 +295,7 @@ def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
     }
 
 
-def coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
+def _coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
     """What coarsening costs: bias and squared error in units of the encoder's range, and the factor on the noise.
 
     noise_cost is how many times as many messages give the same precision as without coarsening.

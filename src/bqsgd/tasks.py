@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bqsgd import data
 from bqsgd.errors import InvalidParameter
-from bqsgd.training.draws import Purpose, derive
+from bqsgd.training.draws import Purpose, seed_for
 from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, setting
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class NamedTask(Group):
             features=self.features,
             clients=config.clients.count,
             client=client,
-            seed=derive(self.init_seed, Purpose.SHARES),
+            seed=seed_for(self.init_seed, Purpose.SHARES),
             concentration=self.concentration,
             smallest=1 if self.concentration is None else config.privacy.batch_size,
             threads=config.clients.workers,
@@ -82,7 +82,7 @@ class NamedTask(Group):
         from bqsgd import models
 
         name = self.model or models.default_for(shape, features=self.features)
-        seed = derive(self.init_seed, Purpose.MODEL)
+        seed = seed_for(self.init_seed, Purpose.MODEL)
         return lambda: models.build(name, input_shape=shape, classes=classes, seed=seed, activation=self.activation)
 
 

@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
 from loop_grid import LoopGrid
 
 from bqsgd.codec import encode_frame
-from bqsgd.engines.flower.engine import TooFewClients
+from bqsgd.engines.flower.engine import NoQuorum
 from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
 from bqsgd.errors import FrameError, InvalidParameter
 from bqsgd.flower import Node, client_app
@@ -149,7 +149,7 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
 )
 def test_no_run_can_talk_a_node_out_of_its_limits(federation, caplog, changes, options, reason):
     made = federation(options=options, **changes)
-    with caplog.at_level(logging.WARNING), pytest.raises(TooFewClients, match="0 of 4 clients joined"):
+    with caplog.at_level(logging.WARNING), pytest.raises(NoQuorum, match="0 of 4 clients joined"):
         made.serve(join_seconds=0.5)
     assert reason in caplog.text
     assert made.spent() == {}

@@ -19,7 +19,7 @@ from bqsgd.errors import (
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.client import EpochFile, SumClient
-from bqsgd.secure.messages import Header, Kind
+from bqsgd.secure.messages import Kind, SumHeader
 from bqsgd.secure.roster import Roster, public_key
 
 N = 5
@@ -39,7 +39,7 @@ def key_messages(federation, **batch):
 def bundle(federation, keys, **changes):
     about = {"kind": Kind.KEY_BUNDLE, "epoch": 1, "round": 0, "client": CLIENT} | changes
     others = {number: message for number, message in keys.items() if number != CLIENT}
-    return messages.write_key_bundle(Header(**about), federation.agreement, others)
+    return messages.write_key_bundle(SumHeader(**about), federation.agreement, others)
 
 
 def refused(federation, error, keys, **changes):
@@ -117,7 +117,7 @@ def test_a_message_for_another_client_or_run(federation):
     other = agreement(N, dropouts=1, colluders=0, dimension=4)
     with pytest.raises(WrongSession):
         federation.clients[CLIENT].shares(
-            messages.write_key_bundle(Header(kind=Kind.KEY_BUNDLE, epoch=1, round=0, client=CLIENT), other, keys)
+            messages.write_key_bundle(SumHeader(kind=Kind.KEY_BUNDLE, epoch=1, round=0, client=CLIENT), other, keys)
         )
 
 
@@ -138,7 +138,7 @@ def test_the_session_depends_on_everything_agreed(change):
 
 def share_bundle(federation, sealed, client=CLIENT):
     return messages.write_shares(
-        Header(kind=Kind.SHARE_BUNDLE, epoch=1, round=0, client=client), federation.agreement, sealed
+        SumHeader(kind=Kind.SHARE_BUNDLE, epoch=1, round=0, client=client), federation.agreement, sealed
     )
 
 
@@ -181,12 +181,12 @@ def masked(federation, rounds=1):
 
 
 def survivors(federation, listed, round=0, epoch=1):
-    header = Header(kind=Kind.SURVIVORS, epoch=epoch, round=round, client=CLIENT)
+    header = SumHeader(kind=Kind.SURVIVORS, epoch=epoch, round=round, client=CLIENT)
     return messages.write_survivors(header, federation.agreement, listed)
 
 
 def certificate(federation, signatures, round=0, epoch=1):
-    header = Header(kind=Kind.CERTIFICATE, epoch=epoch, round=round, client=CLIENT)
+    header = SumHeader(kind=Kind.CERTIFICATE, epoch=epoch, round=round, client=CLIENT)
     return messages.write_certificate(header, federation.agreement, signatures)
 
 

@@ -8,7 +8,7 @@ import pytest
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.release import Scheme
-from bqsgd.training.draws import Purpose, Sources, derive, draw_batch
+from bqsgd.training.draws import Purpose, Sources, draw_batch, seed_for
 
 
 def draws(scheme, count, batch_size, dataset_size):
@@ -50,9 +50,9 @@ def test_edges():
 
 def test_derived_seeds_differ_by_everything_and_are_stable():
     keys = itertools.product((0, 1), Purpose, (0, 1), (0, 1))
-    seeds = [derive(seed, purpose, client=client, round=round) for seed, purpose, client, round in keys]
+    seeds = [seed_for(seed, purpose, client=client, round=round) for seed, purpose, client, round in keys]
     assert len(set(seeds)) == len(seeds) == 32
-    assert derive(7, Purpose.NOISE, client=2, round=9) == 9171505494486856468
+    assert seed_for(7, Purpose.NOISE, client=2, round=9) == 9171505494486856468
 
 
 def test_sources_by_seed_repeat_and_by_the_system_never_do():

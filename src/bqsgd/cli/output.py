@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from bqsgd.answers import Answer
+    from bqsgd.answers import PrintedAnswer
     from bqsgd.paper.nominal import NominalPrivacy
     from bqsgd.records.record import RoundRecord
     from bqsgd.training.settings import Config
@@ -42,7 +42,7 @@ def print_lines(title: str, lines: Mapping[str, str]) -> None:
     typer.echo(aligned(title, lines, width=max(40, shutil.get_terminal_size().columns)))
 
 
-def answer(found: Answer, *, nominal: NominalPrivacy | None, json: bool) -> None:
+def answer(found: PrintedAnswer, *, nominal: NominalPrivacy | None, json: bool) -> None:
     """Print an answer, with the paper's nominal figure as its last line where it was asked for."""
     lines, fields = found.lines, found.to_dict()
     if nominal is not None:

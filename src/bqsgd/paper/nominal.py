@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bqsgd.training.settings import Config
 
 _CAVEAT = "as published; not a guarantee"
-REMARK_1_FACTOR = 6.4
+_REMARK_1_FACTOR = 6.4
 """8 P_max sqrt(m) under the normal approximation is 16 / sqrt(2 pi) = 6.383; the paper rounds it up to 6.4."""
 
 
@@ -103,12 +103,12 @@ def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, form: Peak
         return 8 * mechanism.levels * peak_probability(mechanism.trials) * setting.load
     if mechanism.trials == 0:
         raise InvalidParameter("trials must be at least 1 for Remark 1 (no noise has no nominal epsilon), got 0")
-    return REMARK_1_FACTOR * mechanism.levels * setting.load / math.sqrt(mechanism.trials)
+    return _REMARK_1_FACTOR * mechanism.levels * setting.load / math.sqrt(mechanism.trials)
 
 
 def privacy_level(epsilon: float, setting: NominalSetting) -> float:
     """R = delta epsilon D^2 / (6.4 d L) (below Eq. 20): the privacy constraint (Eq. 18) reads s = R sqrt(m)."""
-    return check_positive("epsilon", epsilon) / (REMARK_1_FACTOR * setting.load)
+    return check_positive("epsilon", epsilon) / (_REMARK_1_FACTOR * setting.load)
 
 
 def fewest_bits(epsilon: float, setting: NominalSetting) -> float:
@@ -292,7 +292,7 @@ def strict_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
     # The quotient above may be off by an ulp at a whole number; the published formula itself decides.
 
     def meets(count: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return np.asarray(REMARK_1_FACTOR * levels * setting.load / np.sqrt(count) <= budget.epsilon)
+        return np.asarray(_REMARK_1_FACTOR * levels * setting.load / np.sqrt(count) <= budget.epsilon)
 
     trials = np.where((trials > 1) & meets(np.maximum(trials - 1, 1)), trials - 1, trials)
     trials = np.where(meets(trials), trials, trials + 1)

@@ -41,7 +41,7 @@ class Chunk:
     members: Tensor
 
 
-def plan(count: int, numbers: Numbers | None, rows: int) -> list[Chunk]:
+def plan_chunks(count: int, numbers: Numbers | None, rows: int) -> list[Chunk]:
     """Which samples of a batch go through the model together.
 
     With `numbers` every sample gets its own row; without them rows are taken as they come.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SMALLEST = 1e-12
 """Below this a squared norm would leave the normal float32 numbers, and a norm read too low is a bound not kept."""
 
-Range = float | Sequence[float] | npt.NDArray[np.float64]
+_Range = float | Sequence[float] | npt.NDArray[np.float64]
 """The encoder's range: one number, one a parameter tensor, or one a coordinate."""
 
 
@@ -33,7 +33,7 @@ def _bound(name: str, value: object) -> float:
     return number
 
 
-def _ranges(value: Range) -> tuple[float, ...]:
+def _ranges(value: _Range) -> tuple[float, ...]:
     if isinstance(value, (Sequence, np.ndarray)):
         if len(value) == 0:
             raise InvalidParameter("range must not be empty")
@@ -63,7 +63,7 @@ class Scale:
         _bound("bound", self.bound)
 
     def sensitivity(
-        self, *, batch_size: int, range: Range | None = None, relation: Relation = Relation.ADD_REMOVE
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
     ) -> Sensitivity:
         """C / (L R) in every coordinate; R is C unless given. Replace-one doubles it.
 
@@ -109,7 +109,7 @@ class Clamp:
         return np.repeat(np.asarray(self.bounds(len(sizes)), dtype=np.float64), sizes)
 
     def sensitivity(
-        self, *, batch_size: int, range: Range | None = None, relation: Relation = Relation.ADD_REMOVE
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
     ) -> Sensitivity:
         """max C_j / (L R_j); R is C unless given. A `range` of another length than `bound` is met with max C / min R.
 
@@ -133,7 +133,7 @@ class L2:
         _bound("norm", self.norm)
 
     def sensitivity(
-        self, *, batch_size: int, range: Range | None = None, relation: Relation = Relation.ADD_REMOVE
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
     ) -> Sensitivity:
         """C2 / (L R) in both norms; R is C2 unless given (a smaller R uses more of the levels)."""
         reach = _ranges(self.norm if range is None else range)
@@ -152,7 +152,7 @@ class Dual:
         _bound("bound", self.bound)
 
     def sensitivity(
-        self, *, batch_size: int, range: Range | None = None, relation: Relation = Relation.ADD_REMOVE
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
     ) -> Sensitivity:
         """linf = min(C, C2) / (L R), l2 = C2 / (L R); R is C unless given."""
         reach = _ranges(self.bound if range is None else range)
@@ -174,7 +174,7 @@ class BatchMean:
         _bound("bound", self.bound)
 
     def sensitivity(
-        self, *, batch_size: int, range: Range | None = None, relation: Relation = Relation.ADD_REMOVE
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
     ) -> Sensitivity:
         """linf = 2 min(C, R) / R for every batch size and either relation: 2 when R is C."""
         check_int("batch_size", batch_size, 1, 2**53)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.persample.capture import NoRule, capture, working
-from bqsgd.persample.chunks import Numbers, passes, plan, rows_for
+from bqsgd.persample.chunks import Numbers, passes, plan_chunks, rows_for
 from bqsgd.persample.clipping import clipped_steps, places, provably_finite
 from bqsgd.persample.clips import BatchMean, Clip
 from bqsgd.persample.factors import Dense, Factor, micro_batch
@@ -106,7 +106,7 @@ def _groups(
     rows: int,
 ) -> Iterator[list[Factor | None]]:
     """The per-sample gradients of each parameter, some hundred samples at a time."""
-    chunks = plan(len(inputs), indices, rows)
+    chunks = plan_chunks(len(inputs), indices, rows)
     if not chunks:
         return
     gathered: list[list[Factor | None]] = []
@@ -125,7 +125,7 @@ def _groups(
             stacklevel=4,
         )
         rows = min(rows, micro_batch(sum(parameter.numel() for parameter in parameters)))
-        chunks = plan(len(inputs), indices, rows)
+        chunks = plan_chunks(len(inputs), indices, rows)
         laid_out = passes(inputs, targets, chunks, rows)
         gradients = per_sample_gradients(model, loss_fn, ((x, y) for _, x, y in laid_out))
         for chunk, each in zip(chunks, gradients, strict=True):

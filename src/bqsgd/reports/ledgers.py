@@ -13,7 +13,7 @@ from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.folder import History, read_history
 from bqsgd.records.record import RunFolderError, Summary
 
-MAX_LEDGERS = 100_000
+_MAX_LEDGERS = 100_000
 
 
 def read_run(folder: str | Path) -> History:
@@ -47,8 +47,8 @@ def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarante
     if folder.is_symlink():
         raise RunFolderError(f"{folder} is a link; a run folder holds its ledgers itself")
     paths = sorted(folder.glob("client-*.ledger"))
-    if len(paths) > MAX_LEDGERS:
-        raise RunFolderError(f"{folder} holds more than {MAX_LEDGERS} ledgers")
+    if len(paths) > _MAX_LEDGERS:
+        raise RunFolderError(f"{folder} holds more than {_MAX_LEDGERS} ledgers")
     for path in paths:
         with Ledger(path) as ledger:
             wanted = ledger.budget.delta if delta is None else delta

@@ -14,7 +14,7 @@ from bqsgd.secure.masks import MAX_WIDTH
 from bqsgd.secure.noise_shares import NoiseParts
 from bqsgd.secure.roster import Roster
 
-MAX_DIMENSION = 2**40
+_MAX_DIMENSION = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Agreement:
     trials: int = 0
 
     def __post_init__(self) -> None:
-        check_int("dimension", self.dimension, 1, MAX_DIMENSION)
+        check_int("dimension", self.dimension, 1, _MAX_DIMENSION)
         check_int("width", self.width, 2, MAX_WIDTH)
         if len(self.roster.keys) != self.rule.clients:
             raise InvalidParameter(

@@ -46,7 +46,7 @@ from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.graph import draw_neighbours
 from bqsgd.secure.masks import add_mask, agree, derive, lane_type, mask_key, pair_key, scratch_for, self_key
-from bqsgd.secure.messages import Bytes, Header, Keys, Kind, Unmasking
+from bqsgd.secure.messages import Bytes, Keys, Kind, SumHeader, Unmasking
 from bqsgd.secure.roster import public_key
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
 from bqsgd.storage import open_regular, write_atomic
@@ -164,9 +164,11 @@ class SumClient:
         key = f"bqsgd.secure.{purpose}.v1".encode() + struct.pack("<QQQ", self._seed, self.number, number)
         return seeded_rng(seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
 
-    def _header(self, kind: Kind, round: int, rounds: int = 1) -> Header:
+    def _header(self, kind: Kind, round: int, rounds: int = 1) -> SumHeader:
         batch = self._current()
-        return Header(kind=kind, epoch=batch.epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded)
+        return SumHeader(
+            kind=kind, epoch=batch.epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded
+        )
 
     # Step 1 and 2: keys and shares, for a batch of rounds.
 
@@ -447,7 +449,7 @@ class SumClient:
             raise WrongRound("no batch of rounds has begun")
         return self._batch
 
-    def _expect(self, header: Header, round: int, rounds: int) -> None:
+    def _expect(self, header: SumHeader, round: int, rounds: int) -> None:
         batch = self._current()
         if header.client != self.number:
             raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
@@ -456,7 +458,7 @@ class SumClient:
                 f"a message of epoch {header.epoch}, round {header.round}, in epoch {batch.epoch}, round {round}"
             )
 
-    def _state(self, header: Header) -> _Round:
+    def _state(self, header: SumHeader) -> _Round:
         batch = self._current()
         self._expect(header, header.round, 1)
         if header.round not in batch.rounds:

@@ -23,13 +23,13 @@ from bqsgd.secure.masks import Lanes, lane_type
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES
 from bqsgd.wire.fixed import FixedWidth
 
-MAGIC = b"BQSA"
-VERSION = 1
+_MAGIC = b"BQSA"
+_VERSION = 1
 _HEADER = struct.Struct("<4sHBB16sQQII")
 HEADER_BYTES = _HEADER.size
-PUBLIC_KEY_BYTES = 32
-SIGNATURE_BYTES = 64
-TAG_BYTES = 16
+_PUBLIC_KEY_BYTES = 32
+_SIGNATURE_BYTES = 64
+_TAG_BYTES = 16
 MAX_BATCH = 1 << 12
 """Most rounds whose keys and shares travel together."""
 _SEEDED = 1
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class SumHeader:
     """What every message begins with.
 
     epoch: number of the batch of rounds, which only grows. round, rounds: the first round and how many. client: who
@@ -71,18 +71,20 @@ class Header:
         """The first bytes of the message."""
         flags = _SEEDED if self.seeded else 0
         session = agreement.session[:16]
-        return _HEADER.pack(MAGIC, VERSION, self.kind, flags, session, self.epoch, self.round, self.rounds, self.client)
+        return _HEADER.pack(
+            _MAGIC, _VERSION, self.kind, flags, session, self.epoch, self.round, self.rounds, self.client
+        )
 
 
-def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> Header:
+def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
     """The header of a message that must be of this kind and of this session."""
     if len(message) < HEADER_BYTES:
         raise BadSecureMessage(f"{len(message)} bytes are less than the {HEADER_BYTES} of a header")
     magic, version, found, flags, session, epoch, round, rounds, client = _HEADER.unpack_from(message)
-    if magic != MAGIC:
+    if magic != _MAGIC:
         raise BadSecureMessage("not a message of a secure sum: wrong magic")
-    if version != VERSION:
-        raise BadSecureMessage(f"version {version} is unknown here; this reader knows {VERSION}")
+    if version != _VERSION:
+        raise BadSecureMessage(f"version {version} is unknown here; this reader knows {_VERSION}")
     if found != kind:
         raise BadSecureMessage(f"a message of kind {found} where {kind.name} ({int(kind)}) is due")
     if flags & ~_SEEDED:
@@ -92,7 +94,7 @@ def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> Header:
     if not 1 <= rounds <= MAX_BATCH or round + rounds > 2**53 or (kind > Kind.SHARE_BUNDLE and rounds != 1):
         raise BadSecureMessage(f"{rounds} rounds from {round} on cannot be")
     agreement.roster.check(client)
-    return Header(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client, seeded=bool(flags & _SEEDED))
+    return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client, seeded=bool(flags & _SEEDED))
 
 
 def _body(message: Bytes, size: int) -> memoryview:
@@ -110,7 +112,7 @@ class Keys:
     whole message, which later messages are bound to.
     """
 
-    header: Header
+    header: SumHeader
     cipher: bytes
     masks: tuple[bytes, ...]
     neighbours: tuple[int, ...]
@@ -123,7 +125,7 @@ def keys_statement(unsigned: Bytes) -> bytes:
 
 
 def write_keys(
-    header: Header, agreement: Agreement, *, cipher: bytes, masks: list[bytes], neighbours: tuple[int, ...]
+    header: SumHeader, agreement: Agreement, *, cipher: bytes, masks: list[bytes], neighbours: tuple[int, ...]
 ) -> bytes:
     """The message without its signature, which `keys_statement` says how to make."""
     drawn = np.array(neighbours, dtype="<u4").tobytes()
@@ -135,29 +137,29 @@ def read_keys(message: Bytes, agreement: Agreement) -> Keys:
     header = read_header(message, agreement, Kind.KEYS)
     degree = agreement.rule.degree
     drawn_bytes = 4 * degree
-    size = PUBLIC_KEY_BYTES + drawn_bytes + PUBLIC_KEY_BYTES * header.rounds + SIGNATURE_BYTES
+    size = _PUBLIC_KEY_BYTES + drawn_bytes + _PUBLIC_KEY_BYTES * header.rounds + _SIGNATURE_BYTES
     body = _body(message, size)
     whole = memoryview(message)
     agreement.roster.verify(
-        header.client, bytes(body[-SIGNATURE_BYTES:]), keys_statement(whole[: len(whole) - SIGNATURE_BYTES])
+        header.client, bytes(body[-_SIGNATURE_BYTES:]), keys_statement(whole[: len(whole) - _SIGNATURE_BYTES])
     )
-    neighbours = tuple(int(place) for place in np.frombuffer(body, "<u4", degree, PUBLIC_KEY_BYTES))
+    neighbours = tuple(int(place) for place in np.frombuffer(body, "<u4", degree, _PUBLIC_KEY_BYTES))
     try:
         check_neighbours(agreement.roster.place[header.client], neighbours, agreement.rule)
     except InvalidParameter as error:
         raise BadSecureMessage(str(error)) from error
-    first = PUBLIC_KEY_BYTES + drawn_bytes
-    starts = range(first, first + PUBLIC_KEY_BYTES * header.rounds, PUBLIC_KEY_BYTES)
+    first = _PUBLIC_KEY_BYTES + drawn_bytes
+    starts = range(first, first + _PUBLIC_KEY_BYTES * header.rounds, _PUBLIC_KEY_BYTES)
     return Keys(
         header=header,
-        cipher=bytes(body[:PUBLIC_KEY_BYTES]),
-        masks=tuple(bytes(body[start : start + PUBLIC_KEY_BYTES]) for start in starts),
+        cipher=bytes(body[:_PUBLIC_KEY_BYTES]),
+        masks=tuple(bytes(body[start : start + _PUBLIC_KEY_BYTES]) for start in starts),
         neighbours=neighbours,
         digest=hashlib.sha256(message).digest(),
     )
 
 
-def _write_parts(header: Header, agreement: Agreement, parts: Mapping[int, Bytes]) -> bytes:
+def _write_parts(header: SumHeader, agreement: Agreement, parts: Mapping[int, Bytes]) -> bytes:
     """Parts by client number, ascending."""
     pieces: list[Bytes] = [header.pack(agreement), _COUNT.pack(len(parts))]
     for client, part in sorted(parts.items()):
@@ -167,7 +169,7 @@ def _write_parts(header: Header, agreement: Agreement, parts: Mapping[int, Bytes
 
 def _read_parts(
     message: Bytes, agreement: Agreement, kind: Kind, *, sizes: frozenset[int] | None
-) -> tuple[Header, dict[int, memoryview]]:
+) -> tuple[SumHeader, dict[int, memoryview]]:
     """Parts by client number: views of the message, each of one of the `sizes` (any, if None)."""
     header = read_header(message, agreement, kind)
     body = memoryview(message)[HEADER_BYTES:]
@@ -199,12 +201,12 @@ def _parts(
         raise BadSecureMessage(f"{len(body) - at} bytes after the last part")
 
 
-def write_key_bundle(header: Header, agreement: Agreement, keys: Mapping[int, Bytes]) -> bytes:
+def write_key_bundle(header: SumHeader, agreement: Agreement, keys: Mapping[int, Bytes]) -> bytes:
     """Step 1, down: the neighbours' Keys messages as they sent them."""
     return _write_parts(header, agreement, keys)
 
 
-def read_key_bundle(message: Bytes, agreement: Agreement) -> tuple[Header, dict[int, memoryview]]:
+def read_key_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, memoryview]]:
     """Keys messages by sender, not yet read."""
     return _read_parts(message, agreement, Kind.KEY_BUNDLE, sizes=None)
 
@@ -216,22 +218,22 @@ def secrets_per_round(agreement: Agreement) -> int:
 
 def share_sizes(agreement: Agreement, rounds: int) -> frozenset[int]:
     """Sizes of an encrypted part: all shares for one who holds them, none for any other neighbour."""
-    return frozenset({TAG_BYTES, TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES})
+    return frozenset({_TAG_BYTES, _TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES})
 
 
-def write_shares(header: Header, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:
+def write_shares(header: SumHeader, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:
     """Step 2, up: encrypted shares by receiver. Down (SHARE_BUNDLE): by sender."""
     return _write_parts(header, agreement, sealed)
 
 
-def read_shares(message: Bytes, agreement: Agreement, kind: Kind) -> tuple[Header, dict[int, bytes]]:
+def read_shares(message: Bytes, agreement: Agreement, kind: Kind) -> tuple[SumHeader, dict[int, bytes]]:
     """Encrypted shares, by receiver (SHARES) or by sender (SHARE_BUNDLE)."""
     rounds = read_header(message, agreement, kind).rounds
     header, parts = _read_parts(message, agreement, kind, sizes=share_sizes(agreement, rounds))
     return header, {client: bytes(part) for client, part in parts.items()}
 
 
-def write_masked(header: Header, agreement: Agreement, lanes: Lanes) -> bytearray:
+def write_masked(header: SumHeader, agreement: Agreement, lanes: Lanes) -> bytearray:
     """Step 3, up: masked codes modulo 2^width, packed at that width."""
     coder = FixedWidth(1 << agreement.width)
     message = bytearray(HEADER_BYTES + coder.payload_bytes(agreement.dimension))
@@ -241,7 +243,7 @@ def write_masked(header: Header, agreement: Agreement, lanes: Lanes) -> bytearra
     return message
 
 
-def read_masked(message: Bytes, agreement: Agreement) -> tuple[Header, Lanes]:
+def read_masked(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Lanes]:
     """The masked codes as lanes."""
     header = read_header(message, agreement, Kind.MASKED)
     coder = FixedWidth(1 << agreement.width)
@@ -253,14 +255,14 @@ def read_masked(message: Bytes, agreement: Agreement) -> tuple[Header, Lanes]:
     return header, codes.astype(lane_type(agreement.width), copy=False)
 
 
-def write_survivors(header: Header, agreement: Agreement, survivors: tuple[int, ...]) -> bytes:
+def write_survivors(header: SumHeader, agreement: Agreement, survivors: tuple[int, ...]) -> bytes:
     """Step 4, down: one bit per client of the roster, in its order."""
     bits = np.zeros(agreement.rule.clients, dtype=np.uint8)
     bits[[agreement.roster.place[client] for client in survivors]] = 1
     return header.pack(agreement) + np.packbits(bits, bitorder="little").tobytes()
 
 
-def read_survivors(message: Bytes, agreement: Agreement) -> tuple[Header, tuple[int, ...]]:
+def read_survivors(message: Bytes, agreement: Agreement) -> tuple[SumHeader, tuple[int, ...]]:
     """The survivors' numbers, ascending."""
     header = read_header(message, agreement, Kind.SURVIVORS)
     n = agreement.rule.clients
@@ -278,25 +280,25 @@ def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivo
     return b"bqsgd.secure.survivors.v1\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
 
 
-def write_signature(header: Header, agreement: Agreement, signature: bytes) -> bytes:
+def write_signature(header: SumHeader, agreement: Agreement, signature: bytes) -> bytes:
     """Step 4, up: a client's signature on the list of survivors."""
     return header.pack(agreement) + signature
 
 
-def read_signature(message: Bytes, agreement: Agreement) -> tuple[Header, bytes]:
+def read_signature(message: Bytes, agreement: Agreement) -> tuple[SumHeader, bytes]:
     """The signature, not yet verified."""
     header = read_header(message, agreement, Kind.SIGNATURE)
-    return header, bytes(_body(message, SIGNATURE_BYTES))
+    return header, bytes(_body(message, _SIGNATURE_BYTES))
 
 
-def write_certificate(header: Header, agreement: Agreement, signatures: Mapping[int, bytes]) -> bytes:
+def write_certificate(header: SumHeader, agreement: Agreement, signatures: Mapping[int, bytes]) -> bytes:
     """Step 5, down: the survivors' signatures on their list."""
     return _write_parts(header, agreement, signatures)
 
 
-def read_certificate(message: Bytes, agreement: Agreement) -> tuple[Header, dict[int, bytes]]:
+def read_certificate(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, bytes]]:
     """Signatures by client, not yet verified."""
-    sizes = frozenset({SIGNATURE_BYTES})
+    sizes = frozenset({_SIGNATURE_BYTES})
     header, parts = _read_parts(message, agreement, Kind.CERTIFICATE, sizes=sizes)
     return header, {client: bytes(part) for client, part in parts.items()}
 
@@ -309,7 +311,7 @@ class Unmasking:
     client, the shares of its self-mask and of its first unneeded noise seed. missing: the share of its mask key.
     """
 
-    header: Header
+    header: SumHeader
     self_seed: bytes
     noise_seed: bytes
     survivors: Mapping[int, tuple[bytes, bytes]]

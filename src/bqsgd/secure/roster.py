@@ -24,7 +24,7 @@ from bqsgd.params import check_int
 from bqsgd.storage import open_regular, write_atomic
 
 MAX_CLIENTS = 100_000
-KEY_BYTES = 32
+_KEY_BYTES = 32
 _MAX_KEY_FILE = 1 << 12
 _MAX_ROSTER_FILE = 1 << 24
 
@@ -43,8 +43,8 @@ class Roster:
             raise InvalidParameter(f"a roster has 2 to {MAX_CLIENTS} clients, got {len(self.keys)}")
         for client, key in self.keys.items():
             check_int("client", client, 0, 2**32 - 1)
-            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-                raise InvalidParameter(f"the identity key of client {client} must be {KEY_BYTES} bytes")
+            if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
+                raise InvalidParameter(f"the identity key of client {client} must be {_KEY_BYTES} bytes")
         if len(set(self.keys.values())) < len(self.keys):
             raise InvalidParameter("two clients of the roster have the same identity key; give each its own")
         object.__setattr__(self, "keys", dict(sorted(self.keys.items())))

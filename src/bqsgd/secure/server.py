@@ -27,7 +27,7 @@ from bqsgd.errors import BadShares, ForeignClient, ReplacedKeys, RoundUsed, TooF
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.masks import Lanes, add_mask, lane_type, mask_key, pair_key, scratch_for, self_key
-from bqsgd.secure.messages import Bytes, Header, Keys, Kind, Unmasking
+from bqsgd.secure.messages import Bytes, Keys, Kind, SumHeader, Unmasking
 from bqsgd.secure.sharing import combine
 
 
@@ -310,7 +310,7 @@ class SumServer:
             raise WrongRound("no round is open")
         return self._round
 
-    def _expect(self, header: Header, round: int, rounds: int) -> int:
+    def _expect(self, header: SumHeader, round: int, rounds: int) -> int:
         batch = self._current()
         if (header.epoch, header.round, header.rounds) != (batch.epoch, round, rounds):
             raise WrongRound(
@@ -319,8 +319,8 @@ class SumServer:
             )
         return header.client
 
-    def _header(self, kind: Kind, client: int, batch: _Batch) -> Header:
-        return Header(kind=kind, epoch=batch.epoch, round=batch.first_round, rounds=batch.count, client=client)
+    def _header(self, kind: Kind, client: int, batch: _Batch) -> SumHeader:
+        return SumHeader(kind=kind, epoch=batch.epoch, round=batch.first_round, rounds=batch.count, client=client)
 
-    def _to(self, kind: Kind, client: int) -> Header:
-        return Header(kind=kind, epoch=self._current().epoch, round=self._open().number, client=client)
+    def _to(self, kind: Kind, client: int) -> SumHeader:
+        return SumHeader(kind=kind, epoch=self._current().epoch, round=self._open().number, client=client)

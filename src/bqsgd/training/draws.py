@@ -31,7 +31,7 @@ class Purpose(StrEnum):
     NOISE = "noise"
 
 
-def derive(seed: int, purpose: Purpose, *, client: int = 0, round: int = 0) -> int:
+def seed_for(seed: int, purpose: Purpose, *, client: int = 0, round: int = 0) -> int:
     """A 63-bit seed from SHA-256 over (seed, purpose, client, round)."""
     check_int("seed", seed, 0, 2**63 - 1)
     key = b"bqsgd.training.v1\x00" + str(purpose).encode() + struct.pack("<QQQ", seed, client, round)
@@ -59,7 +59,7 @@ class Sources:
         if self._private is not None:
             return self._private
         assert self.seed is not None
-        return seeded_rng(seed=derive(self.seed, purpose, client=self.client, round=round))
+        return seeded_rng(seed=seed_for(self.seed, purpose, client=self.client, round=round))
 
 
 Rows = npt.NDArray[np.int64]

@@ -37,7 +37,7 @@ from bqsgd.persample.functional import LossFunction
 from bqsgd.release import Unit
 from bqsgd.training.values import Values, check_model, sample_values
 
-log = logging.getLogger("bqsgd.samples")
+_log = logging.getLogger("bqsgd.samples")
 Collate = Callable[[list[Any]], Any]
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, batch as the collate_fn made it) -> (outputs, targets), which the loss takes."""
@@ -83,7 +83,7 @@ class Reader:
         try:
             return number, (self.dataset[number],)
         except Exception:
-            log.warning("a sample could not be read and counts as zero (keep this line private)", exc_info=True)
+            _log.warning("a sample could not be read and counts as zero (keep this line private)", exc_info=True)
             return number, None
 
     def collate(self, read: Sequence[tuple[int, Any]]) -> list[Part]:
@@ -98,7 +98,9 @@ class Reader:
                 made = found[0] if together else self.collate_fn([found[0]])
                 key = _key(made)
             except Exception:
-                log.warning("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
+                _log.warning(
+                    "a sample could not be collated and counts as zero (keep this line private)", exc_info=True
+                )
                 lost.append(number)
                 continue
             numbers, members = groups.setdefault(key, ([], []))
@@ -139,7 +141,7 @@ def _joined(members: list[Any]) -> Any:
     return tree_unflatten([torch.cat(column) for column in columns], spec)
 
 
-class Arrays(Reader):
+class _Arrays(Reader):
     """Inputs and targets in memory, a row per sample: the same, a slice at a time."""
 
     def __init__(self, inputs: Tensor | npt.NDArray[Any], targets: Tensor | npt.NDArray[Any]) -> None:
@@ -169,7 +171,7 @@ def reader_of(share: Any) -> Reader:
     if isinstance(share, Reader):
         return share
     if isinstance(share, (tuple, list)) and len(share) == 2 and all(_is_array(part) for part in share):
-        return Arrays(share[0], share[1])
+        return _Arrays(share[0], share[1])
     if isinstance(share, DataLoader):
         check_loader(share)
         return Reader(share.dataset, cast(Collate, share.collate_fn))
@@ -314,7 +316,7 @@ class Objective:
             try:
                 self.check(data, clip=clip, batch_size=batch_size, packed=packed)
             except InvalidParameter as error:
-                log.warning("samples of a new shape count as zero (keep this line private): %s", error)
+                _log.warning("samples of a new shape count as zero (keep this line private): %s", error)
         return self._passed[question]
 
 

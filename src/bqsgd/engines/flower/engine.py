@@ -33,11 +33,11 @@ _GREETING_SECONDS = 5.0
 """How long a round waits for a newcomer to say who it is; it may still do so during the round."""
 
 
-class TooFewClients(BqsgdError, RuntimeError):
+class NoQuorum(BqsgdError, RuntimeError):
     """Fewer clients have joined than a round needs."""
 
 
-class Roster:
+class _Roster:
     """The clients of a run and the nodes they live on.
 
     A number belongs to the node that claimed it first and passes on only when that node is gone (a node that restarts
@@ -60,7 +60,7 @@ class Roster:
         """Wait until every client has joined, at most `seconds`; the run then has the clients that are there.
 
         Raises:
-            TooFewClients: not even the quorum.
+            NoQuorum: not even the quorum.
         """
         end = time.monotonic() + seconds
         while len(self.nodes) < self.config.clients.count and time.monotonic() < end:
@@ -68,7 +68,7 @@ class Roster:
                 time.sleep(_LOOK_SECONDS)
         absent = sorted(set(range(self.config.clients.count)) - set(self.nodes))
         if len(self.nodes) < self.config.server.quorum:
-            raise TooFewClients(
+            raise NoQuorum(
                 f"{len(self.nodes)} of {self.config.clients.count} clients joined within {seconds:g} s and a round "
                 f"needs {self.config.server.quorum}; missing: {absent[:20]}. Start their SuperNodes or raise "
                 "join_seconds"
@@ -134,7 +134,7 @@ def flower(grid: TrackedGrid, *, join_seconds: float, round_seconds: float) -> M
     """The engine of a run over a Flower grid; it waits up to `join_seconds` for the clients to join."""
 
     def make(setup: Setup) -> FlowerEngine:
-        roster = Roster(setup.config, dimension=setup.dimension)
+        roster = _Roster(setup.config, dimension=setup.dimension)
         roster.gather(grid, seconds=join_seconds)
         return FlowerEngine(grid, roster, run=setup.run, seconds=setup.config.server.deadline_seconds or round_seconds)
 
@@ -151,7 +151,7 @@ class FlowerEngine:
         seconds: how long a round waits for its answers.
     """
 
-    def __init__(self, grid: TrackedGrid, roster: Roster, *, run: str, seconds: float) -> None:
+    def __init__(self, grid: TrackedGrid, roster: _Roster, *, run: str, seconds: float) -> None:
         self.grid, self.roster, self.run, self.round_seconds = grid, roster, run, seconds
         self.lost: Mapping[int, str] = {}
         self._stated: dict[int, Guarantee] = {}
