@@ -117,6 +117,8 @@ def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys):
     ]
     assert books[0] == books[1]
     assert all(entry["status"] == "ok" for record in books[0] for entry in record["clients"])
+    assert main(["report", str(tmp_path / "ranks"), "--out", str(tmp_path / "ranks.html")]) == 0
+    assert "12 rounds" in (tmp_path / "ranks.html").read_text()
 
 
 def test_ranks_agree_on_settings_before_anything_is_sent():

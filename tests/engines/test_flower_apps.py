@@ -15,6 +15,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
 from loop_grid import LoopGrid
 
+from bqsgd.cli.app import main
 from bqsgd.codec import encode_frame
 from bqsgd.engines.flower.engine import NoQuorum
 from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
@@ -115,6 +116,8 @@ def test_same_seed_same_frames_and_same_model_as_in_process(task, settings, fede
     np.testing.assert_array_equal(arrays["model"], run.server.model)
     assert state["round"] == 4
     assert made.spent() == dict.fromkeys(range(4), 4)
+    assert main(["report", str(tmp_path / "server"), "--out", str(tmp_path / "server.html")]) == 0
+    assert "4 rounds" in (tmp_path / "server.html").read_text()
 
 
 def test_the_order_of_nodes_changes_no_bit(federation, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bqsgd.cli.app import main
 from bqsgd.engines.in_process import InProcess
 from bqsgd.errors import InvalidParameter, LedgerError
 from bqsgd.ledger import Ledger
@@ -193,6 +194,9 @@ def test_the_python_api_leaves_the_folder_of_the_command_line(task, settings, tm
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["guarantee"]["epsilon"] == records[-1].epsilon_max
     assert written["bytes_up"] == sum(record.bytes_up for record in records)
+    (tmp_path / "report.html").unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "12 rounds" in (tmp_path / "report.html").read_text()
 
 
 def test_a_resumed_run_sums_up_the_rounds_before_it(task, settings, tmp_path):
