@@ -250,3 +250,17 @@ def test_batch_rates() -> None:
     for batch, data in ((0, 4), (5, 4), (1, 0)):
         with pytest.raises(InvalidParameter, match="size"):
             Sampling.of_batch("poisson", batch_size=batch, dataset_size=data)
+
+
+@pytest.mark.parametrize("digits", [31, 400, 5000])
+def test_an_integer_beyond_every_float_is_refused_like_any_other_bad_value(digits):
+    huge = 10**digits
+    for check in (lambda: check_int("rounds", huge, 0, 9), lambda: check_int("rounds", -huge, 0, 9)):
+        with pytest.raises(InvalidParameter, match="more than 30 digits"):
+            check()
+    if digits > 308:
+        for value in (huge, -huge):
+            with pytest.raises(InvalidParameter, match="epsilon must be a positive finite number, got an integer of"):
+                check_positive("epsilon", value)
+    with pytest.raises(InvalidParameter):
+        check_positive("epsilon", "x" * 10**6)

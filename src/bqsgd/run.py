@@ -8,7 +8,7 @@
 
 `Run` is the one owner of a run's state. The engine given to it only exchanges bytes, so a run in this process, over
 torch.distributed or over Flower leaves the same folder: config.toml, rounds.jsonl, summary.json, report.html,
-checkpoint.safetensors and, where clients work here, their ledgers.
+model.safetensors, checkpoint.safetensors and, where clients work here, their ledgers.
 
 kill -9 it at any point and `Run.resume` continues from the last checkpoint. Rounds that are made again are counted
 again when their noise is new; with seeded noise they are the same bytes, and the final model is the same bit for bit.
@@ -34,13 +34,21 @@ import numpy.typing as npt
 from bqsgd.engines.engine import Answer, Engine, MakeEngine, Setup, one_thread
 from bqsgd.engines.in_process import in_process
 from bqsgd.errors import InvalidParameter
-from bqsgd.models import to_vector
+from bqsgd.models import load_vector, to_vector
 from bqsgd.planner.plan import ClientSetting
-from bqsgd.records.checkpoint import CheckpointError, load_checkpoint, round_of, save_checkpoint, seconds_of
+from bqsgd.records.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    round_of,
+    save_checkpoint,
+    save_model,
+    seconds_of,
+)
 from bqsgd.records.folder import CONFIG, RunWriter, read_config, read_rounds
 from bqsgd.records.record import ClientRecord, RoundRecord, Summary, one_line
 from bqsgd.reports.page import write_report
 from bqsgd.storage import one_writer
+from bqsgd.training.aggregation import client_weights, read_sizes
 from bqsgd.training.client_plan import client_setting
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
@@ -87,13 +95,16 @@ class Run:
         self.summary: Summary | None = None
         """What the run came to, once it is closed."""
         model = task.make_model()
-        self._evaluate = task.evaluator(model)
+        self._module, self._evaluate = model, task.evaluator(model)
         initial = to_vector(model)
         self._resources = resources
-        setup = Setup(task=task, config=config, folder=folder, resuming=resuming, dimension=initial.size)
+        listed = config.server.sizes
+        sizes = None if listed is None else read_sizes(listed)
+        setup = Setup(task=task, config=config, folder=folder, resuming=resuming, dimension=initial.size, sizes=sizes)
         self.engine = engine(setup)
         self._resources.callback(self.engine.close)
-        self.server = Server(model=initial, weights=self.engine.samples, config=config)
+        weights = client_weights(config.server.weights, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
+        self.server = Server(model=initial, weights=weights, config=config)
         self._nominal = None if nominal is None else nominal(config, self.setting(min(self.engine.samples)))
         self._started = time.monotonic()
         self.last: RoundRecord | None = None
@@ -190,6 +201,11 @@ class Run:
         """The model as it stands, flat: the exponential average where there is one."""
         return self.server.best_model
 
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """The model as it stands, by the names of its parameters and buffers, as `model.safetensors` holds it."""
+        load_vector(self._module, self.model)
+        return {name: tensor.detach().numpy().copy() for name, tensor in self._module.state_dict().items()}
+
     def rounds(self) -> Iterator[RoundRecord]:
         """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
 
@@ -244,12 +260,13 @@ class Run:
             save_checkpoint(self.folder, self.server.arrays(), state)
 
     def close(self) -> Summary:
-        """Write checkpoint, summary and report, and end the run on every client. Returns the summary."""
+        """Write checkpoint, model, summary and report, and end the run on every client. Returns the summary."""
         if self.summary is None:
             try:
                 self.checkpoint()
                 self.summary = self._summarise()
-                if self._writer is not None:
+                if self._writer is not None and self.folder is not None:
+                    save_model(self.folder, self.state_dict())
                     self._writer.summary(self.summary)
             finally:
                 self._resources.close()
@@ -275,6 +292,7 @@ class Run:
             **self._totals,
             seeded=self.config.privacy.seed is not None,
             seconds=None if self.last is None else self.last.time,
+            one_liar=self.server.one_liar,
             versions=_versions(),
             config=self._settings(),
         )

@@ -22,6 +22,7 @@ BASE = {
     "evaluate_every": 6,
     "checkpoint_every": 3,
     "reserve_rounds": 4,
+    "weights": "equal",
 }
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from hostile_servers import LOSS, NETWORKS, NOT_FINITE, UNITS_AND_CLIPS, few_data_sets, finite_models, message, settings
 
-from bqsgd.engines.torch_distributed import join, work
+from bqsgd.engines.torch_distributed import RunDeclined, join, work
 from bqsgd.engines.torch_distributed._transport import MessageKind, greeting
 from bqsgd.ledger import Ledger
+from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.task import Task
 
+ANY_MODEL = replace(NodeLimits.unlimited(), largest_parameter=3.5e38)
 TASK = Task(make_model=NETWORKS["linear"], loss=LOSS)
 MODELS = [*finite_models(8).values(), *(np.full(8, value, np.float32) for value in NOT_FINITE.values())]
 
@@ -40,12 +42,27 @@ def serve(channel, config):
     return answers
 
 
+def declined(group, folder):
+    """A run that the client's strict limits do not allow: what the server hears. The client has no data to read."""
+    config = settings("client", "dual", run="declined", seed=None)
+    if group.serves:
+        group.channel(1).send(MessageKind.GREETING, greeting(config, TASK, resuming=False))
+        kind, body = group.channel(1).receive(most_bytes=1 << 20)
+        (folder / "declined.json").write_text(json.dumps([kind.name, bytes(body).decode()]))
+        return
+    try:
+        work(TASK, config, group=group, folder=folder / "declined", limits=NodeLimits())
+    except RunDeclined:
+        assert not (folder / "declined").exists()
+
+
 def main():
     folder = Path(json.loads(sys.argv[1])["folder"])
     torch.set_num_threads(1)
     logging.getLogger("bqsgd").setLevel(logging.ERROR)
     with join(timeout_seconds=600) as group:
         seen = []
+        declined(group, folder)
         for run, config, data in cases():
             place = folder / run
             if group.serves:
@@ -54,7 +71,7 @@ def main():
                 with Ledger(place / "ledgers" / "client-0001.ledger") as ledger:
                     seen.append({"run": run, "answers": answers, "spent": ledger.spent_rounds})
             else:
-                work(replace(TASK, shares=[data]), config, group=group, folder=place)
+                work(replace(TASK, shares=[data]), config, group=group, folder=place, limits=ANY_MODEL)
                 group.channel(0).send(MessageKind.STOP)
         if group.serves:
             (folder / "seen.json").write_text(json.dumps(seen))

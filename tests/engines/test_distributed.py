@@ -35,6 +35,7 @@ RANKS, ROUNDS = 4, 250
 SETTINGS = (
     *("--dataset", "digits", "--rounds", str(ROUNDS), "--batch-size", "32", "--levels", "17", "--trials", "220"),
     *("--epsilon", "1000", "--seed", "5", "--checkpoint-every", "100000", "--evaluate-every", "1000"),
+    *("--weights", "equal"),
 )
 
 

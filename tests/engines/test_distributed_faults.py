@@ -17,6 +17,7 @@ from bqsgd.training.settings import Config
 ENGINE = "torch.distributed"
 SETTINGS = {
     "clients": 4,
+    "weights": "equal",
     "rounds": 12,
     "batch_size": 20,
     "clip": "clamp",

@@ -16,7 +16,7 @@ from bqsgd.training.settings import Config
 SETTINGS = {
     "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,
     "seed": 11, "coding": "entropy", "optimiser": "adam", "subtract_noise": True, "learning_rate": 0.01,
-    "average": 0.5, "evaluate_every": 5,
+    "average": 0.5, "evaluate_every": 5, "weights": "equal",
 }  # fmt: skip
 
 
@@ -62,7 +62,8 @@ def test_flower_sends_the_same_bytes(one_process, tmp_path):
         return reply
 
     app = client_app(lambda config, node, options: replace(task, shares=[task.shares[node.client]]))
-    nodes = [{"client": client, "ledger-folder": str(tmp_path), "allow-no-privacy": True} for client in range(4)]
+    limits = {"allow-no-privacy": True, "epsilon": 100.0}
+    nodes = [{"client": client, "ledger-folder": str(tmp_path), **limits} for client in range(4)]
     grid = LoopGrid(app, SETTINGS, nodes, note)
     config, _, _ = read_settings(SETTINGS)
     run = serve(grid, config, Service(join_seconds=60.0), replace(task, shares=()))

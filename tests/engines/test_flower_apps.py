@@ -5,7 +5,7 @@ import logging
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ from bqsgd.engines.flower.engine import NoQuorum
 from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
 from bqsgd.errors import FrameError, InvalidParameter
 from bqsgd.flower import Node, client_app
-from bqsgd.flower.local_federation import write_app
+from bqsgd.flower.local_federation import read_overrides, write_app
 from bqsgd.flower.server_app import serve
-from bqsgd.flower.settings import Service, read_settings
+from bqsgd.flower.settings import Service, check_overrides, read_settings
 from bqsgd.ledger import Ledger
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
@@ -49,7 +49,7 @@ class Federation:
 
     def node(self, client, options=None):
         base = {"client": client, "ledger-folder": str(self.folder / f"node-{client}"), "allow-no-privacy": True}
-        return base | (options or {})
+        return base | {"epsilon": 30.0} | (options or {})
 
     def serve(self, **service):
         config, _, options = read_settings(self.settings)
@@ -128,7 +128,7 @@ def test_the_order_of_nodes_changes_no_bit(federation, tmp_path):
 
 def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path):
     given = flat(settings(levels=None, trials=None, rounds=3, seed=None, epsilon=3.0))
-    made = Federation(task, tmp_path, options={"allow-no-privacy": False}, **given)
+    made = Federation(task, tmp_path, options={"allow-no-privacy": False, "epsilon": 3.0}, **given)
     run = made.serve()
     assert [receipt.status for receipt in run.last.clients] == ["ok"] * 4
     kept = json.loads(made.grid.contexts[1000].state["bqsgd.plan"]["mechanism"])
@@ -152,9 +152,10 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
 )
 def test_no_run_can_talk_a_node_out_of_its_limits(federation, caplog, changes, options, reason):
     made = federation(options=options, **changes)
-    with caplog.at_level(logging.WARNING), pytest.raises(NoQuorum, match="0 of 4 clients joined"):
-        made.serve(join_seconds=0.5)
+    with caplog.at_level(logging.WARNING), pytest.raises(NoQuorum, match="0 of 4 clients joined") as caught:
+        made.serve(join_seconds=300.0)  # every node has said no: nobody is left to wait for
     assert reason in caplog.text
+    assert reason in str(caught.value)
     assert made.spent() == {}
 
 
@@ -327,6 +328,57 @@ def test_a_failing_client_tells_the_server_nothing_of_its_data(task, settings, t
     assert "patient 4711" in caplog.text  # in the client's own log
 
 
+def test_a_client_that_claims_a_trillion_samples_weighs_what_the_others_do(federation, tmp_path):
+    def tamper(client, message, reply):
+        if message.metadata.message_type == MessageType.QUERY and client == 1:
+            reply.content = pack(None, kind=FRAME, client=1, samples=2**40 - 1, dimension=4810)
+        return reply
+
+    run = federation(tamper, rounds=1).serve()
+    assert run.server.weights == dict.fromkeys(range(4), 0.25)
+    assert run.engine.samples[1] == 2**40 - 1
+    assert "One lying client can move a coordinate of the mean by up to" in run.summary.one_liar
+    listed = tmp_path / "sizes.toml"
+    listed.write_text("[samples]\n0 = 400\n1 = 400\n2 = 400\n")
+    with pytest.raises(InvalidParameter, match="needs a list of sizes"):
+        federation(rounds=1, weights="size").serve()
+    run = federation(tamper, rounds=1, weights="size", sizes=str(listed)).serve()
+    assert run.server.weights == {0: 0.5, 2: 0.5}  # client 1 claims more than its place, client 3 has none
+    assert sorted(run.engine.roster.refused.values()) == [
+        "client 1 claims 1099511627775 samples, the list of sizes has 400", "client 3 is not on the list of sizes",
+    ]  # fmt: skip
+
+
+def test_budgets_that_differ_by_client_are_a_line_of_toml(tmp_path):
+    given = "[{client = 2, epsilon = 1.0}, {client = 2, from_round = 3, epsilon = 1.5, bits = 6}]"
+    config, _, _ = read_settings({"clients": 4, "rounds": 10, "budgets": given})
+    assert [config.privacy.budget(client=2, round=round).epsilon for round in (0, 3)] == [1.0, 1.5]
+    assert config.privacy.budget(client=1, round=3).epsilon == 3.0
+    for wrong in (
+        "client = 2",
+        "[2]",
+        "[{client = 2}",
+        7,
+        "[]\nrun = 'x'",
+        "[" * 9999,
+        "[{client = 9, epsilon = 1.0}]",
+    ):
+        with pytest.raises(InvalidParameter, match="budgets"):
+            read_settings({"clients": 4, "budgets": wrong})
+
+
+def test_a_wrong_key_or_value_of_a_run_is_named_with_what_would_do(tmp_path):
+    write_app(tmp_path / "app")
+    app = tmp_path / "app"
+    check_overrides(*read_overrides(app, 'schedule="cosine" rounds=7'))
+    with pytest.raises(InvalidParameter, match="schedule must be one of constant, linear, cosine, got 'cosin'"):
+        check_overrides(*read_overrides(app, 'schedule="cosin"'))
+    with pytest.raises(InvalidParameter, match=r"did you mean 'schedule'\? Known: .*learning_rate"):
+        check_overrides(*read_overrides(app, 'shedule="cosine"'))
+    with pytest.raises(InvalidParameter, match="cannot be read as a Flower app"):
+        read_overrides(tmp_path, "rounds=7")
+
+
 def test_settings_are_flat_with_empty_for_left_out():
     config, service, options = read_settings({"clients": 4, "seed": "", "join_seconds": 7, "folder": "x", "mine": 3})
     assert options == {"mine": 3}
@@ -340,7 +392,7 @@ def test_settings_are_flat_with_empty_for_left_out():
 def test_nodes():
     assert Node.of({"partition-id": 2, "num-partitions": 4}).simulated
     node = Node.of({"client": 3, "ledger-folder": "/x", "epsilon": 2.0})
-    assert (node.client, node.allow_no_privacy, node.folder(run="r").name) == (3, False, "x")
+    assert (node.client, node.limits.epsilon, node.folder(run="r").name) == (3, 2.0, "x")
     for wrong in ({}, {"client": -1}, {"client": 0, "epsilon": -1.0}, {"client": 0, "allow-no-privacy": "yes"}):
         with pytest.raises(InvalidParameter):
             Node.of(wrong)
@@ -366,7 +418,10 @@ def test_init_writes_an_app_that_flower_accepts_and_bqsgd_reads(tmp_path):
     ]  # fmt: skip
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
     assert project["project"]["dependencies"] == []
-    config, _, options = read_settings(project["tool"]["flwr"]["app"]["config"])
+    given = project["tool"]["flwr"]["app"]["config"]
+    config, _, options = read_settings(given)
+    settings = {*Config().flat(), *NamedTask.settings(), *(field.name for field in fields(Service))}
+    assert set(given) == settings  # Flower lets a run change only what the app lists
     assert NamedTask.of(**options).dataset == "digits"
     assert config == Config.from_dict(config.to_dict())
     assert config.privacy.seed is None

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ENGINE = "Flower"
 NOBODY = {"sent": 0, "different": 0, "counted": 0}
 SETTINGS = {"batch_size": 64, "levels": 17, "trials": 220, "epsilon": 30.0, "evaluate_every": 1, "momentum": 0.5}
+SETTINGS |= {"weights": "equal"}
 DEADLINE_SECONDS = 120.0
 
 FAULTY_CLIENT = """
@@ -133,7 +134,7 @@ class Deployment:
             self.start_node(client)
 
     def start_node(self, client):
-        self.federation.start_node(self.names[client], client=client, key=self.keys[client])
+        self.federation.start_node(self.names[client], client=client, key=self.keys[client], epsilon=30.0)
 
     def faults(self, faults):
         (self.folder / "faults.json").write_text(json.dumps(faults))

@@ -246,7 +246,14 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
     )
     config = settings(unit, clip, clients=len(sets), seed=None)
     run_config = {name: value for name, value in config.flat().items() if name != "budgets" and value is not None}
-    nodes = [{"client": number, "ledger-folder": str(tmp_path / str(number))} for number in range(len(sets))]
+    allowed = {
+        "epsilon": 1e4,
+        "units": "sample,client",
+        "samplings": "none",
+        "clips": clip,
+        "largest-parameter": 3.5e38,
+    }
+    nodes = [{"client": number, "ledger-folder": str(tmp_path / str(number)), **allowed} for number in range(len(sets))]
     grid = LoopGrid(app, run_config, nodes)
     models = {**finite_models(8), **{name: np.full(8, value) for name, value in NOT_FINITE.items()}}
     for round, (label, model) in enumerate(models.items()):
@@ -271,6 +278,9 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
 def test_torch_distributed_carries_a_frame(tmp_path):
     ended = run_ranks(tmp_path, {**BASE, "clients": 2}, script=WORKER)
     assert [code for code, _ in ended] == [0, 0], ended
+    kind, reason = json.loads((tmp_path / "declined.json").read_text())
+    assert kind == "REFUSAL"
+    assert reason == "the run asks for unit client, this node allows units='sample'"
     found = json.loads((tmp_path / "seen.json").read_text())
     assert len(found) == len(UNITS_AND_CLIPS) * len(few_data_sets())
     finite, refused = len(finite_models(8)), len(NOT_FINITE)

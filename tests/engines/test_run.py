@@ -7,6 +7,7 @@ import tomllib
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from bqsgd.cli.app import main
@@ -58,6 +59,14 @@ def test_it_learns_and_says_what_it_cost(task, settings, tmp_path):
     for number in range(4):
         with Ledger(tmp_path / f"ledgers/client-{number:04}.ledger") as ledger:
             assert ledger.spent_rounds == 30
+
+
+def test_the_finished_model_is_a_state_dict_anyone_can_load(task, settings, tmp_path):
+    run, _ = trained(task, settings(rounds=2, average=0.9), tmp_path)
+    network = task.make_model()
+    network.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    np.testing.assert_array_equal(to_vector(network), run.model)
+    assert not np.array_equal(run.model, run.server.model)  # the average is what is kept
 
 
 def test_same_seed_same_bits_whatever_the_workers_and_the_folder(task, settings, tmp_path):
@@ -146,7 +155,7 @@ class Silent:
     """An engine whose clients never answer."""
 
     def __init__(self):
-        self.samples, self.lost = {0: 10, 1: 10}, {}
+        self.samples, self.lost, self.claimed = {0: 10, 1: 10}, {}, False
 
     def exchange(self, message, *, round):
         return []
@@ -186,6 +195,7 @@ def test_a_run_that_lost_its_quorum_stops_with_a_checkpoint(task, settings, tmp_
 def test_the_python_api_leaves_the_folder_of_the_command_line(task, settings, tmp_path):
     run, records = trained(task, settings(), tmp_path)
     names = {"config.toml", "rounds.jsonl", "checkpoint.safetensors", "ledgers", "report.html", "summary.json"}
+    names |= {"model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
     history = read_history(tmp_path)
     assert history.summary == run.summary

@@ -123,15 +123,6 @@ def test_nothing_released_costs_nothing_and_has_no_guarantee():
         Accountant().guarantee(delta=1e-5)
 
 
-def test_relations_units_and_trust_models_do_not_mix():
-    with pytest.raises(InvalidParameter, match="relations"):
-        Accountant().compose(release()).compose(release(scheme="fixed-size without replacement"))
-    other = release()
-    other = type(other)(**{**other.__dict__, "unit": "client"})
-    with pytest.raises(InvalidParameter, match="unit"):
-        Accountant().compose(release()).compose(other)
-
-
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
 def test_delta_outside_its_range_is_refused(delta):
     with pytest.raises(InvalidParameter, match="delta"):

@@ -71,6 +71,28 @@ def demo(
         print_lines("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields))
 
 
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def run(
+    context: typer.Context,
+    app: Annotated[Path, typer.Argument(help="Folder of the app.")],
+    run_config: Annotated[str, typer.Option(help="Settings that differ from the app's: 'rounds=20 epsilon=2.0'.")] = "",
+) -> None:
+    """`flwr run` with the settings checked first: a wrong key or value is named, with those that would do.
+
+    Example: bqsgd flower run my-app my-superlink --stream --run-config 'schedule="cosine"'
+    """
+    import os
+
+    from bqsgd.flower.local_federation import read_overrides
+    from bqsgd.flower.settings import check_overrides
+
+    check_overrides(*read_overrides(app, run_config))
+    given = ["--run-config", run_config] if run_config else []
+    beside = Path(sys.executable).with_name("flwr")
+    program = str(beside) if beside.exists() else "flwr"
+    os.execvp(program, [program, "run", str(app), *context.args, *given])
+
+
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def superlink(context: typer.Context) -> None:
     """Flower's SuperLink, which also logs connections that fail the TLS handshake; options of `flower-superlink`.
@@ -120,7 +142,7 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
         if tls:
             names = [f"node-{client}" for client in range(clients)]
             for client, (name, key) in enumerate(zip(names, federation.register(names), strict=True)):
-                federation.start_node(name, client=client, key=key)
+                federation.start_node(name, client=client, key=key, epsilon=settings["epsilon"])
             say(f"{clients} node keys registered, {clients} SuperNodes started")
         asked = settings | {"folder": str(folder / "server")}
         say(f"flwr run: {clients} clients, {settings['rounds']} rounds")

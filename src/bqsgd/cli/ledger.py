@@ -47,7 +47,7 @@ def show(path: _Where, delta: _Delta = None, json: Json = False) -> None:
     from bqsgd.privacy.guarantee import as_given
 
     with Ledger(path) as opened:
-        guarantee = opened.guarantee(delta=delta)
+        guarantee, kinds = opened.guarantee(delta=delta), opened.guarantees(delta=delta)
         fields = opened.to_dict(delta=delta)
     entries = fields.pop("entries")
     if json:
@@ -59,6 +59,8 @@ def show(path: _Where, delta: _Delta = None, json: Json = False) -> None:
         "spent": f"{fields['spent_rounds']} rounds" + (f", {seeded} of them with seeded noise" if seeded else ""),
     }
     lines |= {"guarantee": "nothing was sent"} if guarantee is None else guarantee_lines(guarantee)
+    if len(kinds) > 1:
+        lines |= {f"of it, {kind.unit}, {kind.relation}": f"epsilon {kind.epsilon_text}" for kind in kinds}
     print_lines(f"Ledger of client {fields['client']}", lines | {"entries": str(len(entries))})
 
 

@@ -97,6 +97,9 @@ def train(
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; options win over it.")] = None,
     out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    node_limits: Annotated[
+        Path | None, typer.Option(help="TOML file of what this rank agrees to as a client (torch-distributed).")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
     nominal: Annotated[
         bool, typer.Option("--nominal", help="Record the paper's nominal epsilon as well (not a guarantee).")
@@ -119,7 +122,18 @@ def train(
         raise InvalidParameter("--resume needs --out, the folder of the run to continue")
     shown = _Shown(tensorboard=tensorboard, nominal=nominal, json=json)
     if engine == "torch-distributed":
-        _as_rank(given, preset=preset, file=config, out=out, resume=resume, backend=backend, shown=shown)
+        _as_rank(
+            given,
+            preset=preset,
+            file=config,
+            out=out,
+            resume=resume,
+            backend=backend,
+            node_limits=node_limits,
+            shown=shown,
+        )
+    elif node_limits is not None:
+        raise InvalidParameter("--node-limits are those of a rank of --engine torch-distributed; here you set the run")
     elif resume and out is not None:
         named, chosen = _resumed(out, given)
         _lead(named, chosen, folder=out, resuming=True, shown=shown)
@@ -251,6 +265,7 @@ def _as_rank(
     out: Path | None,
     resume: bool,
     backend: str,
+    node_limits: Path | None,
     shown: _Shown,
 ) -> None:
     """Lead the run on rank 0, and be a client of it on every other rank of those that torchrun started.
@@ -259,6 +274,8 @@ def _as_rank(
     """
     from bqsgd.engines.torch_distributed import join, torch_distributed, work
     from bqsgd.engines.torch_distributed._transport import world_size
+    from bqsgd.engines.torch_distributed.client import decline
+    from bqsgd.training.node_limits import NodeLimits
 
     size = world_size()
     if out is None:
@@ -269,13 +286,19 @@ def _as_rank(
     else:
         named, chosen = new_settings({"clients": size} | given, preset=preset, file=file)
         _refuse_run_in(out)
+    limits = None if node_limits is None else NodeLimits.read(node_limits)
     with join(backend=backend) as group:
         if group.serves:
             if resume and not continues:
                 raise InvalidParameter(f"{out} holds no run to resume")
-            _lead(named, chosen, folder=out, resuming=continues, shown=shown, engine=torch_distributed(group), client=0)
+            engine = torch_distributed(group, limits=limits)
+            _lead(named, chosen, folder=out, resuming=continues, shown=shown, engine=engine, client=0)
         else:
-            work(named.task(chosen, client=group.rank), chosen, group=group, folder=out, resuming=resume)
+            refusal = None if limits is None else limits.refusal(chosen, client=group.rank)
+            if refusal is not None:  # before its data are loaded
+                decline(group, refusal)
+            task = named.task(chosen, client=group.rank)
+            work(task, chosen, group=group, folder=out, resuming=resume, limits=limits)
 
 
 def _lead(

@@ -17,11 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bqsgd.errors import LedgerError
+from bqsgd.errors import InvalidParameter, LedgerError
 from bqsgd.ledger import Ledger
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.storage import Appended, private_folder
+from bqsgd.training.aggregation import client_weights
 from bqsgd.training.client import Client, PrivateLog
+from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.frame import Buffer
@@ -47,7 +49,11 @@ class Engine(Protocol):
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """Client -> how many samples it holds: the clients of the run, and their weights in the mean."""
+        """Client -> how many samples it holds: the clients of the run."""
+
+    @property
+    def claimed(self) -> bool:
+        """Whether `samples` is what clients say of themselves. No weight rests on that."""
 
     @property
     def lost(self) -> Mapping[int, str]:
@@ -68,13 +74,32 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """What an engine is made from. folder: where ledgers go, None to keep none; resuming: the ledgers must exist."""
+    """What an engine is made from.
+
+    folder: where ledgers go, None to keep none. resuming: the ledgers must exist. sizes: client -> samples as whoever
+    serves has them, None without.
+    """
 
     task: Task
     config: Config
     folder: Path | None
     resuming: bool
     dimension: int
+    sizes: Mapping[int, int] | None = None
+
+    def check_weights(self) -> None:
+        """Raise where the weights would rest on what clients say of themselves."""
+        client_weights(self.config.server.weights, {}, claimed=True, sizes=self.sizes)
+
+    def check_samples(self, client: int, samples: int) -> None:
+        """Raise InvalidParameter where a client is not on the list of sizes or claims more than it says."""
+        if self.sizes is None:
+            return
+        if client not in self.sizes:
+            raise InvalidParameter(f"client {client} is not on the list of sizes")
+        if samples > self.sizes[client]:
+            listed = self.sizes[client]
+            raise InvalidParameter(f"client {client} claims {samples} samples, the list of sizes has {listed}")
 
     @property
     def run(self) -> str:
@@ -85,8 +110,13 @@ class Setup:
 MakeEngine = Callable[[Setup], Engine]
 
 
-def make_client(setup: Setup, *, number: int, model: nn.Module, share: Samples) -> Client:
-    """Client `number` with its ledger open and, where the settings ask for it, its private log."""
+def make_client(
+    setup: Setup, *, number: int, model: nn.Module, share: Samples, limits: NodeLimits | None = None
+) -> Client:
+    """Client `number` with its ledger open and, where the settings ask for it, its private log.
+
+    limits: of a client that need not trust whoever serves.
+    """
     return Client(
         client=number,
         model=model,
@@ -94,20 +124,38 @@ def make_client(setup: Setup, *, number: int, model: nn.Module, share: Samples) 
         inputs=share[0],
         targets=share[1],
         config=setup.config,
-        ledger=_client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming),
+        ledger=client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming, limits=limits),
         run=setup.run,
         resume=setup.resuming,
         private_log=_private_log(setup.config, setup.folder, number=number),
+        limits=limits,
     )
 
 
-def _client_ledger(config: Config, folder: Path | None, *, number: int, resuming: bool) -> Ledger | None:
-    """The ledger of client `number` in `folder`; a run that continues must find the one it had."""
-    if folder is None or config.privacy.noiseless:
+def client_ledger(
+    config: Config, folder: Path | None, *, number: int, resuming: bool, limits: NodeLimits | None = None
+) -> Ledger | None:
+    """The ledger of client `number`: its own where its limits say so, else that of the run in `folder`.
+
+    A run that continues must find the one it had. The budget is the client's own where it has one; no run changes it.
+    """
+    own = None if limits is None else limits.ledger_folder
+    place = own if own is not None or folder is None else folder / "ledgers"
+    if place is None or config.privacy.noiseless:
         return None
-    path = folder / "ledgers" / f"client-{number:04}.ledger"
+    path = ledger_path(place, number)
     if not resuming:
-        private_folder(path.parent)
+        private_folder(place)
+    if limits is not None and limits.epsilon is not None and limits.delta is not None:
+        return Ledger.open(
+            path,
+            client=number,
+            budget_epsilon=limits.epsilon,
+            budget_delta=limits.delta,
+            create_missing=not resuming,
+            change_reason="the client's own limits",
+        )
+    if not resuming:
         budget = config.privacy.budget(client=number, round=0)
         return Ledger.open(path, client=number, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
     ledger = Ledger(path)
@@ -115,6 +163,11 @@ def _client_ledger(config: Config, folder: Path | None, *, number: int, resuming
         ledger.close()
         raise LedgerError(f"{path} is the ledger of client {ledger.client}, not {number}")
     return ledger
+
+
+def ledger_path(folder: Path, number: int) -> Path:
+    """Where client `number` has its ledger in a folder of ledgers."""
+    return folder / f"client-{number:04}.ledger"
 
 
 def _private_log(config: Config, folder: Path | None, *, number: int) -> PrivateLog | None:

@@ -47,6 +47,7 @@ class InProcess:
         if len(self.clients) != len(clients) or not clients:
             raise InvalidParameter("an engine needs at least one client, and each number once")
         self.lost: Mapping[int, str] = {}
+        self.claimed = False
         groups: dict[int, list[Client]] = {}
         for client in self.clients.values():
             groups.setdefault(id(client.model), []).append(client)

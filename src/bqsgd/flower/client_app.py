@@ -24,10 +24,9 @@ from bqsgd.flower.settings import MakeTask, check_name, read_settings
 from bqsgd.flower.simulation import keep_ray_on_loopback
 from bqsgd.models import dimension_of
 from bqsgd.params import Mechanism
-from bqsgd.planner.plan import ClientSetting
+from bqsgd.planner.time_limit import PlanningTooLong
 from bqsgd.training.client import Client, Declined
-from bqsgd.training.client_plan import keep_plan, release_in
-from bqsgd.training.settings import Config
+from bqsgd.training.client_plan import keep_plan
 from bqsgd.training.task import Task
 
 logger = logging.getLogger("flwr.bqsgd")
@@ -82,6 +81,10 @@ def _join(make_task: MakeTask, message: Message, context: Context) -> RecordDict
         return pack(None, kind=FRAME, declined=refusal)
     task = _own(make_task(config, node, options))
     dimension = dimension_of(task.make_model())
+    refusal = node.limits.model_refusal(dimension)
+    if refusal is not None:
+        logger.warning("client %d declines the run: %s", node.client, refusal)
+        return pack(None, kind=FRAME, declined=refusal)
     return pack(None, kind=FRAME, client=node.client, samples=len(task.shares[0][0]), dimension=dimension)
 
 
@@ -115,8 +118,9 @@ def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDic
             run=run,
             resume=True,  # a round that a restarted server asks for again is counted again
             private_log=private_log_at(node.private_path(run=run)) if config.privacy.private_metrics else None,
+            limits=node.limits,
         )
-        _plan(config, client.setting, node.client, context.state)
+        _plan(client, context.state)
         answer = client.answer(data_of(message, kind=MODEL))
         stated: dict[str, Plain] = {}
         if report:
@@ -133,21 +137,22 @@ def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDic
     return pack(answer, kind=FRAME, **stated)
 
 
-def _plan(config: Config, setting: ClientSetting, client: int, state: MutableMapping[str, Any]) -> None:
+def _plan(client: Client, state: MutableMapping[str, Any]) -> None:
     """Keep what the planner finds in this run's first round with the node, from message to message.
 
     A fresh process then need not plan again. The ledger has the last word in any case.
     """
+    config, setting = client.config, client.setting
     if config.privacy.mechanism is not None:
         return
-    question = json.dumps([config.to_dict(), repr(setting), client], sort_keys=True)
+    question = json.dumps([config.to_dict(), repr(setting), client.client], sort_keys=True)
     digest = hashlib.sha256(question.encode()).hexdigest()
     found = state.get(_PLAN)
     if found is not None and found["digest"] == digest:
-        keep_plan(config, setting, Mechanism.from_dict(json.loads(found["mechanism"])), client=client)
+        keep_plan(config, setting, Mechanism.from_dict(json.loads(found["mechanism"])), client=client.client)
         return
     try:
-        mechanism = release_in(config, setting, client=client, round=0).mechanism
-    except Infeasible:
+        mechanism = client.release(0).mechanism
+    except (Infeasible, PlanningTooLong):
         return  # the client says so itself when it comes to send
     state[_PLAN] = ConfigRecord({"digest": digest, "mechanism": json.dumps(mechanism.to_dict())})

@@ -283,11 +283,14 @@ class LocalFederation:
             self.processes.finish(f"register-{name}", seconds=_START_SECONDS + 10 * len(names))
         return [made[name][0] for name in names]
 
-    def start_node(self, name: str, *, client: int, key: Path | None, **environment: str) -> None:
-        """Start a SuperNode; its ledger is in nodes/`name`."""
+    def start_node(
+        self, name: str, *, client: int, key: Path | None, epsilon: float = 10.0, **environment: str
+    ) -> None:
+        """Start a SuperNode; its ledger is in nodes/`name`, with a budget of `epsilon`."""
         ledgers = self.folder / "nodes" / name
         options = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
-        options += ["--node-config", f'client={client} ledger-folder="{ledgers}" allow-no-privacy=true']
+        limits = f"epsilon={float(epsilon)} allow-no-privacy=true"
+        options += ["--node-config", f'client={client} ledger-folder="{ledgers}" {limits}']
         if self.certificates is None:
             options.append("--insecure")
         else:
@@ -341,3 +344,17 @@ def write_app(folder: Path) -> list[Path]:
         target.write_text(source.read_text())
         written.append(target)
     return written
+
+
+def read_overrides(app: Path, run_config: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration in an app's pyproject.toml and what `--run-config` changes of it, as Flower reads both."""
+    from flwr.common.config import flatten_dict, get_project_config, parse_config_args
+
+    try:
+        project = flatten_dict(get_project_config(app)["tool"]["flwr"]["app"].get("config", {}))
+        overrides = parse_config_args([run_config] if run_config else None)
+    except (OSError, KeyError, ValueError, SystemExit) as error:
+        raise InvalidParameter(
+            f"{app} and {run_config!r} cannot be read as a Flower app and settings: {error}"
+        ) from error
+    return project, overrides

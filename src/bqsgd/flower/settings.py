@@ -4,20 +4,23 @@ that is there already."""
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.flower.node import Node
-from bqsgd.params import check_positive
+from bqsgd.params import check_positive, shown
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 
 MakeTask = Callable[[Config, Node | None, Mapping[str, Any]], Task]
 """(settings, node, options) -> the task: with a node's share of the data, or, where node is None, the server's, with
 test data and no share. options: what the app's configuration holds besides the run's settings."""
+_MAX_BUDGETS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -40,9 +43,15 @@ class Service:
 
 
 def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[str, Any]]:
-    """The run's settings, the server's own, and what is left for the app's task."""
+    """The run's settings, the server's own, and what is left for the app's task.
+
+    Raises:
+        InvalidParameter: a value that its setting does not take; the message names both and what would do.
+    """
     given = {name: value for name, value in run_config.items() if value != ""}
     known = Config().flat()
+    if "budgets" in given:
+        given["budgets"] = read_budgets(given["budgets"])
     settings = {name: given.pop(name) for name in list(given) if name in known}
     service = {field.name: given.pop(field.name) for field in fields(Service) if field.name in given}
     for name in ("join_seconds", "round_seconds"):
@@ -54,6 +63,39 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[
     if config.run.name is not None:
         check_name(config.run.name)
     return config, Service(**service), given
+
+
+def read_budgets(text: object) -> list[Any]:
+    """Budgets that differ by client or round, as Flower's flat configuration carries them: a TOML list of tables.
+
+    >>> read_budgets('[{client = 2, epsilon = 1.0}]')
+    [{'client': 2, 'epsilon': 1.0}]
+    """
+    try:
+        if not isinstance(text, str) or len(text) > _MAX_BUDGETS or "\n" in text:
+            raise ValueError
+        found = tomllib.loads(f"budgets = {text}")["budgets"]
+    except (ValueError, RecursionError):  # tomllib's own error is a ValueError
+        found = None
+    if not isinstance(found, list) or not all(isinstance(change, dict) for change in found):
+        raise InvalidParameter(
+            "budgets must be a list of tables on one line, such as "
+            f"'[{{client = 2, epsilon = 1.0}}, {{client = 2, from_round = 300, epsilon = 1.5}}]', got {shown(text)}"
+        )
+    return found
+
+
+def check_overrides(app_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter, with key, value and what would do, where Flower or the run would refuse an override."""
+    for key in overrides:
+        if key not in app_config:
+            near = get_close_matches(key, app_config, n=1)
+            raise InvalidParameter(
+                f"{shown(key)} is not in the app's configuration"
+                + (f"; did you mean {near[0]!r}? " if near else "; ")
+                + f"Known: {', '.join(app_config)}"
+            )
+    read_settings({**app_config, **overrides})
 
 
 def check_name(run: object) -> str:

@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -113,25 +113,36 @@ class _Book:
         self.state.add(entry)
         self.entries.append(entry)
 
-    def surely_fits(self, release: Release, rounds: int) -> bool:
+    def _limits(self, run: str, within: PrivacyBudget | None) -> list[tuple[Mapping[Release, int], PrivacyBudget]]:
+        """What counts against which budget: everything against the client's, the run's own against what it asks for."""
+        own = self.state.of_run.get(run, {})
+        return [(self.state.rounds, self.budget), *([] if within is None else [(own, within)])]
+
+    def surely_fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> bool:
         """Whether earlier answers already prove that `rounds` more of `release` fit; quick."""
-        return rounds == 0 or self._headroom.known(self.state.rounds, release, rounds, self.budget) is True
+        return rounds == 0 or all(
+            self._headroom.known(content, release, rounds, budget) is True
+            for content, budget in self._limits(run, within)
+        )
 
-    def fits(self, release: Release, rounds: int) -> bool:
-        """Whether `rounds` more of `release` stay within the budget; may take the accountant seconds."""
-        return self._headroom.fits(self.state.rounds, release, rounds, self.budget)
+    def fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> bool:
+        """Whether `rounds` more of `release` stay within the budgets; may take the accountant seconds."""
+        return all(
+            self._headroom.fits(content, release, rounds, budget) for content, budget in self._limits(run, within)
+        )
 
-    def most(self, release: Release) -> int:
+    def most(self, release: Release, run: str, within: PrivacyBudget | None) -> int:
         """How many more rounds of `release` fit."""
-        return self._headroom.most(self.state.rounds, release, self.budget)
+        left: int | None = None
+        for content, budget in reversed(self._limits(run, within)):  # the run's first: it asks for less
+            if left is None or not self._headroom.fits(content, release, left, budget):
+                left = self._headroom.most(content, release, budget)
+        assert left is not None
+        return left
 
-    def guarantee(self, delta: float | None) -> Guarantee | None:
-        """What everything counted guarantees, at the budget's delta unless given; None when nothing is."""
-        if not self.state.rounds:
-            return None
-        accountant = compose_all(Accountant(), self.state.rounds)
-        wanted = self.budget.delta if delta is None else delta
-        return accountant.guarantee(delta=wanted, seeded=self.state.seeded_rounds > 0)
+    def accountant(self) -> Accountant:
+        """The tally of everything counted."""
+        return compose_all(Accountant(), self.state.rounds)
 
 
 class Ledger:
@@ -154,9 +165,18 @@ class Ledger:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, client: int, budget_epsilon: float, budget_delta: float, create_missing: bool = True
+        cls,
+        path: str | Path,
+        *,
+        client: int,
+        budget_epsilon: float,
+        budget_delta: float,
+        create_missing: bool = True,
+        change_reason: str | None = None,
     ) -> Self:
         """Open client `client`'s ledger, or make it.
+
+        change_reason: a ledger with another budget is given this one, for that reason; only its owner may say so.
 
         Pass create_missing=False wherever a ledger must exist already (a resumed run): a lost ledger would otherwise be
         replaced by an empty one, with a fresh budget.
@@ -177,7 +197,9 @@ class Ledger:
                 raise LedgerError(
                     f"{where} is the ledger of client {ledger.client}, not {client}; give each its own file"
                 )
-            if ledger.budget != budget:
+            if ledger.budget != budget and change_reason is not None:
+                ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason=change_reason)
+            elif ledger.budget != budget:
                 raise LedgerError(
                     f"{where} has the budget {ledger.budget}, not {budget}; open it with its own budget and call "
                     "change_budget(...) if it is meant to change"
@@ -232,7 +254,16 @@ class Ledger:
             counted.subtract(grant.release for grant in self._unsent.values() if grant.charged)
             return +counted
 
-    def spend(self, release: Release, *, run: str, round: int, seeded: bool, resume: bool = False) -> None:
+    def spend(
+        self,
+        release: Release,
+        *,
+        run: str,
+        round: int,
+        seeded: bool,
+        resume: bool = False,
+        within: PrivacyBudget | None = None,
+    ) -> None:
         """Record one round durably; when this returns, its message may leave.
 
         Inside a reservation of this process it takes microseconds; otherwise it is a reservation of one round.
@@ -245,7 +276,7 @@ class Ledger:
             self._book.check_process()
             grant = self._unsent.get((run, round))
             if grant is None:
-                self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume)
+                self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume, within=within)
             elif (grant.release is not release and grant.release != release) or grant.seeded != seeded:
                 raise LedgerError(
                     f"round {round} of run {run!r} was reserved for another release or noise source than the one to be "
@@ -254,10 +285,19 @@ class Ledger:
             del self._unsent[run, round]
 
     def reserve(
-        self, release: Release, *, run: str, first_round: int, rounds: int, seeded: bool, resume: bool = False
+        self,
+        release: Release,
+        *,
+        run: str,
+        first_round: int,
+        rounds: int,
+        seeded: bool,
+        resume: bool = False,
+        within: PrivacyBudget | None = None,
     ) -> None:
         """Record `rounds` rounds ahead, in one durable transaction: all of them or none.
 
+        within: what the run itself asks for; its own messages stay within that, and all messages within the budget.
         With `resume`, rounds recorded before are counted once more (new noise), except those that the same release made
         from seeded noise before and will make again.
 
@@ -280,21 +320,21 @@ class Ledger:
                 with self._book.writing() as append:
                     grants = granted(self._book.state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
                     charged = sum(grant.charged for grant in grants.values())
-                    fits = self._book.surely_fits(release, charged)
+                    fits = self._book.surely_fits(release, charged, run, within)
                     if fits:
                         append(spending(grants, time=_now()))
                 if fits:
                     self._unsent.update(grants)
                     return
                 # The accountant is asked outside the transaction: it may take seconds and others want to write.
-                if not self._book.fits(release, charged):
-                    raise BudgetExhausted(self._refusal(release, charged))
+                if not self._book.fits(release, charged, run, within):
+                    raise BudgetExhausted(self._refusal(release, charged, run, within))
 
-    def headroom(self, release: Release) -> int:
-        """How many more rounds of `release` fit into what is left of the budget."""
+    def headroom(self, release: Release, *, run: str = "", within: PrivacyBudget | None = None) -> int:
+        """How many more rounds of `release` fit into what is left of the budget, and of what `run` asks for."""
         with self._lock:
             self._book.refresh()
-            return self._book.most(release)
+            return self._book.most(release, run, within)
 
     def change_budget(self, *, epsilon: float, delta: float, reason: str) -> None:
         """Put another budget in force from here on; the change and its reason stay in the ledger."""
@@ -309,22 +349,34 @@ class Ledger:
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
         """What the client's messages so far guarantee (at the budget's delta by default); None if it sent nothing.
 
-        Seeded rounds make it say "seeded noise: no privacy claim".
+        Messages of different kinds (unit, relation, trust) are composed under the weakest terms among them. Seeded
+        rounds make it say "seeded noise: no privacy claim".
         """
         with self._lock:
             self._book.refresh()
-            return self._book.guarantee(delta)
+            return self._guarantee(self._book.accountant(), delta) if self._book.state.rounds else None
+
+    def guarantees(self, *, delta: float | None = None) -> tuple[Guarantee, ...]:
+        """The same for each kind of message by itself, under its own terms; one where all are of one kind."""
+        with self._lock:
+            self._book.refresh()
+            return tuple(self._guarantee(part, delta) for part in self._book.accountant().kinds)
+
+    def _guarantee(self, accountant: Accountant, delta: float | None) -> Guarantee:
+        wanted = self.budget.delta if delta is None else delta
+        return accountant.guarantee(delta=wanted, seeded=self._book.state.seeded_rounds > 0)
 
     def to_dict(self, *, delta: float | None = None) -> dict[str, Any]:
         """Whose ledger, the budget, the guarantee and every entry, in plain JSON types."""
         with self._lock:
-            guarantee = self.guarantee(delta=delta)
+            guarantee, kinds = self.guarantee(delta=delta), self.guarantees(delta=delta)
             return {
                 "client": self.client,
                 "budget": {"epsilon": self.budget.epsilon, "delta": self.budget.delta},
                 "spent_rounds": self._book.state.total_rounds,
                 "seeded_rounds": self._book.state.seeded_rounds,
                 "guarantee": None if guarantee is None else guarantee.to_dict(),
+                "guarantees_by_kind": [kind.to_dict() for kind in kinds],
                 "entries": [entry.to_dict() for entry in self._book.entries],
             }
 
@@ -354,12 +406,17 @@ class Ledger:
             with self._book.writing() as append:
                 append(entries)
 
-    def _refusal(self, release: Release, rounds: int) -> str:
-        left = self._book.most(release)
+    def _refusal(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> str:
+        left = self._book.most(release, run, within)
         guarantee = self.guarantee()
         spent = "nothing is spent" if guarantee is None else f"spent so far: {guarantee}"
+        asked = (
+            ""
+            if within is None
+            else f", or the epsilon {as_given(within.epsilon)} at {within.delta:g} that run {run!r} asks for"
+        )
         return (
             f"{rounds} more round(s) would pass the budget of epsilon {as_given(self.budget.epsilon)} at delta "
-            f"{self.budget.delta:g} of client {self.client}; {left} round(s) of this release are left; {spent}. "
+            f"{self.budget.delta:g} of client {self.client}{asked}; {left} round(s) of this release are left; {spent}. "
             "Nothing was recorded: send nothing, stop here or raise the budget with change_budget(...)"
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import lru_cache
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter
+from bqsgd.ledger.budget import PrivacyBudget, compose_all
 from bqsgd.ledger.entries import LedgerState
 from bqsgd.ledger.ledger import Ledger
 from bqsgd.params import check_int
@@ -41,8 +42,10 @@ class Spending:
         """Rounds of this run that earlier processes have recorded."""
         return len(self._recorded)
 
-    def spend(self, release: Release, *, round: int, last_round: int) -> None:
+    def spend(self, release: Release, *, round: int, last_round: int, within: PrivacyBudget | None = None) -> None:
         """Count one round of `release`; when this returns its message may leave.
+
+        within: what the run asks for, which its own messages may not pass either.
 
         Raises:
             BudgetExhausted: the round would pass the budget; nothing was recorded.
@@ -52,26 +55,34 @@ class Spending:
                 raise InvalidParameter("unseeded noise makes a privacy claim and needs a ledger; give the client one")
         else:
             if self._reserved is None or self._reserved[0] != release or round >= self._reserved[1]:
-                self._reserve(self.ledger, release, round, last_round)
-            self.ledger.spend(release, run=self.run, round=round, seeded=self.seeded, resume=self.resume)
+                self._reserve(self.ledger, release, round, last_round, within)
+            self.ledger.spend(release, run=self.run, round=round, seeded=self.seeded, resume=self.resume, within=within)
         if not (
             self.seeded and self._recorded.get(round) == (release, True)
         ):  # the same bytes again reveal nothing new
             self.sent[release] += 1
 
-    def _reserve(self, ledger: Ledger, release: Release, round: int, last_round: int) -> None:
+    def _reserve(
+        self, ledger: Ledger, release: Release, round: int, last_round: int, within: PrivacyBudget | None
+    ) -> None:
         wanted = max(1, min(self.ahead, last_round + 1 - round))
         while True:
             try:
                 ledger.reserve(
-                    release, run=self.run, first_round=round, rounds=wanted, seeded=self.seeded, resume=self.resume
+                    release,
+                    run=self.run,
+                    first_round=round,
+                    rounds=wanted,
+                    seeded=self.seeded,
+                    resume=self.resume,
+                    within=within,
                 )
                 self._reserved = (release, round + wanted)
                 return
             except BudgetExhausted:
                 if wanted == 1:
                     raise
-                wanted = max(1, min(wanted - 1, ledger.headroom(release)))
+                wanted = max(1, min(wanted - 1, ledger.headroom(release, run=self.run, within=within)))
 
     def guarantee(self, *, delta: float) -> Guarantee | None:
         """What the messages so far guarantee; None when nothing was sent. While the ledger is open, it has the word:
@@ -89,4 +100,4 @@ def sorted_releases(sent: Counter[Release]) -> list[tuple[Release, int]]:
 @lru_cache(maxsize=4096)
 def guarantee_of(spent: tuple[tuple[Release, int], ...], delta: float, seeded: bool) -> Guarantee | None:
     """The proven guarantee of a history."""
-    return Accountant(spent).guarantee(delta=delta, seeded=seeded) if spent else None
+    return compose_all(Accountant(), dict(spent)).guarantee(delta=delta, seeded=seeded) if spent else None

@@ -24,6 +24,7 @@ from bqsgd.mechanism.coarsening import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.planner.plan import MAX_BITS, Budget, ClientSetting, Plan
+from bqsgd.planner.time_limit import check_time
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Release
@@ -153,6 +154,7 @@ def least_error_uncoarsened(
     top = 2**budget.bits - 1
 
     def after(levels: int, trials: int) -> Accountant:
+        check_time()
         return base.compose(make_release(Mechanism(levels=levels, trials=trials)), rounds)
 
     def proven(levels: int, trials: int) -> float:

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from bqsgd.errors import AccountingError, InvalidParameter
 from bqsgd.noise import TAIL_BITS
 from bqsgd.params import check_int
 from bqsgd.privacy import _renyi, _rounds
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Release, Sampling, Scheme, Spent, Trust
+from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Spent, Trust, Unit
 
 METHOD_LINF = "proven upper bound (loss distribution, L-infinity)"
 METHOD_L2 = "proven upper bound (loss distribution, L2 and L-infinity)"
@@ -42,7 +43,11 @@ _MANY_ROUNDS = 1 << 20
 
 @dataclass(frozen=True)
 class Accountant:
-    """An immutable tally of releases; `compose` returns a new one. All share relation, unit and trust model."""
+    """An immutable tally of releases; `compose` returns a new one.
+
+    Releases of different kinds (unit, relation, trust) are composed under the weakest terms among them: hiding a whole
+    client hides each of its samples, and what hides a replacement hides a removal (docs/accounting.md, Claim 11).
+    """
 
     spent: Spent = ()
 
@@ -54,26 +59,30 @@ class Accountant:
         check_int("rounds", rounds, 0, 2**40)
         release = replace(release, mechanism=release.mechanism.fine)
         counts = dict(self.spent)
-        for other in counts:
-            for name in ("unit", "trust"):
-                if getattr(other, name) != getattr(release, name):
-                    raise InvalidParameter(
-                        f"one accountant cannot mix {name}s: {getattr(other, name)!r} and this release"
-                    )
-            if other.sensitivity.relation != release.sensitivity.relation:
-                raise InvalidParameter("one accountant cannot mix relations (add/remove and replace-one)")
         if rounds:
             counts[release] = counts.get(release, 0) + rounds
         return Accountant(tuple(sorted(counts.items(), key=lambda item: repr(item[0]))))
+
+    @property
+    def kinds(self) -> tuple[Accountant, ...]:
+        """The tally parted by kind; each part has a guarantee under its own terms."""
+        parts: dict[tuple[Unit, Relation, Trust], Accountant] = {}
+        for release, rounds in self.spent:
+            kind = (release.unit, release.sensitivity.relation, release.trust)
+            parts[kind] = parts.get(kind, Accountant()).compose(release, rounds)
+        return tuple(parts[kind] for kind in sorted(parts))
 
     def epsilon(self, delta: float) -> float:
         """Least proven epsilon at `delta`; infinity when none is."""
         return self._best(delta)[0]
 
     def attained_epsilon(self, delta: float) -> float:
-        """A lower bound on the truth: what data attain whose coordinates, few or many, all move by the same shift."""
+        """A lower bound on the truth: what data attain whose coordinates, few or many, all move by the same shift.
+
+        0 for releases of different kinds: one record need not attain them all.
+        """
         _check_delta(delta)
-        if not self.spent:
+        if not self.spent or len(self.kinds) > 1:
             return 0.0
         if self._hopeless(delta):
             return math.inf
@@ -90,25 +99,26 @@ class Accountant:
             raise InvalidParameter(f"epsilon must be finite and at least 0, got {epsilon}")
         if not self.spent:
             return 0.0
-        hopeless = any(_rounds.beyond_meaning(release) for release, _ in self.spent)
-        deltas = [1.0, _renyi.delta(self.spent, epsilon)]
+        spent = _comparable(self.spent)
+        hopeless = any(_rounds.beyond_meaning(release) for release, _ in spent)
+        deltas = [1.0, _renyi.delta(spent, epsilon)]
         with suppress(AccountingError):  # the other bound stands
-            for _, laws in _laws(self.spent, hopeless):
+            for _, laws in _laws(spent, hopeless):
                 deltas.append(max(float(law.get_delta_for_epsilon(epsilon)) for law in laws))
-        return min(1.0, min(deltas) + _sum_charge(self.spent, epsilon))
+        return min(1.0, min(deltas) + _sum_charge(spent, epsilon))
 
     def guarantee(self, *, delta: float, seeded: bool = False) -> Guarantee:
-        """The figure with everything that must be stated beside it."""
+        """The figure with everything that must be stated beside it, under the weakest terms of all releases."""
         if not self.spent:
             raise InvalidParameter("nothing was released: there is no guarantee to state")
         epsilon, method, floor = self._best(delta)
-        release = self.spent[0][0]
+        releases = [release for release, _ in _comparable(self.spent)]
         return Guarantee(
             epsilon=epsilon,
             delta=delta,
-            relation=release.sensitivity.relation,
-            unit=release.unit,
-            trust=release.trust,
+            relation=_weakest(Relation.ADD_REMOVE, [release.sensitivity.relation for release in releases]),
+            unit=_weakest(Unit.SAMPLE, [release.unit for release in releases]),
+            trust=_weakest(Trust.SUMS_ONLY, [release.trust for release in releases]),
             sampling=_sampling_text(self.spent),
             method=method,
             delta_floor=floor,
@@ -117,13 +127,44 @@ class Accountant:
         )
 
     def _hopeless(self, delta: float) -> bool:
-        return any(_rounds.beyond_meaning(release, rounds, delta) for release, rounds in self.spent)
+        return any(_rounds.beyond_meaning(release, rounds, delta) for release, rounds in _comparable(self.spent))
 
     def _best(self, delta: float) -> tuple[float, str, float]:
         _check_delta(delta)
         if not self.spent:
             return 0.0, METHOD_LINF, 0.0
-        return _best(self.spent, delta, self._hopeless(delta))
+        return _best(_comparable(self.spent), delta, self._hopeless(delta))
+
+
+T = TypeVar("T")
+
+
+def _weakest(weak: T, found: list[T]) -> T:
+    """`weak` where any is, else what they all are."""
+    return weak if weak in found else found[0]
+
+
+def _comparable(spent: Spent) -> Spent:
+    """The same messages such that the weakest terms among them hold of each.
+
+    Only a whole client that is added or removed has nothing to say about one sample: between any two of its data sets
+    lies the way to the null client and back, twice as far; that the client may be absent gains nothing then.
+    """
+    if len({(release.unit, release.sensitivity.relation) for release, _ in spent}) < 2:
+        return spent
+    return tuple((_replaced(release), rounds) for release, rounds in spent)
+
+
+def _replaced(release: Release) -> Release:
+    moved = release.sensitivity
+    if release.unit is not Unit.CLIENT or moved.relation is not Relation.ADD_REMOVE:
+        return release
+    l2 = None if moved.l2 is None else 2 * moved.l2
+    return replace(
+        release,
+        sensitivity=Sensitivity(linf=2 * moved.linf, l2=l2, relation=Relation.REPLACE),
+        sampling=Sampling(scheme=Scheme.NONE),
+    )
 
 
 def _check_delta(delta: float) -> None:

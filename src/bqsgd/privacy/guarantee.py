@@ -139,6 +139,8 @@ class Guarantee:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Guarantee:
         """The inverse of `to_dict`. The fields may be a stranger's: every one is checked for kind, range and length."""
+        if not isinstance(fields, Mapping):
+            raise InvalidParameter("not a guarantee: it is not a table")
         unknown = sorted(str(name)[:40] for name in fields if name not in cls.__dataclass_fields__)
         if unknown:
             raise InvalidParameter(f"not a guarantee: it has no field {unknown[0]!r}")

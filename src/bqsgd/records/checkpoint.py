@@ -20,6 +20,7 @@ from bqsgd.records.record import MAX_COUNT
 from bqsgd.storage import open_regular, write_atomic
 
 FILE_NAME = "checkpoint.safetensors"
+MODEL = "model.safetensors"
 _FORMAT = "bqsgd.checkpoint.v1"
 _MAX_BYTES = 1 << 36
 Arrays = dict[str, npt.NDArray[Any]]
@@ -34,6 +35,12 @@ def save_checkpoint(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], state:
     metadata = {"format": _FORMAT, "state": json.dumps(state, allow_nan=False)}
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata=metadata)
     write_atomic(folder / FILE_NAME, content)
+
+
+def save_model(folder: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write the finished model of `folder`, whole or not at all: the names and shapes of its `state_dict`."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    write_atomic(folder / MODEL, save(arrays, metadata={"format": "pt"}))
 
 
 def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:

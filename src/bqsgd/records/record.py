@@ -224,6 +224,7 @@ class Summary:
 
     guarantee: of the client with the largest epsilon (`guarantee_client`), None when nothing private was sent.
     nominal_epsilon: as published; not a guarantee. config: the run's settings, a table per group.
+    one_liar: how far one lying client can move the aggregate, in words.
     """
 
     accuracy: float | None = None
@@ -237,6 +238,7 @@ class Summary:
     bytes_up_float32: int = 0
     seeded: bool = False
     seconds: float | None = None
+    one_liar: str | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -270,6 +272,7 @@ class Summary:
         for names, read in (
             (("accuracy", "loss", "nominal_epsilon", "seconds"), number),
             (("rounds", "guarantee_client", "bytes_up", "bytes_down", "bytes_up_float32"), _count),
+            (("one_liar",), text),
             (("versions", "config"), _mapping),
         ):
             known |= {name: read(name, table[name]) for name in names if table.get(name) is not None}

@@ -81,6 +81,7 @@ def run_page(run: History) -> str:
         charts=run_figures(run),
         clients=_client_rows(run.clients),
         clients_hidden=len(run.clients) > _MAX_CLIENT_ROWS,
+        one_liar=(summary.one_liar if summary is not None else None) or "",
         tables=_tables(run),
     )
 

@@ -1,19 +1,23 @@
 """Aggregation rules: pure functions from the clients' decoded updates (n, d) to one update (d).
 
-The mean weighs client i by p_i (paper Line 13). The robust rules tolerate clients that send whatever they like; they
-count each client once (a weight would be one more thing to lie about) and need every single update, so they keep n
-updates in memory and exclude secure aggregation. Every rule refuses NaN and infinity.
+The mean weighs client i by p_i (paper Line 13). A weight is never a client's own word: it is the operator's, from data
+of their own (a simulation) or from their list of sizes, and equal otherwise. The robust rules tolerate clients that
+send whatever they like; they count each client once and need every single update, so they keep n updates in memory and
+exclude secure aggregation. Every rule refuses NaN and infinity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput
-from bqsgd.params import check_int
+from bqsgd.errors import InvalidParameter, NonFiniteInput, UnsafeFile
+from bqsgd.params import check_int, shown
+from bqsgd.storage import open_regular
 
 _Array = npt.NDArray[np.float64]
 
@@ -122,3 +126,111 @@ def aggregate(rule: str, updates: npt.ArrayLike, *, weights: Sequence[float] | N
     if rule == "trimmed-mean":
         return trimmed_mean(updates, byzantine=byzantine)
     return (krum if rule == "krum" else multi_krum)(updates, byzantine=byzantine)
+
+
+WEIGHTS = ("equal", "size")
+MAX_SAMPLES = 2**40
+_MAX_SIZES_BYTES = 4 << 20
+
+
+def read_sizes(path: str | Path) -> dict[int, int]:
+    """Client -> samples, as the server's operator has written it down: a TOML file with the table [samples].
+
+    Raises:
+        InvalidParameter: no such file, or not a table of client numbers and sizes.
+    """
+    try:
+        file = open_regular(Path(path), limit=_MAX_SIZES_BYTES)
+        if file is None:
+            raise InvalidParameter(f"{path} is not a readable list of sizes: there is none")
+        with file:
+            found = tomllib.loads(file.read(_MAX_SIZES_BYTES).decode())
+    except (OSError, UnsafeFile, ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{path} is not a readable list of sizes: {str(error)[:200]}") from error
+    listed = found.get("samples")
+    if set(found) != {"samples"} or not isinstance(listed, dict) or not listed:
+        raise InvalidParameter(f"{path} must hold one table, [samples], with a line for each client: 0 = 1200")
+    sizes: dict[int, int] = {}
+    for client, samples in listed.items():
+        if not (client.isascii() and client.isdecimal() and len(client) <= 18):
+            raise InvalidParameter(f"{path}: a client is named by its number, got {shown(client)}")
+        sizes[int(client)] = check_int(f"samples of client {client}", samples, 1, MAX_SAMPLES)
+    return sizes
+
+
+def client_weights(
+    choice: str | None, samples: Mapping[int, int], *, claimed: bool, sizes: Mapping[int, int] | None
+) -> dict[int, float]:
+    """Client -> its weight in the mean.
+
+    choice: "equal", "size", or None for size where the sizes are known and equal where they are claims.
+    claimed: whether `samples` is what the clients say of themselves; that never decides a weight. sizes: the sizes as
+    the operator has them.
+
+    >>> client_weights(None, {0: 10, 1: 2**40}, claimed=True, sizes=None)
+    {0: 1.0, 1: 1.0}
+    >>> client_weights("size", {0: 10, 1: 2**40}, claimed=True, sizes={0: 10, 1: 30})
+    {0: 10.0, 1: 30.0}
+
+    Raises:
+        InvalidParameter: "size" where only the clients know their sizes, or a client that is not on the list of sizes.
+    """
+    if sizes is not None:
+        absent = sorted(set(samples) - set(sizes))
+        if absent:
+            raise InvalidParameter(f"clients {absent[:20]} are not on the list of sizes")
+    if choice == "size" and claimed and sizes is None:
+        raise InvalidParameter(
+            "weights = 'size' needs a list of sizes: clients say themselves how many samples they hold, and one could "
+            "take the whole mean; give a file of sizes, or leave the weights equal"
+        )
+    if choice == "equal" or (claimed and sizes is None):
+        return dict.fromkeys(samples, 1.0)
+    return {client: float((sizes or samples)[client]) for client in samples}
+
+
+def one_liar_moves(
+    rule: str, *, weights: Sequence[float], fewest_frames: int, byzantine: int, reach: float
+) -> tuple[float, float] | None:
+    """The furthest that one lying client can move a coordinate, in units of the range R.
+
+    With all clients, and in a round with only the fewest frames that count. A lie is any code, worth up to `reach`; the
+    truth it takes the place of lies in [-1, 1], but for noise of mean 0. None where one liar cannot take the result
+    beyond what honest clients sent (median, trimmed mean), or only as far as honest updates lie from each other (Krum).
+
+    >>> one_liar_moves("mean", weights=[1.0] * 4, fewest_frames=2, byzantine=0, reach=127.5)
+    (32.125, 64.25)
+    """
+    order = sorted(weights)
+    if rule in ("krum", "multi-krum"):
+        return None
+    if rule == "mean":
+        largest = order[-1]
+        present = largest + sum(order[: min(fewest_frames, len(order)) - 1])
+        shares = largest / sum(order), largest / present
+    else:
+        counts = len(order), min(fewest_frames, len(order))
+        withstands = all(count >= 3 for count in counts) and (rule == "median" or byzantine >= 1)
+        if withstands:
+            return None
+        shares = 1 / counts[0], 1 / counts[1]
+    return (1 + reach) * shares[0], (1 + reach) * shares[1]
+
+
+def one_liar_words(moves: tuple[float, float] | None, *, rule: str, clients: int, fewest_frames: int) -> str:
+    """What `one_liar_moves` found, in a sentence for reports."""
+    if moves is None and rule in ("krum", "multi-krum"):
+        return f"One lying client moves the {rule} no further than honest updates lie from each other."
+    if moves is None:
+        return f"One lying client cannot take a coordinate of the {rule} beyond what honest clients sent."
+    fewer = "" if fewest_frames >= clients else f", {_up(moves[1])} R if only {fewest_frames} of them"
+    return (
+        f"One lying client can move a coordinate of the {rule} by up to {_up(moves[0])} R when all {clients} clients "
+        f"answer{fewer}; R is the encoder's range."
+    )
+
+
+def _up(value: float) -> str:
+    """Three significant digits, never below the value."""
+    digits = 2 - int(np.floor(np.log10(value)))
+    return f"{np.ceil(value * 10.0**digits - 1e-9) / 10.0**digits:,.{max(0, digits)}f}"

@@ -18,15 +18,17 @@ from torch import Tensor, nn
 
 from bqsgd.codec import encode_frame
 from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
-from bqsgd.ledger import Ledger
+from bqsgd.ledger import Ledger, PrivacyBudget
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of, load_vector
 from bqsgd.noise import NoiseSource
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
-from bqsgd.release import Unit
+from bqsgd.planner.time_limit import PlanningTooLong, cpu_seconds
+from bqsgd.release import Release, Unit
 from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
+from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
 from bqsgd.training.values import Values, check_model, client_values, sample_values
 from bqsgd.wire.model_message import read_model
@@ -55,6 +57,8 @@ class Client:
         run: name of the run in the ledger.
         resume: the run continues after a stop; rounds recorded before are counted again when their noise is new.
         private_log: where figures outside the guarantee go when `config.privacy.private_metrics` is on.
+        limits: what its operator agrees to; None where that is who set up the run. Where they name an epsilon it is
+            the budget of the ledger, and no run changes it.
     """
 
     def __init__(
@@ -70,8 +74,13 @@ class Client:
         run: str = "run",
         resume: bool = False,
         private_log: PrivateLog | None = None,
+        limits: NodeLimits | None = None,
     ) -> None:
-        self.client, self.model, self.loss, self.config = client, model, loss, config
+        self.client, self.model, self.loss, self.config, self.limits = client, model, loss, config, limits
+        if limits is not None:
+            refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension_of(model))
+            if refusal is not None:
+                raise InvalidParameter(refusal)
         self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
         if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
             raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
@@ -116,15 +125,22 @@ class Client:
             return self._last[2]  # asked again: the same bytes reveal nothing new and cost nothing
         if round >= self.config.run.rounds:
             return Declined(reason=f"round {round} is beyond the {self.config.run.rounds} rounds planned")
+        refusal = None if self.limits is None else self.limits.parameters_refusal(model)
+        if refusal is not None:
+            return Declined(reason=refusal)
         try:
-            release = release_in(self.config, self.setting, client=self.client, round=round)
+            release = self.release(round)
         except Infeasible as error:
             return Declined(reason=f"no plan for the budget: {error}")
+        except PlanningTooLong as error:
+            return Declined(reason=str(error))
         self._prepare(model)
-        self._enter(self.budget(round))
+        budget = self.budget(round)
+        self._enter(budget)
+        asked = PrivacyBudget(epsilon=budget.epsilon, delta=budget.delta)
         try:
             with self._timed("ledger"):
-                self.spending.spend(release, round=round, last_round=self._last_round(round))
+                self.spending.spend(release, round=round, last_round=self._last_round(round), within=asked)
         except BudgetExhausted:
             return Declined(reason="the privacy budget is spent")
         with self._timed("gradients"):
@@ -151,6 +167,15 @@ class Client:
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
+    def release(self, round: int) -> Release:
+        """What it sends in `round`, planned within the CPU seconds that its limits allow.
+
+        Raises:
+            Infeasible, PlanningTooLong: there is no plan.
+        """
+        with cpu_seconds(None if self.limits is None else self.limits.planning_seconds):
+            return release_in(self.config, self.setting, client=self.client, round=round)
+
     def budget(self, round: int) -> Budget:
         """The budget in force in `round`."""
         return self.config.privacy.budget(client=self.client, round=round)
@@ -161,6 +186,9 @@ class Client:
         return min((start for start in changes if start > round), default=self.config.run.rounds) - 1
 
     def _enter(self, budget: Budget) -> None:
+        """A ledger whose budget is the run's follows the run's schedule of budgets."""
+        if self.limits is not None and self.limits.epsilon is not None:
+            return  # the budget is the client's own
         ledger = self.spending.ledger
         if ledger is not None and (ledger.budget.epsilon, ledger.budget.delta) != (budget.epsilon, budget.delta):
             ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason="the run's schedule of budgets")

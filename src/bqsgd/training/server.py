@@ -22,7 +22,7 @@ from bqsgd.planner.plan import MAX_BITS
 from bqsgd.planner.search import largest_reach
 from bqsgd.records.checkpoint import Arrays, CheckpointError, take
 from bqsgd.records.record import ClientRecord, RoundRecord, Status
-from bqsgd.training.aggregation import aggregate
+from bqsgd.training.aggregation import aggregate, one_liar_moves, one_liar_words
 from bqsgd.training.optimisers import State, average, schedule
 from bqsgd.training.settings import Config
 from bqsgd.wire.frame import Buffer, Frame, Header, read_frame
@@ -64,7 +64,7 @@ class Server:
 
     Args:
         model: the initial model, flat float32.
-        weights: client number -> p_i > 0 (usually its number of samples); only these clients are heard.
+        weights: client number -> p_i > 0, never a client's own claim; only these clients are heard.
         config: the run's settings.
         clock: seconds, for the deadline.
 
@@ -107,6 +107,22 @@ class Server:
             return True
         bits = (self.largest_code_count - 1).bit_length()
         return mechanism.reach <= largest_reach(bits) and mechanism.fine_code_count <= 1 << MAX_BITS
+
+    @property
+    def one_liar(self) -> str:
+        """How far one lying client can move the aggregate, from the settings."""
+        settings, fixed = self.config.server, self.config.privacy.mechanism
+        bits = (self.largest_code_count - 1).bit_length()
+        moves = one_liar_moves(
+            settings.aggregation,
+            weights=list(self.weights.values()),
+            fewest_frames=settings.fewest_frames,
+            byzantine=settings.byzantine,
+            reach=largest_reach(bits) if fixed is None else fixed.reach,
+        )
+        return one_liar_words(
+            moves, rule=settings.aggregation, clients=len(self.weights), fewest_frames=settings.fewest_frames
+        )
 
     @property
     def best_model(self) -> npt.NDArray[np.float32]:

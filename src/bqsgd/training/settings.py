@@ -19,7 +19,7 @@ from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.planner.plan import Budget
 from bqsgd.release import SAMPLINGS, Scheme, Unit
 from bqsgd.storage import open_regular
-from bqsgd.training.aggregation import RULES, smallest_quorum
+from bqsgd.training.aggregation import RULES, WEIGHTS, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
 
 _CODINGS = ("fixed", "entropy")
@@ -171,6 +171,7 @@ _CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
     "scale": lambda given: Scale(given.bound),
     "batch-mean": lambda given: BatchMean(given.bound),
 }
+CLIPS = tuple(_CLIPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ class ClipSettings(Group):
         "dual",
         "dual, clamp, l2, scale or batch-mean (which gives no guarantee per sample).",
         name="clip",
-        choices=tuple(_CLIPS),
+        choices=CLIPS,
     )
     bound: float = setting(0.1, "Bound of one coordinate of a sample's gradient.", name="clip_bound", positive=True)
     norm: float = setting(0.5, "Euclidean bound of a sample's gradient (dual, l2).", name="clip_norm", positive=True)
@@ -229,6 +230,12 @@ class ServerSettings(Group):
     schedule: str = setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
     average: float = setting(0.0, "Decay of the model's exponential average; 0 for none.")
     aggregation: str = setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES)
+    weights: str | None = setting(
+        None, "Weights in the mean: equal or size. Default: size in one process, else equal.", choices=WEIGHTS
+    )
+    sizes: str | None = setting(
+        None, "TOML file of the clients' sizes, written by whoever serves; other clients are refused."
+    )
     byzantine: int = setting(0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20))
     quorum: int = setting(1, "Fewest frames for a round to count.", between=(1, 2**20))
     deadline_seconds: float | None = setting(None, "Frames that arrive later are refused.", positive=True)

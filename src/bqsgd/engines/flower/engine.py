@@ -20,15 +20,15 @@ from bqsgd.engines.flower.messages import (
     pack,
     read_guarantee,
 )
-from bqsgd.errors import BqsgdError, FrameError
+from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.record import one_line
-from bqsgd.training.settings import Config
 
 logger = logging.getLogger("flwr.bqsgd")
 _ATTEMPTS = 3
 _HELLO_SECONDS = 120.0
 _LOOK_SECONDS = 1.0
+_MOST_NAMED = 10
 _GREETING_SECONDS = 5.0
 """How long a round waits for a newcomer to say who it is; it may still do so during the round."""
 
@@ -44,11 +44,13 @@ class _Roster:
     without a key of its own comes back under another identity).
     """
 
-    def __init__(self, config: Config, *, dimension: int) -> None:
-        self.config, self.dimension = config, dimension
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config, self.dimension = setup, setup.config, setup.dimension
         self.nodes: dict[int, int] = {}
         """Client -> node."""
         self.samples: dict[int, int] = {}
+        self.refused: dict[int, str] = {}
+        """Node -> why it takes no part: it declined, or what it said of itself does not fit the run."""
         self._asked: dict[int, int] = {}
         self._closed = False
 
@@ -59,23 +61,35 @@ class _Roster:
     def gather(self, grid: TrackedGrid, *, seconds: float) -> None:
         """Wait until every client has joined, at most `seconds`; the run then has the clients that are there.
 
+        It waits no longer once as many nodes as the run has clients are there and each of them has joined or will not.
+
         Raises:
             NoQuorum: not even the quorum.
         """
-        end = time.monotonic() + seconds
-        while len(self.nodes) < self.config.clients.count and time.monotonic() < end:
+        started = time.monotonic()
+        end = started + seconds
+        while len(self.nodes) < self.config.clients.count and time.monotonic() < end and not self._all_said(grid):
             if not self.greet(grid, seconds=min(_HELLO_SECONDS, end - time.monotonic())):
                 time.sleep(_LOOK_SECONDS)
+        waited = time.monotonic() - started
         absent = sorted(set(range(self.config.clients.count)) - set(self.nodes))
         if len(self.nodes) < self.config.server.quorum:
+            why = "; ".join(f"node {node}: {reason}" for node, reason in sorted(self.refused.items())[:_MOST_NAMED])
             raise NoQuorum(
-                f"{len(self.nodes)} of {self.config.clients.count} clients joined within {seconds:g} s and a round "
-                f"needs {self.config.server.quorum}; missing: {absent[:20]}. Start their SuperNodes or raise "
-                "join_seconds"
+                f"{len(self.nodes)} of {self.config.clients.count} clients joined within {waited:.0f} s and a round "
+                f"needs {self.config.server.quorum}; missing: {absent[:20]}. "
+                + (f"Refused: {why}" if why else "Start their SuperNodes or raise join_seconds")
             )
         if absent:
-            logger.warning("starting without clients %s: they did not join within %g s", absent[:20], seconds)
+            logger.warning("starting without clients %s: they did not join within %.0f s", absent[:20], waited)
         self._closed = True
+
+    def _all_said(self, grid: TrackedGrid) -> bool:
+        """Whether nobody who is there could still join, and enough nodes are there that nobody else need come."""
+        online, known = set(grid.get_node_ids()), set(self.nodes.values())
+        return len(online) >= self.config.clients.count and all(
+            node in known or (node in self.refused and self._asked.get(node, 0) >= _ATTEMPTS) for node in online
+        )
 
     def greet(self, grid: TrackedGrid, *, seconds: float = _HELLO_SECONDS) -> bool:
         """Ask nodes that are not known yet who they are; False when there was none to ask."""
@@ -102,13 +116,16 @@ class _Roster:
         try:
             declined = field_of(reply, "declined", str)
             if declined is not None:
-                logger.warning("node %d declines the run: %s", node, one_line(declined))
+                self.refused[node] = one_line(declined)
+                logger.warning("node %d declines the run: %s", node, self.refused[node])
                 return
             client, samples, dimension = (field_of(reply, name, int) for name in ("client", "samples", "dimension"))
             self._check(node, client, samples, dimension, online)
-        except FrameError as error:
-            logger.warning("node %d refused: %s", node, error)
+        except (FrameError, InvalidParameter) as error:
+            self.refused[node] = one_line(str(error))
+            logger.warning("node %d refused: %s", node, self.refused[node])
             return
+        self.refused.pop(node, None)
         if self.nodes.get(client) == node:
             return  # asked twice, answered twice
         self.nodes[client] = node
@@ -124,6 +141,7 @@ class _Roster:
             raise FrameError(f"client {client} has a model of {dimension} coordinates, the server {self.dimension}")
         if samples is None or not self.config.privacy.batch_size <= samples < 2**40:
             raise FrameError(f"client {client} has {samples} samples; batch_size is {self.config.privacy.batch_size}")
+        self.setup.check_samples(client, samples)
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
             raise FrameError(f"client {client} is on node {self.nodes[client]} already")
         if self._closed and client not in self.samples:
@@ -134,7 +152,8 @@ def flower(grid: TrackedGrid, *, join_seconds: float, round_seconds: float) -> M
     """The engine of a run over a Flower grid; it waits up to `join_seconds` for the clients to join."""
 
     def make(setup: Setup) -> FlowerEngine:
-        roster = _Roster(setup.config, dimension=setup.dimension)
+        setup.check_weights()
+        roster = _Roster(setup)
         roster.gather(grid, seconds=join_seconds)
         return FlowerEngine(grid, roster, run=setup.run, seconds=setup.config.server.deadline_seconds or round_seconds)
 
@@ -154,6 +173,7 @@ class FlowerEngine:
     def __init__(self, grid: TrackedGrid, roster: _Roster, *, run: str, seconds: float) -> None:
         self.grid, self.roster, self.run, self.round_seconds = grid, roster, run, seconds
         self.lost: Mapping[int, str] = {}
+        self.claimed = True
         self._stated: dict[int, Guarantee] = {}
 
     @property

@@ -1,7 +1,7 @@
 """torch.distributed: each rank is a client, and rank 0 serves as well. And a hook for existing DDP scripts."""
 
 from bqsgd.engines.torch_distributed._transport import RankGroup, join
-from bqsgd.engines.torch_distributed.client import work
+from bqsgd.engines.torch_distributed.client import RunDeclined, work
 from bqsgd.engines.torch_distributed.engine import TorchDistributed, torch_distributed
 from bqsgd.engines.torch_distributed.hook import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook
 
@@ -10,6 +10,7 @@ __all__ = [
     "NoGuaranteeWarning",
     "PrivateSteps",
     "RankGroup",
+    "RunDeclined",
     "TorchDistributed",
     "bq_hook",
     "join",

@@ -271,7 +271,7 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
 
 _FORMAT = "bqsgd.distributed.v1"
 MOST_BYTES = 1 << 16
-_OWN = ("run", "workers", "private_metrics", "data.data_folder")
+_OWN = ("run", "workers", "private_metrics", "sizes", "data.data_folder")
 """Settings that may differ between ranks: each has its own disk."""
 
 

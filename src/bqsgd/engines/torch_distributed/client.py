@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bqsgd.engines.engine import Setup, make_client, one_thread, stop_signals
 from bqsgd.engines.torch_distributed._transport import (
@@ -28,6 +28,7 @@ from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of
 from bqsgd.training.client import Client, Declined
+from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.model_message import MODEL_HEADER_BYTES
@@ -35,6 +36,10 @@ from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 _log = logging.getLogger("bqsgd.engines.torch_distributed")
 _GRACE_SECONDS = 20.0
 """After SIGTERM or SIGINT a client answers the current round, then waits this long for the server to end the run."""
+
+
+class RunDeclined(InvalidParameter):
+    """The run is outside this rank's limits; nothing was read or sent."""
 
 
 Answering = Callable[[memoryview], bytearray | Declined]
@@ -49,12 +54,21 @@ def joined_run(
     group: RankGroup,
     folder: str | Path | None = None,
     resuming: bool = False,
+    limits: NodeLimits | None = None,
 ) -> Iterator[tuple[Client, Channel, ServerConnection]]:
     """Agree with the server on run and settings; gives the client with its ledger open, and the ways to the server.
 
+    limits: what this rank agrees to. Without any, the settings it was started with, which the server must share, and
+    models and planning times as `NodeLimits.unlimited` has them.
+
     Raises:
         SettingsDiffer: the server runs with other settings, or resumes where this rank does not; nothing was sent.
+        RunDeclined: the run is outside the limits; nothing was read or sent.
     """
+    limits = limits or NodeLimits.unlimited()
+    refusal = limits.refusal(config, client=group.rank)
+    if refusal is not None:
+        decline(group, refusal)
     share = share_of(task, config, group)
     channel, model = group.channel(SERVER), task.make_model()
     connection = ServerConnection(channel, most_bytes=max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension_of(model)))
@@ -70,7 +84,7 @@ def joined_run(
             resuming=server_resumes,
             dimension=dimension_of(model),
         )
-        client = make_client(setup, number=group.rank, model=model, share=share)
+        client = make_client(setup, number=group.rank, model=model, share=share, limits=limits)
     except BqsgdError as error:
         channel.send(MessageKind.REFUSAL, str(error).encode()[:500])
         raise
@@ -81,6 +95,14 @@ def joined_run(
     finally:
         if client.spending.ledger is not None:
             client.spending.ledger.close()
+
+
+def decline(group: RankGroup, reason: str) -> NoReturn:
+    """Answer the server's greeting with the reason why this rank does not take part, and raise it as RunDeclined."""
+    channel = group.channel(SERVER)
+    channel.receive(most_bytes=MOST_BYTES)
+    channel.send(MessageKind.REFUSAL, reason.encode()[:500])
+    raise RunDeclined(reason)
 
 
 def work(task: Task, config: Config, **options: Any) -> None:

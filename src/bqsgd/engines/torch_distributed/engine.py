@@ -28,6 +28,7 @@ from bqsgd.engines.torch_distributed.client import share_of
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.client import Client
+from bqsgd.training.node_limits import NodeLimits
 
 _log = logging.getLogger("bqsgd.engines.torch_distributed")
 _PATIENCE_SECONDS = 1800.0
@@ -35,14 +36,15 @@ _PATIENCE_SECONDS = 1800.0
 _REASON_BYTES = 500
 
 
-def torch_distributed(group: RankGroup) -> MakeEngine:
-    """The engine of a run on rank 0 of `group`; every other rank calls `work`."""
+def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> MakeEngine:
+    """The engine of a run on rank 0 of `group`; every other rank calls `work`. limits: of rank 0's own client."""
     if not group.serves:
         raise InvalidParameter(f"rank {group.rank} does not serve; it calls work")
 
     def make(setup: Setup) -> TorchDistributed:
+        setup.check_weights()
         config, share = setup.config, share_of(setup.task, setup.config, group)
-        client = make_client(setup, number=SERVER, model=setup.task.make_model(), share=share)
+        client = make_client(setup, number=SERVER, model=setup.task.make_model(), share=share, limits=limits)
         channels = [group.channel(rank) for rank in range(1, group.size)]
         return TorchDistributed(
             client,
@@ -65,6 +67,7 @@ def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
         kind, body = channel.receive(most_bytes=MOST_BYTES)
         if kind is MessageKind.ACCEPTED:
             samples[channel.peer] = read_reply(body)
+            setup.check_samples(channel.peer, samples[channel.peer])
         else:
             refusals.append(f"rank {channel.peer} does not take part: {bytes(body[:500]).decode(errors='replace')}")
     if refusals:
@@ -104,6 +107,7 @@ class TorchDistributed:
         self.numbers = sorted([client.client, *(channel.peer for channel in channels)])
         if len(set(self.numbers)) != len(self.numbers):
             raise InvalidParameter(f"each rank is one client, got {self.numbers}")
+        self.claimed = True
         self.lost: dict[int, str] = {}
         """Rank -> why it is gone."""
         self._wait_seconds = _PATIENCE_SECONDS if deadline_seconds is None else deadline_seconds

@@ -1,0 +1,213 @@
+"""What a client agrees to, whoever serves: its operator's limits on everything that changes what it reveals.
+
+The keys are the same in `flower-supernode --node-config` and in the TOML file of `bqsgd train --node-limits`:
+
+    epsilon = 3.0
+    units = "sample, client"
+
+A run outside the limits is declined before any data are read and before anything is spent, and the reason depends on
+the run's settings and the limits alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import check_delta, check_int, check_positive, shown
+from bqsgd.privacy.guarantee import as_given
+from bqsgd.release import SAMPLINGS, Unit
+from bqsgd.training.settings import CLIPS, Config, read_toml
+
+MAX_DIMENSION = 2**53
+
+
+def _limit(default: Any, meaning: str, *, words: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "words": words})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLimits:
+    """The limits of one client. Without any it is as strict as a client of strangers should be.
+
+    epsilon and delta are None where the ledger is the run's own and the run's budget is all there is (`unlimited`).
+    """
+
+    epsilon: float | None = _limit(
+        10.0, "budget of its ledger, the total of all runs; a run that asks for more by itself is declined"
+    )
+    delta: float | None = _limit(1e-5, "delta of that budget, and the most a run may ask for")
+    units: tuple[str, ...] = _limit(("sample",), "units of privacy: sample, client", words=tuple(Unit))
+    samplings: tuple[str, ...] = _limit(
+        ("poisson",),
+        "how batches are drawn: poisson, fixed, none; the relation follows from this and from the unit",
+        words=tuple(SAMPLINGS),
+    )
+    clips: tuple[str, ...] = _limit(
+        ("dual", "clamp", "l2", "scale"),
+        "rules that bound a sample: dual, clamp, l2, scale, batch-mean (which bounds none)",
+        words=CLIPS,
+    )
+    least_clip: float = _limit(1e-6, "least clip bound, clip norm and range of the encoder")
+    largest_clip: float = _limit(1e3, "largest of the same")
+    allow_no_privacy: bool = _limit(False, "`true` to take part in runs with seeded noise or none")
+    allow_private_metrics: bool = _limit(
+        False, "`true` to write figures outside the guarantee (training loss, batch sizes) beside its ledger"
+    )
+    allow_packed_rows: bool = _limit(
+        False, "`true` to take part in runs with `packed_rows`, whose guarantee rests on an assumption"
+    )
+    largest_dimension: int = _limit(10_000_000, "most trainable parameters of the model")
+    largest_parameter: float = _limit(
+        1e4, "largest magnitude of a parameter in the models it is sent, finite in any case"
+    )
+    planning_seconds: float = _limit(
+        60.0, "CPU seconds for planning; it ends at most one answer of the accountant late"
+    )
+    ledger_folder: Path | None = field(
+        default=None,
+        metadata={
+            "meaning": "where its ledger lies, on its own disk; the ledger continues from run to run",
+            "words": (),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if (self.epsilon is None) != (self.delta is None):
+            raise InvalidParameter("a client limits both epsilon and delta, or neither")
+        if self.epsilon is not None:
+            check_positive("epsilon", self.epsilon)
+            check_delta("delta", self.delta)
+        for name in ("least_clip", "largest_clip", "largest_parameter", "planning_seconds"):
+            check_positive(key_of(name), getattr(self, name))
+        check_int("largest-dimension", self.largest_dimension, 1, MAX_DIMENSION)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
+                raise InvalidParameter(f"{key_of(each.name)} must be true or false, got {shown(value)}")
+            if each.metadata["words"]:
+                object.__setattr__(self, each.name, _words(each, value))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> NodeLimits:
+        """The limits among the keys of a node's configuration; other keys are its owner's.
+
+        Raises:
+            InvalidParameter: a limit that is none, or a key that is nearly the name of one: a limit must not be lost to
+                a slip of the pen.
+        """
+        known = {key_of(each.name): each.name for each in fields(cls)}
+        for key in given:
+            near = [] if key in known else get_close_matches(str(key), known, n=1, cutoff=0.85)
+            if near:
+                raise InvalidParameter(f"{shown(key)} is no limit of a node; {near[0]!r} is")
+        values = {name: given[key] for key, name in known.items() if key in given}
+        if "ledger_folder" in values:
+            values["ledger_folder"] = Path(str(values["ledger_folder"])).expanduser()
+        return cls(**values)
+
+    @classmethod
+    def read(cls, path: str | Path) -> NodeLimits:
+        """The limits in a TOML file; an unknown key is refused."""
+        given, known = read_toml(path), [key_of(each.name) for each in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise InvalidParameter(f"{path}: {shown(key)} is no limit of a node; known: {', '.join(known)}")
+        return cls.of(given)
+
+    @classmethod
+    def unlimited(cls) -> NodeLimits:
+        """For a client whose operator chose the run's settings: any settings, but no model and no time without end."""
+        return cls(
+            epsilon=None,
+            delta=None,
+            units=tuple(Unit),
+            samplings=tuple(SAMPLINGS),
+            clips=CLIPS,
+            least_clip=5e-324,
+            largest_clip=1.7e308,
+            allow_no_privacy=True,
+            allow_private_metrics=True,
+            allow_packed_rows=True,
+            largest_dimension=MAX_DIMENSION,
+        )
+
+    def refusal(self, config: Config, *, client: int) -> str | None:
+        """Why client `client` does not take part in the run, from its settings alone; None when it does."""
+        reasons = self._refusals(config, client)
+        return reasons[0] if reasons else None
+
+    def _refusals(self, config: Config, client: int) -> list[str]:
+        privacy, clip = config.privacy, config.clip
+        reasons: list[str] = []
+        if not self.allow_no_privacy and (privacy.noiseless or privacy.seed is not None):
+            what = "has no noise" if privacy.noiseless else "has seeded noise, which whoever knows the seed can remove"
+            reasons.append(f"the run {what}; this node takes part in it only with allow-no-privacy=true")
+        if config.clients.packed_rows and not self.allow_packed_rows:
+            reasons.append(
+                "the run packs rows, which rests on an assumption about kernels; allow it with allow-packed-rows=true"
+            )
+        if privacy.private_metrics and not self.allow_private_metrics:
+            reasons.append("the run asks for private metrics; allow them with allow-private-metrics=true")
+        if client >= config.clients.count:
+            reasons.append(f"the run has clients 0 to {config.clients.count - 1}, this is client {client}")
+        for name, asked in (("units", privacy.unit), ("samplings", privacy.sampling), ("clips", clip.rule)):
+            allowed = getattr(self, name)
+            if asked not in allowed:
+                reasons.append(
+                    f"the run asks for {name.removesuffix('s')} {asked}, this node allows {name}={','.join(allowed)!r}"
+                )
+        for name, value in (("clip_bound", clip.bound), ("clip_norm", clip.norm), ("range", config.range)):
+            if not self.least_clip <= value <= self.largest_clip:
+                reasons.append(
+                    f"the run asks for {name} {value:g}, this node allows {self.least_clip:g} to {self.largest_clip:g} "
+                    "(least-clip, largest-clip)"
+                )
+        starts = {0, *(change.from_round for change in privacy.budgets if change.client == client)}
+        budgets = [privacy.budget(client=client, round=start) for start in sorted(starts)]
+        for name, most in (("epsilon", self.epsilon), ("delta", self.delta)):
+            largest = max(getattr(budget, name) for budget in budgets)
+            if most is not None and largest > most:
+                reasons.append(f"the run asks for {name} {as_given(largest)}, this node allows {as_given(most)}")
+        return reasons
+
+    def model_refusal(self, dimension: int) -> str | None:
+        """Why a model of this dimension is not taken; None when it is."""
+        if dimension <= self.largest_dimension:
+            return None
+        return f"the model has {dimension} parameters, this node allows {self.largest_dimension} (largest-dimension)"
+
+    def parameters_refusal(self, model: npt.NDArray[np.float32]) -> str | None:
+        """Why these parameters are not taken; None when they are. Depends on the model alone."""
+        largest = float(np.abs(model).max(initial=0.0))
+        if largest <= self.largest_parameter:  # NaN is not
+            return None
+        return (
+            f"the model holds a parameter that is not finite or beyond {self.largest_parameter:g}, the most this node "
+            "allows (largest-parameter)"
+        )
+
+
+def key_of(name: str) -> str:
+    """The key of a limit in a node's configuration.
+
+    >>> key_of("largest_clip")
+    'largest-clip'
+    """
+    return name.replace("_", "-")
+
+
+def _words(each: Field[Any], value: Any) -> tuple[str, ...]:
+    """Words separated by commas, as one text: Flower's configuration has no lists."""
+    given = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    known = each.metadata["words"]
+    if not isinstance(given, (list, tuple)) or not given or any(word not in known for word in given):
+        raise InvalidParameter(f"{key_of(each.name)} must be some of {', '.join(known)}, got {shown(value)}")
+    return tuple(str(word) for word in given)
