@@ -272,7 +272,7 @@ class Summary:
         for names, read in (
             (("accuracy", "loss", "nominal_epsilon", "seconds"), number),
             (("rounds", "guarantee_client", "bytes_up", "bytes_down", "bytes_up_float32"), _count),
-            (("one_liar",), text),
+            (("one_liar",), _text),
             (("versions", "config"), _mapping),
         ):
             known |= {name: read(name, table[name]) for name in names if table.get(name) is not None}
