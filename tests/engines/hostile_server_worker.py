@@ -2,6 +2,7 @@
 
 import json
 import logging
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,10 @@ def serve(channel, config):
         channel.send(MessageKind.MODEL, message(model, round=round))
         kind, body = channel.receive(most_bytes=1 << 20)
         answers.append([kind.name, len(body) if kind is MessageKind.FRAME else bytes(body).decode()])
+    for delta in (0.0, 2.0, float("nan"), float("-inf")):  # no delta at all: nothing is stated, and nobody fails
+        channel.send(MessageKind.REPORT, struct.pack("<d", delta))
+        kind, body = channel.receive(most_bytes=1 << 20)
+        assert (kind, len(body)) == (MessageKind.GUARANTEE, 0)
     channel.send(MessageKind.STOP)
     return answers
 

@@ -24,7 +24,7 @@ from bqsgd.engines.torch_distributed._transport import (
     read_greeting,
     reply_to_greeting,
 )
-from bqsgd.errors import BqsgdError, InvalidParameter, ModelMessageError
+from bqsgd.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of
 from bqsgd.training.client import Client, Declined
@@ -141,12 +141,20 @@ def answer_rounds(answering: Answering, spending: Spending, channel: Channel, co
             if kind is MessageKind.MODEL:
                 _send_answer(answering, channel, body)
             elif kind is MessageKind.REPORT and len(body) == 8:
-                guarantee = spending.guarantee(delta=struct.unpack("<d", body)[0])
-                fields = b"" if guarantee is None else json.dumps(guarantee.to_dict()).encode()
-                channel.send(MessageKind.GUARANTEE, fields)
+                channel.send(MessageKind.GUARANTEE, _stated(spending, struct.unpack("<d", body)[0]))
             else:
                 raise PeerLost(f"the server sent a message of kind {kind.name} where none belongs")
     _log.warning("asked to stop, and the server has not ended the run: leaving it")
+
+
+def _stated(spending: Spending, delta: float) -> bytes:
+    """What the client has spent, at the delta that the server names; nothing when there is no such figure."""
+    try:
+        guarantee = spending.guarantee(delta=delta)
+    except (InvalidParameter, AccountingError) as error:
+        _log.warning("asked for a guarantee at delta %g: %s", delta, error)
+        return b""
+    return b"" if guarantee is None else json.dumps(guarantee.to_dict()).encode()
 
 
 def _send_answer(answering: Answering, channel: Channel, message: memoryview) -> None:
