@@ -4,8 +4,8 @@ It comes from `flower-supernode --node-config`, so no server and no run can chan
 
     --node-config 'client=3 ledger-folder="/var/lib/bqsgd" epsilon=3.0 delta=1e-5'
 
-In a simulation Flower gives `partition-id` instead. Simulated clients belong to whoever simulates: they agree to
-everything, and their ledgers begin anew with every run.
+In a simulation Flower gives `partition-id` instead. Simulated clients belong to whoever simulates: they agree to any
+settings, and their ledgers begin anew with every run.
 """
 
 from __future__ import annotations
