@@ -20,6 +20,8 @@ from bqsgd.release import Release
 
 MAX_ROUND = 2**53
 MAX_RESERVED_ROUNDS = 1 << 20
+MAX_LEDGER_ROUNDS = 1 << 21
+"""Rounds that one ledger may name: each is held in memory."""
 Rounds = Mapping[tuple[str, int], "Grant"]
 """(run, round) -> its grant."""
 
@@ -55,6 +57,9 @@ class LedgerEntry:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", EntryKind(self.kind))
+        for name in ("time", "reason", "run"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidParameter(f"{name} must be text")
         if self.kind is EntryKind.BUDGET:
             if self.budget is None:
                 raise InvalidParameter("a budget entry needs a budget")
@@ -137,10 +142,12 @@ class LedgerState:
             tally[entry.release] = total
             if total == 0:
                 del tally[entry.release]
-        taken = self.taken.setdefault(entry.run, {})
+        if sum(map(len, self.taken.values())) + entry.rounds > MAX_LEDGER_ROUNDS:
+            raise LedgerError(f"the ledger names more than {MAX_LEDGER_ROUNDS} rounds; begin another for new data")
+        taken, made = self.taken.setdefault(entry.run, {}), (entry.release, entry.seeded)
         for number in range(entry.first_round, entry.stop):
             if sign > 0:
-                taken[number] = (entry.release, entry.seeded)
+                taken[number] = made
             elif not entry.again:  # a returned second attempt leaves the first one standing
                 taken.pop(number, None)
 

@@ -49,7 +49,8 @@ def _explained(path: Path) -> Iterator[None]:
             f"ledger {path} could not be used ({error}); nothing was recorded: check that the disk is not full, that "
             f"the folder is writable and that no other process holds the file for more than {BUSY_SECONDS:.0f} s"
         ) from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError, TypeError, IndexError) as error:
+        # SQLite's message may quote bytes of the file; a query without a row gives None.
         raise LedgerError(
             f"{path} is not a readable ledger ({error}); restore it from a backup, do not start a new one"
         ) from error
@@ -167,7 +168,7 @@ class Store:
                 "ORDER BY e.number",
                 (self._count,),
             ).fetchall()
-        count, head = joined[0][:2]
+            count, head = joined[0][:2]
         rows = [row[2:] for row in joined if row[2] is not None]
         chain, number = self._chain, self._count
         for found, body, stored in rows:

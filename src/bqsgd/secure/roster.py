@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from bqsgd.errors import BadSignature, ForeignClient, InvalidParameter, UnsafeFile
 from bqsgd.params import check_int
-from bqsgd.storage import open_regular, write_atomic
+from bqsgd.storage import open_regular, read_regular, write_atomic
 
 MAX_CLIENTS = 100_000
 _KEY_BYTES = 32
@@ -94,13 +94,12 @@ def read_roster(path: str | Path) -> Roster:
         InvalidParameter: the file is not a roster.
     """
     try:
-        file = open_regular(Path(path), limit=_MAX_ROSTER_FILE)
-        if file is None:
-            raise InvalidParameter(f"{path} is not a roster: there is no such file")
-        with file:
-            tables = tomllib.loads(file.read(_MAX_ROSTER_FILE).decode())
-    except (OSError, UnsafeFile, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        content = read_regular(Path(path), limit=_MAX_ROSTER_FILE)
+        tables = None if content is None else tomllib.loads(content.decode())
+    except (OSError, UnsafeFile, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
         raise InvalidParameter(f"{path} is not a roster: {error}") from error
+    if tables is None:
+        raise InvalidParameter(f"{path} is not a roster: there is no such file")
     entries = tables.get("clients")
     if set(tables) != {"clients"} or not isinstance(entries, dict):
         raise InvalidParameter(f"{path} is not a roster: it must have the table [clients] and nothing else")

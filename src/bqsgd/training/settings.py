@@ -18,7 +18,7 @@ from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.planner.plan import Budget
 from bqsgd.release import SAMPLINGS, Scheme, Unit
-from bqsgd.storage import open_regular
+from bqsgd.storage import read_regular
 from bqsgd.training.aggregation import RULES, WEIGHTS, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
 
@@ -413,10 +413,10 @@ def options(kind: type[Group]) -> Iterator[tuple[str, Field[Any]]]:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file of at most 1 MiB, not yet checked."""
     try:
-        file = open_regular(Path(path), limit=_MAX_CONFIG_BYTES)
-        if file is None:
-            raise InvalidParameter(f"{path} is not a readable TOML file: there is none")
-        with file:
-            return tomllib.loads(file.read(_MAX_CONFIG_BYTES).decode())
-    except (OSError, UnsafeFile, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        content = read_regular(Path(path), limit=_MAX_CONFIG_BYTES)
+        tables = None if content is None else tomllib.loads(content.decode())
+    except (OSError, UnsafeFile, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
         raise InvalidParameter(f"{path} is not a readable TOML file: {error}") from error
+    if tables is None:
+        raise InvalidParameter(f"{path} is not a readable TOML file: there is none")
+    return tables
