@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: install demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling docs docs-serve notebooks clean
+.PHONY: install requirements demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling docs docs-serve notebooks clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -16,6 +16,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,flower,bench]'
 	touch $(STAMP)
+
+# Pinned versions with hashes, for this platform and this index: see the head of constraints.txt.
+requirements: install
+	$(BIN)/uv pip compile pyproject.toml --extra flower --constraint constraints.txt --generate-hashes --quiet \
+		--python $(BIN)/python --output-file requirements.txt
 
 demo: install
 	$(BIN)/bqsgd demo

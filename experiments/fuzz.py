@@ -367,7 +367,7 @@ def run_folders(folder: Path) -> Reader:
         content = _document(write)(tree, rng)
         if name == ROUNDS:
             content = rng.choice([valid[ROUNDS], b""]) + content.replace(b"\n", b" ") + rng.choice([b"\n", b"\n", b""])
-        return name, content, rng.random() < 0.02
+        return name, content, rng.random() < 0.01
 
     def read(changed: tuple[str, bytes, bool]) -> object:
         name, content, shown = changed

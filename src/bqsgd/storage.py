@@ -148,11 +148,13 @@ class Appended:
 
     def __init__(self, path: Path, *, mode: int = 0o600) -> None:
         self.path = path
+        self._handle = -1
         try:
             self._handle = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            os.fchmod(self._handle, mode)
         except OSError as error:
+            self.close()
             raise NotWritten(f"{path} cannot be written ({error.strerror})") from error
-        os.fchmod(self._handle, mode)
 
     def read(self) -> BinaryIO:
         """The file from its beginning, to read."""

@@ -2,18 +2,23 @@
 
 import json
 import os
+import resource
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from distributed_processes import environment, finish, free_port, processes
 from torch import nn
 
 from bqsgd.cli.app import main
-from bqsgd.errors import FolderInUse, LedgerError, UnsafeFile
+from bqsgd.errors import FolderInUse, LedgerError, NotWritten, UnsafeFile
 from bqsgd.ledger import Ledger
 from bqsgd.records.checkpoint import FILE_NAME, CheckpointError
 from bqsgd.records.record import RunFolderError
+from bqsgd.records.tensorboard import TensorBoardLog
 from bqsgd.reports.ledgers import read_run
 from bqsgd.run import Run
 from bqsgd.training.settings import Config
@@ -149,6 +154,70 @@ def test_a_link_in_the_place_of_the_private_figures_is_refused(task, tmp_path):
     (tmp_path / "run" / "private").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UnsafeFile, match="private"):
         Run.start(task, config(private_metrics=True), folder=tmp_path / "run")
+
+
+def test_other_writers_follow_no_link_either(stopped, tmp_path, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    for name in ("entries.json", "entries.csv"):
+        (tmp_path / name).symlink_to(elsewhere)
+        ledger = stopped / "ledgers" / "client-0000.ledger"
+        assert main(["ledger", "export", str(ledger), "--out", str(tmp_path / name)]) == 2
+        assert "exists; give a new file name" in capsys.readouterr().err
+        (tmp_path / name).unlink()
+        assert main(["ledger", "export", str(ledger), "--out", str(tmp_path / name)]) == 0
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    elsewhere.mkdir()
+    (stopped / "tensorboard").symlink_to(elsewhere)
+    with pytest.raises(UnsafeFile, match="is a link"):
+        TensorBoardLog(stopped / "tensorboard")
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [50, 700, 1500, 9000, 13_000, 20_000])
+def test_a_full_disk_ends_a_run_with_a_documented_error_and_it_goes_on_later(task, tmp_path, limit):
+    folder, (soft, hard) = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    settings = config(private_metrics=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises((NotWritten, LedgerError)), Run.start(task, settings, folder=folder) as run:
+            list(run.rounds())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(folder.rglob("*.draft"))
+    begun = (folder / "config.toml").exists()
+    with Run.resume(task, folder=folder) if begun else Run.start(task, settings, folder=folder) as run:
+        list(run.rounds())
+    assert run.summary.rounds == ROUNDS
+    assert all(rounds >= ROUNDS for rounds in spent(folder).values())
+    assert read_run(folder).round_count == ROUNDS
+
+
+@pytest.mark.slow
+def test_of_processes_that_begin_at_once_one_trains(tmp_path):
+    command = [sys.executable, "-m", "bqsgd", "train", "--dataset", "digits", "--clients", "2", "--rounds", "3"]
+    command += ["--levels", "17", "--trials", "220", "--epsilon", "30", "--out", str(tmp_path / "run")]
+    started = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(3)]
+    errors = [process.communicate(timeout=500)[1].decode() for process in started]
+    assert sorted(process.returncode for process in started) == [0, 2, 2], errors
+    assert sum("is being written by process" in error or "holds a run already" in error for error in errors) == 2
+    assert spent(tmp_path / "run") == {0: 3, 1: 3}
+
+
+@pytest.mark.slow
+def test_ranks_on_one_machine_listen_on_loopback_only(tmp_path):
+    code = (
+        "import psutil, torch.distributed as dist\n"
+        "from bqsgd.engines.torch_distributed import join\n"
+        "with join() as group:\n"
+        "    dist.barrier()\n"
+        "    print(*{c.laddr.ip for c in psutil.Process().net_connections() if c.status == 'LISTEN'})\n"
+        "    dist.barrier()\n"
+    )
+    ranks = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    commands = [([sys.executable, "-c", code], environment(RANK=str(rank), **ranks)) for rank in range(2)]
+    with processes(commands) as started:
+        for exit_code, output in finish(started):
+            assert (exit_code, output.split()) == (0, ["127.0.0.1"])
 
 
 @pytest.mark.parametrize(

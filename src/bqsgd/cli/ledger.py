@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,30 +77,31 @@ def export(
     """Write every entry, and in JSON the guarantee, to a file."""
     from bqsgd.errors import InvalidParameter
     from bqsgd.ledger import Ledger
+    from bqsgd.storage import write_atomic
 
     if out.suffix not in (".json", ".csv"):
         raise InvalidParameter(f"--out must end in .json or .csv, got {out.name!r}")
-    if out.exists():
+    if os.path.lexists(out):
         raise InvalidParameter(f"{out} exists; give a new file name")
     with Ledger(path) as opened:
         fields = opened.to_dict(delta=delta)
-    if out.suffix == ".json":
-        out.write_text(to_json(fields) + "\n", encoding="utf-8")
-    else:
-        _write_csv(out, fields["entries"])
+    text = to_json(fields) + "\n" if out.suffix == ".json" else _csv(fields["entries"])
+    write_atomic(out, text.encode())
     typer.echo(f"{len(fields['entries'])} entries of client {fields['client']} written to {out}")
 
 
-def _write_csv(out: Path, entries: list[dict[str, Any]]) -> None:
+def _csv(entries: list[dict[str, Any]]) -> str:
     import csv
+    import io
 
-    with out.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, _COLUMNS, restval="", extrasaction="ignore")
-        writer.writeheader()
-        for number, entry in enumerate(entries, start=1):
-            release, budget = entry.get("release", {}), entry.get("budget", {})
-            row = {"number": number, **entry, **release, **release.get("mechanism", {})}
-            row |= release.get("sensitivity", {})
-            if release:
-                row |= {"sampling": release["sampling"]["scheme"], "rate": release["sampling"]["rate"]}
-            writer.writerow(row | {f"budget_{name}": value for name, value in budget.items()})
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, _COLUMNS, restval="", extrasaction="ignore")
+    writer.writeheader()
+    for number, entry in enumerate(entries, start=1):
+        release, budget = entry.get("release", {}), entry.get("budget", {})
+        row = {"number": number, **entry, **release, **release.get("mechanism", {})}
+        row |= release.get("sensitivity", {})
+        if release:
+            row |= {"sampling": release["sampling"]["scheme"], "rate": release["sampling"]["rate"]}
+        writer.writerow(row | {f"budget_{name}": value for name, value in budget.items()})
+    return stream.getvalue()

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 
 from bqsgd.data import sources
 from bqsgd.data.sources import CATALOGUE, CatalogueEntry
-from bqsgd.errors import DataUnavailable, InvalidParameter, NonFiniteInput
+from bqsgd.errors import DataUnavailable, InvalidParameter, NonFiniteInput, UnsafeFile
 from bqsgd.storage import write_atomic
 
 DATASETS = (*CATALOGUE, "digits")
@@ -172,7 +172,7 @@ def _by_hand(entry: CatalogueEntry, failures: list[str]) -> str:
 
 def _keep(entry: CatalogueEntry, raw: list[bytes]) -> None:
     """Fill the cache; a cache that cannot be written costs a download, not the run."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnsafeFile):
         place = cache_folder() / entry.name
         place.mkdir(parents=True, exist_ok=True)
         for file, content in zip(entry.files, raw, strict=True):

@@ -76,7 +76,7 @@ class Processes:
             watchdog.MARK: self._mark,
         }
         self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", watchdog.__file__, self._mark, ray_folder, *([str(folder)] if temporary else [])],
+            [sys.executable, "-P", watchdog.__file__, self._mark, ray_folder, *([str(folder)] if temporary else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
+from bqsgd.errors import UnsafeFile
 from bqsgd.records.record import RoundRecord, Status
 
 _PUBLIC = {
@@ -32,6 +33,8 @@ class TensorBoardLog:
     def __init__(self, folder: str | Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # slow import: only when asked for
 
+        if Path(folder).is_symlink():
+            raise UnsafeFile(f"{folder} is a link; remove it")
         self._events = EventFileWriter(str(folder))
 
     def append(self, record: RoundRecord) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import struct
 import threading
 import time
@@ -257,7 +258,8 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
     if not dist.is_backend_available(backend):
         raise InvalidParameter(f"this build of torch has no {backend}; use gloo")
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        patience = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(backend, timeout=patience, **_on_loopback(patience))
     except (RuntimeError, ValueError) as error:
         raise GroupError(f"the ranks did not meet within {timeout_seconds:g} s: {str(error)[:300]}") from error
     device = torch.device("cpu")
@@ -267,6 +269,31 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
         yield RankGroup(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     finally:
         dist.destroy_process_group()
+
+
+def _on_loopback(patience: timedelta) -> dict[str, Any]:
+    """Where all ranks are on this machine, a store that listens on loopback only: torch's own listens everywhere.
+
+    Under torchrun its agent has the store, and MASTER_ADDR of several machines is no loopback: nothing to do then.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    rank, size = os.environ.get("RANK", ""), world_size()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agent or address not in ("127.0.0.1", "localhost") or not (port.isdigit() and rank.isdigit()):
+        return {}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    listening = None
+    if rank == "0":
+        try:
+            listening = socket.create_server(("127.0.0.1", int(port)), backlog=max(128, size)).detach()
+        except (OSError, OverflowError) as error:
+            raise GroupError(f"port {port} of this machine cannot be used: {error}") from error
+    store = dist.TCPStore(
+        "127.0.0.1", int(port), size, rank == "0", patience, wait_for_workers=False, master_listen_fd=listening
+    )
+    return {"store": store, "rank": int(rank), "world_size": size}
 
 
 _FORMAT = "bqsgd.distributed.v1"
