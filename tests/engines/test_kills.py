@@ -112,6 +112,7 @@ def test_no_uncounted_message_with_fresh_noise(task, settings, tmp_path, fault_b
             assert ledger.guarantee() == run.engine.clients[number].spending.guarantee(delta=1e-5)
     records = [record.to_dict() for record in read_rounds(tmp_path)]
     assert len(records) == 60
+    assert not list(tmp_path.rglob(".*")), "drafts and locks of killed processes are taken over by the next"
     fault_book.row(
         engine="in-process",
         fault="the whole process killed at random moments and resumed",
