@@ -209,9 +209,9 @@ def guarantees(folder: Path) -> Reader:
 
 def first_messages(folder: Path) -> Reader:
     """The first message of a torch.distributed client."""
-    from bqsgd.engines.torch_distributed.transport import FORMAT, read_reply
+    from bqsgd.engines.torch_distributed._transport import read_reply, reply_to_greeting
 
-    corpus = [{"format": FORMAT, "samples": 600}]
+    corpus = [json.loads(reply_to_greeting(samples=600))]
     return Reader(corpus, _document(json_text), lambda content: read_reply(memoryview(content)))
 
 
