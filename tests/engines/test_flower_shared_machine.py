@@ -74,10 +74,11 @@ def test_what_other_programs_write_is_private(tmp_path):
 
 
 def family_in(folder, ready):
-    """A server, a sleeper in a session of its own and one without an environment; runs until somebody ends it."""
+    """A server, and sleepers that have left session, environment or parent behind; runs until somebody ends it."""
     with Processes(folder, temporary=True) as processes:
         processes.start("server", sys.executable, "-I", "-c", SERVER)
-        processes.start("parent", "bash", "-c", "setsid sleep 600 & env -i setsid sleep 600 & echo started; wait")
+        sleepers = "setsid sleep 600 & env -i setsid sleep 600 & (env -i sleep 600 &)"
+        processes.start("parent", "bash", "-c", f"{sleepers}; echo started; wait")
         processes.wait_for("server", "listening", seconds=60)
         processes.wait_for("parent", "started", seconds=60)
         os.write(ready, b"!")
@@ -97,7 +98,9 @@ def test_nothing_is_left_when_the_parent_is_ended(tmp_path, number):
             os._exit(1)
     assert os.read(waiting, 1) == b"!"
     family = psutil.Process(parent).children(recursive=True)
-    assert len(family) == 5, "the watchdog, the server, the shell and its two sleepers"
+    sessions = {each.pid for each in family}
+    family += [each for each in psutil.process_iter() if each not in family and session(each) in sessions]
+    assert len(family) == 6, "the watchdog, the server, the shell and its three sleepers"
     ports = ports_of(listeners(family))
     assert len(ports) == 1
     os.kill(parent, number)
@@ -143,6 +146,13 @@ class Demo:
     def ended(self):
         """Nothing of it lives and no port of it is open."""
         return not any(alive(each) for each in self.members.values()) and not self.seen.keys() & all_ports()
+
+
+def session(process):
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return None
 
 
 def alive(process):

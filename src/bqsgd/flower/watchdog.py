@@ -8,6 +8,7 @@ every descendant inherits. Only psutil beside the standard library: a watchdog m
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -23,23 +24,40 @@ _QUIET_SCANS = 3
 """Scans in a row that must find nobody: a process between fork and exec does not show its mark yet."""
 
 
-def family(mark: str) -> list[psutil.Process]:
-    """The living processes that carry the mark, and their descendants, whatever those did to their environment."""
+def family(mark: str, sessions: set[int] | None = None) -> list[psutil.Process]:
+    """The living processes that carry the mark, their descendants and whoever is in their sessions.
+
+    The latter two find those that have lost the mark. Every session here is one of the family's own; `sessions` keeps
+    them from one call to the next.
+    """
+    living = list(psutil.process_iter())
     found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
+    sessions = set() if sessions is None else sessions
+    for process in living:
         with suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
-                for each in (process, *process.children(recursive=True)):
-                    if each.status() != psutil.STATUS_ZOMBIE:
-                        found[each.pid] = each
-    return list(found.values())
+                sessions.add(os.getsid(process.pid))
+                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    for process in living:
+        with suppress(OSError):
+            if os.getsid(process.pid) in sessions:
+                found[process.pid] = process
+    return [process for process in found.values() if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_family(mark: str, known: Sequence[psutil.Process] = ()) -> None:
     """kill -9 everybody who carries the mark, and those known before, until nobody is left."""
     end, quiet = time.monotonic() + _SECONDS, 0
+    sessions: set[int] = set()
     while quiet < _QUIET_SCANS and time.monotonic() < end:
-        left = family(mark)
+        left = family(mark, sessions)
         quiet = 0 if left else quiet + 1
         for process in (*left, *known):
             with suppress(psutil.Error):
