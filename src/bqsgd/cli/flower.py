@@ -117,6 +117,7 @@ def demo_settings(*, clients: int, rounds: int | None, tls: bool, epsilon: float
 
 def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_seconds: float) -> dict[str, Any]:
     """The whole demo in the folder `place`, by default one that is deleted at the end; no process is left then."""
+    import secrets
     import tempfile
     import time
 
@@ -132,7 +133,7 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
         print(f"[{time.monotonic() - started:5.1f} s] {text}", file=sys.stderr)
 
     clients = settings["clients"]
-    folder = place or Path(tempfile.mkdtemp(prefix="bqsgd-flower-"))
+    folder = place or Path(tempfile.gettempdir()) / f"bqsgd-flower-{secrets.token_hex(8)}"
     with Processes(folder, temporary=place is None) as processes:
         write_app(folder / "app")
         processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nodes")

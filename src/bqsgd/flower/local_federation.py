@@ -49,7 +49,7 @@ class Processes:
 
     Args:
         folder: of logs and of whatever the processes write; nobody else can read it.
-        temporary: delete the folder when the family ends.
+        temporary: make the folder, which must be new, and delete it when the family ends.
     """
 
     def __init__(self, folder: Path, *, temporary: bool = False) -> None:
@@ -59,10 +59,21 @@ class Processes:
         self._mark = uuid.uuid4().hex
         self._handlers: dict[signal.Signals, Any] = {}
         home = folder / "flwr-home"
+        ray_folder = (
+            Path(tempfile.gettempdir()) / f"bqsgd-ray-{self._mark[:16]}"
+        )  # short: paths of sockets have a limit
+        self._watchdog = subprocess.Popen(  # before there is anything to leave behind
+            [sys.executable, "-P", watchdog.__file__, self._mark, ray_folder, *([folder] if temporary else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for place in (ray_folder, *([folder] if temporary else [])):
+            place.mkdir(mode=0o700)  # a folder that is there already is somebody else's
         for place in (folder, home, folder / "logs"):
             private_folder(place)
         beside = str(Path(sys.executable).parent)  # Flower starts its own programs by name
-        ray_folder = tempfile.mkdtemp(prefix="bqsgd-ray-")  # short: it holds sockets, whose paths have a limit
         self.environment = os.environ | {
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -72,16 +83,9 @@ class Processes:
             "OMP_NUM_THREADS": "1",
             "PATH": os.pathsep.join((beside, os.environ.get("PATH", ""))),
             **ray_on_loopback(),
-            RAY_FOLDER_VARIABLE: ray_folder,
+            RAY_FOLDER_VARIABLE: str(ray_folder),
             watchdog.MARK: self._mark,
         }
-        self._watchdog = subprocess.Popen(
-            [sys.executable, "-P", watchdog.__file__, self._mark, ray_folder, *([str(folder)] if temporary else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a program in the background; its output goes to logs/`name`.log."""
