@@ -290,7 +290,7 @@ def _on_loopback(patience: timedelta) -> dict[str, Any]:
             listening = socket.create_server(("127.0.0.1", int(port)), backlog=max(128, size)).detach()
         except (OSError, OverflowError) as error:
             raise GroupError(f"port {port} of this machine cannot be used: {error}") from error
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", int(port), size, rank == "0", patience, wait_for_workers=False, master_listen_fd=listening
     )
     return {"store": store, "rank": int(rank), "world_size": size}
