@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.persample.capture import NoRule, capture
-from bqsgd.persample.chunks import aligned_zeros, rows_for
+from bqsgd.persample.capture import NoRule, capture, capture_row_wise
 from bqsgd.persample.factors import Factor, Summed, micro_batch
 from bqsgd.persample.functional import LossFunction, per_sample_gradients
+from bqsgd.persample.gradients import errors_of_losses
 from bqsgd.persample.outer import Outer
+from bqsgd.persample.rows import aligned_zeros, packed_rows_for, rows_for
+from bqsgd.persample.rowwise import NotRowWise
 
 TOLERANCE = 1e-3
 
@@ -25,9 +30,10 @@ def check_samples_apart(
 
     First, every sample of the batch must have the gradient norm that it has alone: a forward that mixes samples in code
     of its own (`x - x.mean(0)`), or that moves the batch dimension away from the front, would have the wrong gradients
-    clipped. Second, a row of a full pass must come out the same to the last bit whatever stands in the other rows; with
-    `packed` (no indices given to `clipped_gradients`) also whichever row it is. Both are tried on a copy of the model
-    in evaluation mode with random weights, so that weights which hide a difference do not pass.
+    clipped. Second, a row of a full pass must come out the same to the last bit whatever stands in the other rows; in a
+    model of row-wise operations, or with `packed` (no indices given to `clipped_gradients`), also whichever row it is.
+    Both are tried on a copy of the model in evaluation mode with random weights, so that weights which hide a
+    difference do not pass.
 
     Args:
         batch: inputs and targets of a few samples; floating-point values only lend their shape to the second check.
@@ -38,25 +44,45 @@ def check_samples_apart(
     generator = torch.Generator().manual_seed(0)
     probe = _randomised(model, generator)
     _check_norms(probe, loss_fn, *batch)
-    rows = rows_for(batch_size)
+    rows = packed_rows_for(batch_size)
+    try:
+        _seen_row_wise(
+            copy.deepcopy(model), loss_fn, _company(batch, rows, generator), False
+        )  # in the model's own mode
+    except (NotRowWise, NoRule):
+        rows = rows if packed else rows_for(batch_size)
+        _check_rows(partial(_seen, probe, loss_fn), batch, rows, generator, any_row=packed)
+    else:
+        _check_rows(partial(_seen_row_wise, probe, loss_fn), batch, rows, generator, any_row=True)
+
+
+def _check_rows(
+    seen: Callable[[list[Tensor], bool], list[Tensor]],
+    batch: tuple[Tensor, Tensor],
+    rows: int,
+    generator: torch.Generator,
+    *,
+    any_row: bool,
+) -> None:
+    """Of full passes of so many rows; seen(pass, whether all its rows are alike) is all that gradients are made of."""
     first, second = (_company(batch, rows, generator) for _ in range(2))
-    seen = _seen(probe, loss_fn, first)
+    before = seen(first, False)
     for parity in (0, 1):
         kept = torch.arange(rows) % 2 == parity
         mixed = [torch.where(kept.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(first, second, strict=True)]
-        for before, after in zip(seen, _seen(probe, loss_fn, mixed), strict=True):
-            if not _same_bits(before[kept], after[kept]):
+        for old, new in zip(before, seen(mixed, False), strict=True):
+            if not _same_bits(old[kept], new[kept]):
                 raise InvalidParameter(
                     "the gradient of a sample changes in its last bits with the other samples of its batch on this "
                     "machine: no sensitivity can be stated; run it on another device or replace the layer that does it"
                 )
-    if packed:
-        alike = [values[:1].expand_as(values) for values in first]
-        for values in _seen(probe, loss_fn, alike):
+    if any_row:
+        alike = [values[:1].expand_as(values).contiguous() for values in first]
+        for values in seen(alike, True):
             if not _same_bits(values, values[:1].expand_as(values)):
                 raise InvalidParameter(
                     "the gradient of a sample changes in its last bits with its row in the batch on this machine: "
-                    "give the samples' indices, so that each has a row of its own"
+                    "no sensitivity can be stated for rows as they come"
                 )
 
 
@@ -78,7 +104,7 @@ def _randomised(model: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def _check_norms(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> None:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = _trainable(model)
     try:
         factors = capture(model, loss_fn, inputs, targets, parameters)
     except NoRule:
@@ -97,7 +123,7 @@ def _check_norms(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, target
 
 
 def _norm_alone(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor) -> Tensor:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = _trainable(model)
     with torch.enable_grad():
         found = torch.autograd.grad(loss_fn(model(inputs), targets).sum(), parameters, allow_unused=True)
     norm: Tensor = torch.stack([gradient.double().norm() for gradient in found if gradient is not None]).norm()
@@ -122,10 +148,34 @@ def _company(batch: tuple[Tensor, Tensor], rows: int, generator: torch.Generator
     return made
 
 
-def _seen(model: nn.Module, loss_fn: LossFunction, batch: list[Tensor]) -> list[Tensor]:
-    """All that a sample's gradient is made of, a row a sample, after a pass over the model."""
+def _seen_row_wise(model: nn.Module, loss_fn: LossFunction, batch: list[Tensor], alike: bool) -> list[Tensor]:
+    """All that a sample's gradient is made of, a row a sample, after a pass of row-wise operations.
+
+    Losses are computed in rows of the samples' own, so samples that are all alike are given the errors of one.
+    """
     inputs, targets = batch
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found: list[Tensor] = []
+
+    def errors_at(outputs: Tensor) -> Tensor:
+        found.append(outputs.clone())
+        if alike:
+            errors = errors_of_losses(loss_fn, targets[:1], np.zeros(1, np.int64), outputs)
+            return errors[:1].expand_as(errors).contiguous()
+        return errors_of_losses(loss_fn, targets, np.arange(len(targets)), outputs)
+
+    factors = capture_row_wise(model, inputs, _trainable(model), errors_at)
+    with torch.no_grad():
+        return found + [values for factor in factors if factor is not None for values in _parts(factor, len(inputs))]
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _seen(model: nn.Module, loss_fn: LossFunction, batch: list[Tensor], alike: bool) -> list[Tensor]:
+    """The same after an ordinary pass."""
+    inputs, targets = batch
+    parameters = _trainable(model)
     try:
         factors = capture(model, loss_fn, inputs, targets, parameters)
     except NoRule:

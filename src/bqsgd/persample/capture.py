@@ -7,7 +7,7 @@ in any other way than through the recorded layers is not guessed at, the model g
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.factors import Factor
 from bqsgd.persample.functional import LossFunction, check_losses
+from bqsgd.persample.rowwise import NotRowWise, RowWise
 from bqsgd.persample.rules import RULES, has_batch_first, merge
 
 
@@ -94,20 +95,63 @@ def capture(
     with torch.enable_grad():
         with _recording(ruled_layers(model)) as uses:
             losses = check_losses(loss_fn(model(inputs), targets), len(inputs))
-        if losses.grad_fn is None:
-            raise InvalidParameter("the loss does not depend on a trainable parameter")
-        uses = _account_for(parameters, uses, losses.grad_fn)
-        for use in uses:
-            if not has_batch_first(use.layer, use.input, len(inputs)):
-                shape = tuple(use.input.shape)
-                raise NoRule(f"{type(use.layer).__name__} saw {shape}, which is not {len(inputs)} samples")
+        uses = _account_for(parameters, uses, _graph(losses), len(inputs))
         errors = torch.autograd.grad(losses, [use.edge for use in uses], torch.ones_like(losses), allow_unused=True)
     with torch.no_grad():
         return _factors(parameters, uses, errors, len(inputs))
 
 
-def _account_for(parameters: list[nn.Parameter], uses: list[Use], root: Node) -> list[Use]:
-    """The uses that reach the loss, after checking that they are all the graph's uses of the parameters."""
+def capture_row_wise(
+    model: nn.Module,
+    inputs: Tensor,
+    parameters: list[nn.Parameter],
+    errors_at: Callable[[Tensor], Tensor],
+) -> list[Factor | None]:
+    """The same with row-wise operations alone, from the errors at the model's outputs that `errors_at` returns.
+
+    Raises:
+        NoRule: the fast rules do not cover this model.
+        NotRowWise: the model needs other operations.
+    """
+    with torch.enable_grad():
+        with _recording(ruled_layers(model)) as uses, RowWise():
+            outputs = model(inputs)
+        if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != len(inputs):
+            raise NotRowWise("the model's output is not one tensor with a row a sample")
+        if outputs.grad_fn is None:
+            raise NotRowWise("the model's output depends on no trainable parameter")
+        uses = _account_for(parameters, uses, outputs.grad_fn, len(inputs))
+        start = errors_at(outputs.detach())
+        with RowWise():
+            errors = torch.autograd.grad(outputs, [use.edge for use in uses], start, allow_unused=True)
+    with torch.no_grad():
+        return _factors(parameters, uses, errors, len(inputs))
+
+
+def loss_errors(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The gradient of each sample's loss with respect to its row of outputs.
+
+    Raises:
+        NotRowWise: the loss uses parameters of its own.
+    """
+    with torch.enable_grad():
+        outputs = outputs.detach().requires_grad_()
+        losses = check_losses(loss_fn(outputs, targets), len(outputs))
+        leaves = _leaves(_graph(losses))[0]
+        if set(leaves) - {id(outputs)}:
+            raise NotRowWise("the loss uses parameters beside the model's outputs")
+        (errors,) = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
+    return torch.zeros_like(outputs) if errors is None else errors
+
+
+def _graph(values: Tensor) -> Node:
+    if values.grad_fn is None:
+        raise InvalidParameter("the loss does not depend on a trainable parameter")
+    return values.grad_fn
+
+
+def _leaves(root: Node) -> tuple[Counter[int], set[Node]]:
+    """How often each leaf tensor, by its id, is used in a graph, and all nodes of the graph."""
     seen, stack, found = {root}, [root], Counter[int]()
     while stack:
         for node, _ in stack.pop().next_functions:
@@ -118,12 +162,22 @@ def _account_for(parameters: list[nn.Parameter], uses: list[Use], root: Node) ->
             if node not in seen:
                 seen.add(node)
                 stack.append(node)
+    return found, seen
+
+
+def _account_for(parameters: list[nn.Parameter], uses: list[Use], root: Node, batch: int) -> list[Use]:
+    """The uses that reach the loss, after checking that they are all the graph's uses of the parameters."""
+    found, seen = _leaves(root)
     uses = [use for use in uses if use.edge.node in seen]
     if any(use.input._version != use.version for use in uses):
         raise NoRule("the input of a layer was changed in place")
     recorded = Counter(id(p) for use in uses for p in use.layer.parameters(recurse=False))
     if any(found[id(p)] != recorded[id(p)] for p in parameters):
         raise NoRule("a parameter is used outside the layer that holds it")
+    for use in uses:
+        if not has_batch_first(use.layer, use.input, batch):
+            shape = tuple(use.input.shape)
+            raise NoRule(f"{type(use.layer).__name__} saw {shape}, which is not {batch} samples")
     return uses
 
 

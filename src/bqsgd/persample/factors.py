@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bqsgd.persample import kernels
+from bqsgd.persample._kernels import loops as kernels
 from bqsgd.persample.grid import Grid
 
 SCRATCH_BYTES = 64 << 20
@@ -53,6 +53,12 @@ class Factor(Protocol):
         """out = sum_b of weights_b g_b in whole grid steps, flat; g_b is clamped to +-bound first, if given."""
 
 
+def rows_of(values: Tensor, index: Tensor) -> Tensor:
+    """values[index] of ascending indices, without a copy where they are the first ones."""
+    count = len(index)
+    return values[:count] if count and int(index[-1]) == count - 1 else values[index]
+
+
 def max_norm(values: Tensor) -> Tensor:
     """(batch,) float64 max-norm of each sample; NaN stays NaN."""
     return values.flatten(1).abs().amax(dim=1).double()  # eight times as fast as vector_norm(ord=inf)
@@ -72,7 +78,7 @@ class Dense:
         return self.max_norms()
 
     def take(self, index: Tensor) -> Dense:
-        return Dense(self.values[index], self.order)
+        return Dense(rows_of(self.values, index), self.order)
 
     def kept(self, index: Tensor) -> Dense:
         return self.take(index)

@@ -5,20 +5,33 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
-from bqsgd.persample.capture import NoRule, capture, working
-from bqsgd.persample.chunks import Numbers, passes, plan_chunks, rows_for
+from bqsgd.persample.capture import NoRule, capture, capture_row_wise, loss_errors, working
 from bqsgd.persample.clipping import clipped_steps, places, provably_finite
 from bqsgd.persample.clips import BatchMean, Clip
 from bqsgd.persample.factors import Dense, Factor, micro_batch
 from bqsgd.persample.functional import LossFunction, check_losses, per_sample_gradients
 from bqsgd.persample.grid import MOST_COORDINATES, MOST_SAMPLES
+from bqsgd.persample.rows import (
+    Chunk,
+    Numbers,
+    check_numbers,
+    loss_rows_for,
+    packed_rows_for,
+    passes,
+    plan,
+    rows_for,
+)
+from bqsgd.persample.rowwise import NotRowWise
 from bqsgd.persample.rules import refuse_mixing
 
 GROUP_SAMPLES = 1024
@@ -85,7 +98,7 @@ def clipped_gradients(
     found = places(clip, [parameter.numel() for parameter in parameters])
     dimension, dropped = check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES), 0
     steps: Tensor | None = None
-    for factors in _groups(parameters, model, loss_fn, inputs, targets, indices, rows_for(batch_size)):
+    for factors in _groups(parameters, model, loss_fn, inputs, targets, indices, batch_size):
         with torch.no_grad():
             part = torch.empty(dimension, dtype=torch.float64)
             dropped += clipped_steps(factors, found, clip, part)
@@ -103,39 +116,128 @@ def _groups(
     inputs: Tensor,
     targets: Tensor,
     indices: Numbers | None,
-    rows: int,
+    batch_size: int,
 ) -> Iterator[list[Factor | None]]:
     """The per-sample gradients of each parameter, some hundred samples at a time."""
-    chunks = plan_chunks(len(inputs), indices, rows)
-    if not chunks:
-        return
     gathered: list[list[Factor | None]] = []
-    try:
-        for chunk, x, y in passes(inputs, targets, chunks, rows):
-            factors = capture(model, loss_fn, x, y, parameters)
-            with torch.no_grad():
-                gathered.append([None if factor is None else factor.kept(chunk.rows) for factor in factors])
-            if len(gathered) * rows >= GROUP_SAMPLES:
-                yield _joined(gathered)
-                gathered = []
-    except NoRule as reason:
-        warnings.warn(
-            f"{reason}: per-sample gradients of this model go through torch.func, which is slower",
-            SlowGradientsWarning,
-            stacklevel=4,
-        )
-        rows = min(rows, micro_batch(sum(parameter.numel() for parameter in parameters)))
-        chunks = plan_chunks(len(inputs), indices, rows)
-        laid_out = passes(inputs, targets, chunks, rows)
-        gradients = per_sample_gradients(model, loss_fn, ((x, y) for _, x, y in laid_out))
-        for chunk, each in zip(chunks, gradients, strict=True):
-            yield [Dense(working(gradient)).take(chunk.rows) for gradient in each]
-        return
+    samples = 0
+    for count, factors in _passes(parameters, model, loss_fn, inputs, targets, indices, batch_size):
+        gathered.append(factors)
+        samples += count
+        if samples >= GROUP_SAMPLES:
+            yield _joined(gathered)
+            gathered, samples = [], 0
     if gathered:
         yield _joined(gathered)
 
 
+def _passes(
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    indices: Numbers | None,
+    batch_size: int,
+) -> Iterator[tuple[int, list[Factor | None]]]:
+    """How many samples went through the model in one pass, and their gradients: by row-wise operations, else in rows of
+    their own, else by `torch.func`. The first pass decides for all."""
+    numbers = None if indices is None else check_numbers(indices, len(inputs))
+    batch = (parameters, model, loss_fn, inputs, targets, numbers, batch_size)
+    roads = [_row_wise, _in_own_rows, _by_torch_func]
+    while roads:
+        found = roads.pop(0)(*batch)
+        try:
+            first = next(found, None)
+        except NotRowWise:
+            continue
+        except NoRule as reason:
+            warnings.warn(
+                f"{reason}: per-sample gradients of this model go through torch.func, which is slower",
+                SlowGradientsWarning,
+                stacklevel=5,
+            )
+            roads = [_by_torch_func]
+            continue
+        try:
+            if first is not None:
+                yield first
+            yield from found
+        except (NotRowWise, NoRule) as reason:
+            raise InvalidParameter(f"the model does not run the same operations in every pass: {reason}") from reason
+        return
+
+
+def _row_wise(
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    numbers: npt.NDArray[np.int64] | None,
+    batch_size: int,
+) -> Iterator[tuple[int, list[Factor | None]]]:
+    rows = packed_rows_for(batch_size)
+    for chunk, x, y in passes(inputs, targets, plan(len(inputs), None, rows), rows):
+        own = None if numbers is None else numbers[chunk.members.numpy()]
+        factors = capture_row_wise(model, x, parameters, partial(errors_of_losses, loss_fn, y[chunk.rows], own))
+        yield len(chunk.rows), _kept(factors, chunk)
+
+
+def _in_own_rows(
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    numbers: npt.NDArray[np.int64] | None,
+    batch_size: int,
+) -> Iterator[tuple[int, list[Factor | None]]]:
+    rows = rows_for(batch_size) if numbers is not None else packed_rows_for(batch_size)
+    for chunk, x, y in passes(inputs, targets, plan(len(inputs), numbers, rows), rows):
+        yield len(chunk.rows), _kept(capture(model, loss_fn, x, y, parameters), chunk)
+
+
+def _by_torch_func(
+    parameters: list[nn.Parameter],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    numbers: npt.NDArray[np.int64] | None,
+    batch_size: int,
+) -> Iterator[tuple[int, list[Factor | None]]]:
+    rows = min(rows_for(batch_size), micro_batch(sum(parameter.numel() for parameter in parameters)))
+    chunks = plan(len(inputs), numbers, rows)
+    laid_out = passes(inputs, targets, chunks, rows)
+    gradients = per_sample_gradients(model, loss_fn, ((x, y) for _, x, y in laid_out))
+    for chunk, each in zip(chunks, gradients, strict=True):
+        yield GROUP_SAMPLES, [Dense(working(gradient)).take(chunk.rows) for gradient in each]
+
+
+def errors_of_losses(
+    loss_fn: LossFunction, targets: Tensor, numbers: npt.NDArray[np.int64] | None, outputs: Tensor
+) -> Tensor:
+    """The errors at the outputs of the first len(targets) rows, zeros for the others.
+
+    A loss is any function, so each sample has a row of its own here, which follows from its number.
+    """
+    found = torch.zeros_like(outputs)
+    rows = loss_rows_for(outputs[0].numel())
+    chunks = plan(len(targets), numbers, rows)
+    for chunk, z, y in passes(outputs[: len(targets)], targets, chunks, rows):
+        found[chunk.members] = loss_errors(loss_fn, z, y)[chunk.rows]
+    return found
+
+
+def _kept(factors: list[Factor | None], chunk: Chunk) -> list[Factor | None]:
+    with torch.no_grad():
+        return [None if factor is None else factor.kept(chunk.rows) for factor in factors]
+
+
 def _joined(gathered: list[list[Factor | None]]) -> list[Factor | None]:
+    if len(gathered) == 1:
+        return gathered[0]
     with torch.no_grad():
         return [
             None if first is None else first.joined([chunk[n] for chunk in gathered[1:]])
@@ -156,7 +258,7 @@ def _batch_mean(
     mean = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64, device=parameters[0].device)
     dropped = 0
     if not _mean_of_all(mean, parameters, model, loss_fn, inputs, targets, batch_size):
-        for factors in _groups(parameters, model, loss_fn, inputs, targets, None, rows_for(batch_size)):
+        for factors in _groups(parameters, model, loss_fn, inputs, targets, None, batch_size):
             with torch.no_grad():
                 finite = provably_finite([factor for factor in factors if factor is not None])
                 dropped += int((~finite).sum())

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bqsgd.persample.factors import Built, Dense, Factor, max_norm
+from bqsgd.persample._kernels.loops import Windows, clamped_outer_squares, outer_steps, squared_norms, usable
+from bqsgd.persample.factors import Built, Dense, Factor, max_norm, rows_of
 from bqsgd.persample.grid import Grid
-from bqsgd.persample.kernels import Windows, clamped_outer_squares, outer_steps, squared_norms, usable
 
 KEPT_SHARE = 4
 """Gradients are kept instead of what they are made of, unless they are more than so many times as large."""
@@ -89,7 +89,7 @@ class LinearWeight(Outer):
         self.batch, self.positions, self.inputs, self.outputs = *a.shape, e.shape[2]
 
     def take(self, index: Tensor) -> LinearWeight:
-        return LinearWeight(self.a[index], self.e[index])
+        return LinearWeight(rows_of(self.a, index), rows_of(self.e, index))
 
     def joined(self, others: Sequence[Any]) -> LinearWeight:
         every = [self, *others]
@@ -158,7 +158,7 @@ class ConvWeight(Outer):
         return ConvWeight(a, e, **geometry)  # type: ignore[arg-type]
 
     def take(self, index: Tensor) -> ConvWeight:
-        return self._of(self.a[index], self.e[index])
+        return self._of(rows_of(self.a, index), rows_of(self.e, index))
 
     def joined(self, others: Sequence[Any]) -> ConvWeight:
         every = [self, *others]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.persample._kernels.loops import row_sums
 from bqsgd.persample.factors import Dense, Factor, Summed
 from bqsgd.persample.outer import ConvWeight, LinearWeight
 from bqsgd.persample.table_rows import TableRows
@@ -21,7 +22,7 @@ Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
 def _linear(layer: nn.Linear, a: Tensor, e: Tensor) -> Gradients:
     positions = (len(a), -1)
     yield layer.weight, lambda: LinearWeight(a.reshape(*positions, a.shape[-1]), e.reshape(*positions, e.shape[-1]))
-    yield layer.bias, lambda: Dense(e.reshape(*positions, e.shape[-1]).sum(dim=1))
+    yield layer.bias, lambda: Dense(row_sums(e.reshape(*positions, e.shape[-1]).transpose(1, 2)))
 
 
 def _conv(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, a: Tensor, e: Tensor) -> Gradients:
@@ -38,7 +39,7 @@ def _conv(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, a: Tensor, e: Tensor) -> Gra
         )
 
     yield layer.weight, weight
-    yield layer.bias, lambda: Dense(e.flatten(2).sum(dim=2))
+    yield layer.bias, lambda: Dense(row_sums(e.flatten(2)))
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bqsgd.persample import kernels
+from bqsgd.persample._kernels import loops as kernels
 from bqsgd.persample.factors import Built, max_norm
 from bqsgd.persample.grid import Grid
 

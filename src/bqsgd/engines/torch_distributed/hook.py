@@ -40,9 +40,9 @@ from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of, trainable
 from bqsgd.noise import NoiseSource
 from bqsgd.params import Mechanism, check_int, check_positive
-from bqsgd.persample.chunks import Numbers, check_numbers
 from bqsgd.persample.clips import Clip
 from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.rows import Numbers, check_numbers
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.client_plan import clipped_setting

@@ -16,7 +16,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd.persample import tiles
+from bqsgd.persample._kernels import tiles
 from bqsgd.persample.grid import Grid, held_to
 
 BLOCK_FLOATS = 1 << 16
@@ -34,7 +34,7 @@ def in_threads(work: Callable[[int, int], None], items: int) -> None:
     threads holds nobody up.
     """
     threads = max(1, min(torch.get_num_threads(), items))
-    count = min(items, threads * PIECES)
+    count = min(items, threads * PIECES if threads > 1 else 1)
     edges = [items * i // count for i in range(count + 1)] if items else [0, 0]
     following = itertools.count()
     failures: list[BaseException] = []
@@ -87,6 +87,34 @@ def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
     array, out = _array(values), np.empty(len(values))
     in_threads(lambda start, stop: _squares(array, np.inf if bound is None else bound, start, stop, out), len(out))
     return torch.from_numpy(out)
+
+
+@njit(nogil=True, cache=True)
+def _sums(values: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
+    size = values.shape[1]
+    whole = size - size % 16
+    parts = np.empty(16, np.float32)
+    for row in range(start, stop):
+        parts[:] = 0
+        for first in range(0, whole, 16):
+            for lane in range(16):
+                parts[lane] += values[row, first + lane]
+        total = np.float32(0)
+        for lane in range(16):
+            total += parts[lane]
+        for at in range(whole, size):
+            total += values[row, at]
+        out[row] = total
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """(..., n) -> (...): sums over the last axis, in an order that follows from n alone."""
+    if not usable(values):
+        return values.sum(dim=-1)
+    array = _array(values).reshape(-1, values.shape[-1])
+    out = np.empty(len(array), np.float32)
+    in_threads(lambda start, stop: _sums(array, start, stop, out), len(out))
+    return torch.from_numpy(out).view(values.shape[:-1])
 
 
 STRETCH = 2048

@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bqsgd.persample.vectors import FLOAT, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
+from bqsgd.persample._kernels.vectors import FLOAT, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
 
 ROUNDER = 1.5 * 2.0**23
 """fma(s, v, ROUNDER) is ROUNDER plus s v rounded to the nearest whole number, for |s v| below 2^22."""
@@ -78,7 +78,7 @@ ROWS, NARROW, WIDE = 8, 16, 32
 
 
 @intrinsic
-def _sequence(
+def sequence(
     typing: Any,
     scalars: Any,
     scalar_at: Any,
@@ -173,21 +173,24 @@ def pack_lanes(a: Any, scales: Any, start: int, stop: int, packed: Any) -> None:
                 packed[panel, sample, lane] = np.float32(0)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def pack_scalars(e: Any, scales: Any, weights: Any, reach: float, packed: Any) -> None:
     """e (batch, n), divided by the lanes' powers of two -> packed (strips, batch, 1 or 2, 5): w e, and reach / |e|."""
     batch, size = e.shape
     clamped = packed.shape[2] == 2
-    for first in range(0, size, 16 * OUTER_ROWS):  # a few strips at a time, so that e is read a cache line at a time
+    for first in range(0, packed.shape[0], 16):  # a few strips at a time, so that e is read a cache line at a time
         for sample in range(batch):
-            for at in range(first, min(size, first + 16 * OUTER_ROWS)):
-                value, place = np.float64(e[sample, at]) / scales[sample], packed[at // OUTER_ROWS, sample]
-                if clamped:
-                    ratio = abs(value) / reach
-                    if ratio > LARGEST_RATIO:
-                        value, ratio = np.copysign(reach * LARGEST_RATIO, value), LARGEST_RATIO
-                    place[1, at % OUTER_ROWS] = np.float32(1 / ratio) if ratio > 0 else np.float32(np.inf)
-                place[0, at % OUTER_ROWS] = np.float32(value * weights[sample])
+            unscale, weight = 1 / scales[sample], weights[sample]
+            for strip in range(first, min(packed.shape[0], first + 16)):
+                values, place = e[sample, strip * OUTER_ROWS : (strip + 1) * OUTER_ROWS], packed[strip, sample]
+                for at in range(min(OUTER_ROWS, size - strip * OUTER_ROWS)):
+                    value = np.float64(values[at]) * unscale
+                    if clamped:
+                        ratio = abs(value) / reach
+                        if ratio > LARGEST_RATIO:
+                            value, ratio = np.copysign(reach * LARGEST_RATIO, value), LARGEST_RATIO
+                        place[1, at] = np.float32(1 / ratio)
+                    place[0, at] = np.float32(value * weight)
 
 
 @njit(nogil=True, cache=True)
@@ -210,11 +213,15 @@ def run_outer(scalars: Any, lanes: Any, start: int, stop: int, out: Any) -> None
                     else:
                         _outer_plain(left, scalar_at, right, lane_at, count, buffer)
                     for row in range(min(OUTER_ROWS, out.shape[0] - strip * OUTER_ROWS)):
-                        for column in range(min(OUTER_WIDTH, out.shape[1] - panel * OUTER_WIDTH)):
-                            value = np.float64(buffer[row * OUTER_WIDTH + column])
-                            if block:
-                                value += out[strip * OUTER_ROWS + row, panel * OUTER_WIDTH + column]
-                            out[strip * OUTER_ROWS + row, panel * OUTER_WIDTH + column] = value
+                        low, used = panel * OUTER_WIDTH, min(OUTER_WIDTH, out.shape[1] - panel * OUTER_WIDTH)
+                        target = out[strip * OUTER_ROWS + row, low : low + used]
+                        found = buffer[row * OUTER_WIDTH : row * OUTER_WIDTH + used]
+                        if block:
+                            for column in range(used):
+                                target[column] += np.float64(found[column])
+                        else:
+                            for column in range(used):
+                                target[column] = np.float64(found[column])
 
 
 @njit(nogil=True, cache=True)
@@ -266,4 +273,4 @@ def run_windows(
             scalar_at = panel // panels * group_stride
             lane_at = (panel * block - first) * positions * width  # so that sample `first` is at the start
             mask = full if strip < strips - 1 else ragged
-            _sequence(scalars, scalar_at, stride, base, offsets, strip * ROWS, packed, lane_at, width, first, last, mask, result, item * ROWS * width, result_stride)  # type: ignore[call-arg]  # fmt: skip  # noqa: E501
+            sequence(scalars, scalar_at, stride, base, offsets, strip * ROWS, packed, lane_at, width, first, last, mask, result, item * ROWS * width, result_stride)  # type: ignore[call-arg]  # fmt: skip  # noqa: E501
