@@ -48,7 +48,7 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
-def ours(model: nn.Module, x: Tensor, y: Tensor, clip: Clip, indices: Tensor | None) -> Step:
+def ours(model: nn.Module, x: Tensor, y: Tensor, clip: Clip, indices: Tensor) -> Step:
     def step() -> list[Tensor]:
         return [clipped_gradients(model, EACH, (x, y), indices=indices, clip=clip, batch_size=len(x)).mean]
 
@@ -127,10 +127,7 @@ def opacus_ghost(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 MATERIALISING = ("opacus hooks", "opacus functorch", "opacus ew")
 OPACUS = (*MATERIALISING, "opacus ghost")
-ROWS = {"": "in order", ", drawn": "drawn at random from 60,000", ", packed": "none given"}
-"""How our steps number the samples of the batch, by the ending of the rival's name."""
-OURS = tuple(f"{clip}{ending}" for ending in ROWS for clip in CLIPS if not (ending and clip == "BatchMean"))
-RIVALS = ("plain", *OURS, *OPACUS, "torch.func.vmap")
+RIVALS = ("plain", *CLIPS, *OPACUS, "torch.func.vmap")
 
 
 def make_step(name: str, model: nn.Module, batch_size: int) -> Step:
@@ -140,11 +137,9 @@ def make_step(name: str, model: nn.Module, batch_size: int) -> Step:
     model = copy.deepcopy(model)
     if name == "plain":
         return plain(model, x, y)
-    if name in OURS:
-        clip, _, ending = name.partition(", ")
-        drawn = torch.randperm(60_000, generator=torch.Generator().manual_seed(2))[:batch_size]
-        indices = {"": torch.arange(batch_size), "drawn": drawn, "packed": None}[ending]
-        return ours(model, x, y, CLIPS[clip], indices)
+    if name in CLIPS:
+        indices = torch.randperm(60_000, generator=torch.Generator().manual_seed(2))[:batch_size]
+        return ours(model, x, y, CLIPS[name], indices)
     if name == "torch.func.vmap":
         return torch_func(model, x, y)
     mode = name.removeprefix("opacus ")
