@@ -233,15 +233,7 @@ def prose(text: str) -> list[str]:
     return [line for line in outside.splitlines() if not line.startswith("|")]
 
 
-PAGES_OF_PROOFS = {"persample.md"}
-"""Formulas there are easier to read unbroken."""
-
-
-@pytest.mark.parametrize(
-    "document",
-    [path for path in DOCUMENTS if path.name not in PAGES_OF_PROOFS],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_of_prose_are_at_most_120_characters_long(document):
     """A code span is not broken, however long."""
     text = document.read_text(encoding="utf-8")
