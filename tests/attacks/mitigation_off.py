@@ -3,8 +3,7 @@
 import torch
 
 from bqsgd.persample.capture import capture
-from bqsgd.persample.clipping import clipped_steps, places
-from bqsgd.persample.gradients import ClippedGradients, clipped_gradients
+from bqsgd.persample.gradients import ClippedGradients, clipped_gradients, clipped_steps, places
 
 
 def rows_as_they_come(model, loss_fn, batch, *, indices, clip, batch_size):

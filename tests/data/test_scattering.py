@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from bqsgd import data
 from bqsgd.data.features import compute_features, features_shape
-from bqsgd.data.morlet import low_pass, wavelet_spectra
-from bqsgd.data.scattering import Scattering, features
+from bqsgd.data.scattering import Scattering, features, low_pass, wavelet_spectra
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.run import Run
 from bqsgd.tasks import NamedTask, settings_of

@@ -51,8 +51,7 @@ def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     _check(name)
     if name == "none":
         return input_shape
-    from bqsgd.data.morlet import REDUCTION
-    from bqsgd.data.scattering import CHANNELS, transform_for
+    from bqsgd.data.scattering import CHANNELS, REDUCTION, transform_for
 
     if len(input_shape) != 3 or input_shape[0] != 1:
         raise InvalidParameter(f"scattering features need images of one channel, (1, height, width), got {input_shape}")

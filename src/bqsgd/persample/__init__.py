@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 
 if TYPE_CHECKING:
-    from bqsgd.persample.apart import check_samples_apart
+    from bqsgd.persample.check import check_samples_apart
     from bqsgd.persample.gradients import ClippedGradients, SlowGradientsWarning, clipped_gradients
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "check_samples_apart":
-        from bqsgd.persample.apart import check_samples_apart
+        from bqsgd.persample.check import check_samples_apart
 
         return check_samples_apart
     if name in ("ClippedGradients", "SlowGradientsWarning", "clipped_gradients"):

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample._kernels.loops import row_sums
-from bqsgd.persample.factors import Dense, Factor, Summed
-from bqsgd.persample.outer import ConvWeight, LinearWeight
-from bqsgd.persample.table_rows import TableRows
+from bqsgd.persample.factors import ConvWeight, Dense, Factor, LinearWeight, Summed, TableRows
 
 Gradients = Iterator[tuple[Tensor | None, Callable[[], Factor]]]
 Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]

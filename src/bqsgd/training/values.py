@@ -19,7 +19,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.models import dimension_of, to_vector, trainable
 from bqsgd.params import check_int, check_positive
 from bqsgd.persample import BatchMean, check_samples_apart, clipped_gradients
-from bqsgd.persample.apart import samples_like
+from bqsgd.persample.check import samples_like
 from bqsgd.persample.clips import L2, Clamp, Clip, Dual, Scale
 from bqsgd.persample.functional import LossFunction
 from bqsgd.persample.rows import Numbers

@@ -17,7 +17,7 @@ from numba import njit
 from torch import Tensor
 
 from bqsgd.persample._kernels import tiles
-from bqsgd.persample.grid import Grid, held_to
+from bqsgd.persample._kernels.grid import Grid, held_to
 
 BLOCK_FLOATS = 1 << 16
 """Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""

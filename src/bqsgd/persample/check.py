@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.capture import NoRule, capture, capture_row_wise
-from bqsgd.persample.factors import Factor, Summed, micro_batch
+from bqsgd.persample.factors import Factor, Outer, Summed, micro_batch
 from bqsgd.persample.functional import LossFunction, per_sample_gradients
 from bqsgd.persample.gradients import errors_of_losses
-from bqsgd.persample.outer import Outer
 from bqsgd.persample.rows import aligned_zeros, packed_rows_for, rows_for
 from bqsgd.persample.rowwise import NotRowWise
 
