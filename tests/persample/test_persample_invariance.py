@@ -23,7 +23,7 @@ from attacks.mitigation_off import float32_sums, rows_as_they_come
 from bqsgd.errors import InvalidParameter
 from bqsgd.models import AlexNet28, LeNet5
 from bqsgd.persample import L2, Clamp, Clip, ClippedGradients, Dual, Scale, check_samples_apart, clipped_gradients
-from bqsgd.persample.rows import plan, rows_for
+from bqsgd.persample.rows import plan_chunks, rows_for
 
 SAMPLES = 20
 CLIPS: list[Clip] = [Scale(0.01), Clamp(0.003), L2(0.2), Dual(0.1, 0.01), Dual(0.01, 0.1)]
@@ -168,13 +168,13 @@ def test_chosen_data_move_the_mean_by_no_more_than_stated_at_120_000_samples() -
 @settings(max_examples=50, deadline=None)
 def test_every_sample_has_its_own_row_in_exactly_one_pass(count: int, rows: int, seed: int) -> None:
     numbers = torch.randint(0, 10**6, (count,), generator=torch.Generator().manual_seed(seed))
-    chunks = plan(count, numbers, rows)
+    chunks = plan_chunks(count, numbers, rows)
     members = torch.cat([chunk.members for chunk in chunks]) if chunks else torch.empty(0, dtype=torch.long)
     assert sorted(members.tolist()) == list(range(count))
     for chunk in chunks:
         assert len(set(chunk.rows.tolist())) == len(chunk.rows)
         assert torch.equal(chunk.rows, numbers[chunk.members] % rows)
-    assert len(plan(count, None, rows)) == -(-count // rows)
+    assert len(plan_chunks(count, None, rows)) == -(-count // rows)
 
 
 def test_rows_follow_from_the_public_batch_size() -> None:

@@ -28,7 +28,7 @@ from bqsgd.persample.rows import (
     loss_rows_for,
     packed_rows_for,
     passes,
-    plan,
+    plan_chunks,
     rows_for,
 )
 from bqsgd.persample.rowwise import NotRowWise
@@ -178,7 +178,7 @@ def _row_wise(
     batch_size: int,
 ) -> Iterator[tuple[int, list[Factor | None]]]:
     rows = packed_rows_for(batch_size)
-    for chunk, x, y in passes(inputs, targets, plan(len(inputs), None, rows), rows):
+    for chunk, x, y in passes(inputs, targets, plan_chunks(len(inputs), None, rows), rows):
         own = None if numbers is None else numbers[chunk.members.numpy()]
         factors = capture_row_wise(model, x, parameters, partial(errors_of_losses, loss_fn, y[chunk.rows], own))
         yield len(chunk.rows), _kept(factors, chunk)
@@ -194,7 +194,7 @@ def _in_own_rows(
     batch_size: int,
 ) -> Iterator[tuple[int, list[Factor | None]]]:
     rows = rows_for(batch_size) if numbers is not None else packed_rows_for(batch_size)
-    for chunk, x, y in passes(inputs, targets, plan(len(inputs), numbers, rows), rows):
+    for chunk, x, y in passes(inputs, targets, plan_chunks(len(inputs), numbers, rows), rows):
         yield len(chunk.rows), _kept(capture(model, loss_fn, x, y, parameters), chunk)
 
 
@@ -208,7 +208,7 @@ def _by_torch_func(
     batch_size: int,
 ) -> Iterator[tuple[int, list[Factor | None]]]:
     rows = min(rows_for(batch_size), micro_batch(sum(parameter.numel() for parameter in parameters)))
-    chunks = plan(len(inputs), numbers, rows)
+    chunks = plan_chunks(len(inputs), numbers, rows)
     laid_out = passes(inputs, targets, chunks, rows)
     gradients = per_sample_gradients(model, loss_fn, ((x, y) for _, x, y in laid_out))
     for chunk, each in zip(chunks, gradients, strict=True):
@@ -224,7 +224,7 @@ def errors_of_losses(
     """
     found = torch.zeros_like(outputs)
     rows = loss_rows_for(outputs[0].numel())
-    chunks = plan(len(targets), numbers, rows)
+    chunks = plan_chunks(len(targets), numbers, rows)
     for chunk, z, y in passes(outputs[: len(targets)], targets, chunks, rows):
         found[chunk.members] = loss_errors(loss_fn, z, y)[chunk.rows]
     return found
