@@ -1,9 +1,10 @@
-"""Batches of one fixed shape, in which every sample has a row of its own that follows from its number in the data.
+"""Batches of one fixed shape, in which a sample has a row of its own that follows from its number in the data.
 
 What a kernel does to a row may depend on the shape of the batch, on the row's place in it and on its alignment in
 memory. So none of the three may depend on the other samples of the batch: all passes over the model have the same
-number of rows in the same aligned buffer, and a sample stands in row (its number modulo the rows), in the first pass
-where that row is free. Empty rows are zeros. `docs/accounting.md`, claim 8, says what follows.
+number of rows in an aligned buffer, and a sample stands in row (its number modulo the rows), in the first pass where
+that row is free. Empty rows are zeros. Only where every row is treated alike (`rowwise`) are rows taken as they come.
+`docs/accounting.md`, claim 8, says what follows.
 """
 
 from __future__ import annotations
