@@ -74,10 +74,11 @@ def clipped_gradients(
             or `.grad` remains, and the parameters are not touched.
         loss_fn: (outputs, targets) -> one loss a sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
         batch: (inputs, targets), the batch dimension first. May be empty (a Poisson batch): the mean is then zero.
-        indices: the number of each sample in the client's data, the same in every batch it is drawn for; it decides
-            the row in which the sample goes through the model. None packs the samples as they come, which is faster;
-            the claim then rests on the assumption that the kernels of this machine give a row the same result in
-            every place of a batch of one shape. `check_samples_apart(packed=True)` tries it, nothing proves it.
+        indices: the number of each sample in the client's data, the same in every batch it is drawn for. It decides the
+            row in which the sample goes through a model that is not made of row-wise operations, and through the loss.
+            None packs the samples as they come; the claim then rests on the assumption that the kernels of this machine
+            give a row the same result in every place of a batch of one shape. `check_samples_apart(packed=True)` tries
+            it, nothing proves it.
         clip: `Scale`, `Clamp`, `L2`, `Dual` or `BatchMean`; `clip.sensitivity(batch_size=L)` belongs to the result.
         batch_size: L, fixed in advance; not the number of samples that happen to be in the batch.
 
