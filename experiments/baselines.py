@@ -95,7 +95,8 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
                 left = seconds / (round + 1) * (config.run.rounds - round - 1)
                 done = f"{job.name}: round {round + 1}/{config.run.rounds}"
                 print(f"{done}, {left:.0f} s left", file=sys.stderr, flush=True)
-        accuracy, loss = evaluate(model)
+        found = evaluate(model)
+        accuracy, loss = found.accuracy, found.loss
     return {
         "name": job.name,
         "claim": "seeded: no privacy claim" if deviation else "no privacy",

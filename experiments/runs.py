@@ -102,7 +102,8 @@ def _train(job: Job, folder: Path | None, left: int) -> dict[str, Any]:
             totals["bytes_up"] += outcome.bytes_up
             totals["frames"] += outcome.used
             if server.round % max(1, config.run.rounds // EVALUATIONS) == 0 or server.round == config.run.rounds:
-                accuracy, loss = evaluate(server.best_model)
+                found = evaluate(server.best_model)
+                accuracy, loss = found.accuracy, found.loss
                 totals["seconds"] = time.monotonic() - started
                 totals["curve"].append({"round": server.round, "accuracy": accuracy, "loss": loss})
                 _show(job, totals, left)

@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from bqsgd.engines.engine import Answer, Engine, MakeEngine, Setup, one_thread
 from bqsgd.engines.in_process import in_process
@@ -52,7 +53,7 @@ from bqsgd.training.aggregation import client_weights, read_sizes
 from bqsgd.training.client_plan import client_setting
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
-from bqsgd.training.task import Task
+from bqsgd.training.task import Evaluation, Task
 
 _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
@@ -95,7 +96,9 @@ class Run:
         self.summary: Summary | None = None
         """What the run came to, once it is closed."""
         model = task.make_model()
-        self._module, self._evaluate = model, task.evaluator(model)
+        task.check(config, model)
+        self._rest = {name: value.clone() for name, value in model.state_dict().items()}
+        self._evaluate = task.evaluator(model)
         initial = to_vector(model)
         self._resources = resources
         listed = config.server.sizes
@@ -201,11 +204,6 @@ class Run:
         """The model as it stands, flat: the exponential average where there is one."""
         return self.server.best_model
 
-    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
-        """The model as it stands, by the names of its parameters and buffers, as `model.safetensors` holds it."""
-        load_vector(self._module, self.model)
-        return {name: tensor.detach().numpy().copy() for name, tensor in self._module.state_dict().items()}
-
     def rounds(self) -> Iterator[RoundRecord]:
         """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
 
@@ -231,15 +229,15 @@ class Run:
     def _one_round(self) -> RoundRecord:
         """One round, evaluated where that is due."""
         record = run_round(self.server, self.engine)
-        accuracy, loss, epsilon = None, None, None
+        found, epsilon = None, None
         if self.config.run.evaluated_after(self.round):
-            accuracy, loss = self.evaluate() or (None, None)
-            epsilon = self._epsilon()
+            found, epsilon = self.evaluate(), self._epsilon()
         return replace(
             record,
             time=time.monotonic() - self._started,
-            test_accuracy=accuracy,
-            test_loss=loss,
+            test_accuracy=None if found is None else found.accuracy,
+            test_metric=None if found is None else found.metric,
+            test_loss=None if found is None else found.loss,
             epsilon_max=epsilon,
             nominal_epsilon=None if self._nominal is None else self._nominal(self.round),
         )
@@ -248,9 +246,16 @@ class Run:
         found = self.engine.guarantees(delta=self.config.privacy.delta).values()
         return max((guarantee.epsilon for guarantee in found if guarantee is not None), default=None)
 
-    def evaluate(self) -> tuple[float, float] | None:
-        """Accuracy and loss of the model as it stands on the test data; None without test data."""
+    def evaluate(self) -> Evaluation | None:
+        """What the model comes to as it stands on the test data; None without test data."""
         return None if self._evaluate is None else self._evaluate(self.model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model as it stands, as `load_state_dict` of your own module takes it."""
+        model = self.task.make_model()
+        model.load_state_dict(self._rest)  # buffers and frozen parameters, which no round changes
+        load_vector(model, self.model)
+        return dict(model.state_dict())
 
     def checkpoint(self) -> None:
         """Write the state down, durably."""
@@ -266,7 +271,7 @@ class Run:
                 self.checkpoint()
                 self.summary = self._summarise()
                 if self._writer is not None and self.folder is not None:
-                    save_model(self.folder, self.state_dict())
+                    save_model(self.folder, {name: value.numpy() for name, value in self.state_dict().items()})
                     self._writer.summary(self.summary)
             finally:
                 self._resources.close()
@@ -276,15 +281,17 @@ class Run:
 
     def _summarise(self) -> Summary:
         with one_thread():
-            accuracy, loss = self.evaluate() or (None, None)
+            found = self.evaluate()
         guarantees = self.engine.guarantees(delta=self.config.privacy.delta)
         worst = max(
             ((guarantee.epsilon, client) for client, guarantee in guarantees.items() if guarantee is not None),
             default=None,
         )
         return Summary(
-            accuracy=accuracy,
-            loss=loss,
+            accuracy=None if found is None else found.accuracy,
+            metric=None if found is None else found.metric,
+            metric_name=self.task.metric_name,
+            loss=None if found is None else found.loss,
             rounds=self.round,
             guarantee=None if worst is None else guarantees[worst[1]],
             guarantee_client=None if worst is None else worst[1],

@@ -90,8 +90,7 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
             client=0,
             model=plain.model,
             loss=plain.loss,
-            inputs=plain.inputs,
-            targets=plain.targets,
+            samples=plain.samples,
             config=settings,
             ledger=ledger,
         )

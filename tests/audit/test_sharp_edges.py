@@ -155,8 +155,7 @@ def training_loss(folder: Path) -> None:
         client=0,
         model=torch.nn.Linear(2, 2),
         loss=torch.nn.CrossEntropyLoss(reduction="none"),
-        inputs=np.zeros((8, 2), np.float32),
-        targets=np.zeros(8, np.int64),
+        samples=(np.zeros((8, 2), np.float32), np.zeros(8, np.int64)),
         config=Config.of(batch_size=4, private_metrics=True),
         ledger=None,
     )

@@ -47,7 +47,7 @@ WORKER = Path(__file__).parent / "hostile_server_worker.py"
 def make_client(network, unit, clip, data, *, ledger=None, model=None, **changes):
     config = settings(unit, clip, **changes)
     model = NETWORKS[network]() if model is None else model
-    return Client(client=0, model=model, loss=LOSS, inputs=data[0], targets=data[1], config=config, ledger=ledger)
+    return Client(client=0, model=model, loss=LOSS, samples=data, config=config, ledger=ledger)
 
 
 def told_apart(network, unit, clip, models, capfd, caplog):
@@ -174,7 +174,7 @@ def test_private_figures_are_written_whatever_the_data(tmp_path):
         kept = []
         config = settings("sample", "dual", private_metrics=True)
         client = Client(
-            client=0, model=nn.Linear(3, 2), loss=LOSS, inputs=data[0], targets=data[1], config=config, ledger=None,
+            client=0, model=nn.Linear(3, 2), loss=LOSS, samples=data, config=config, ledger=None,
             private_log=kept.append,
         )  # fmt: skip
         assert seen(client.answer(message(np.full(8, 3e38), round=0)))[0] == "frame"

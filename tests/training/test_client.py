@@ -24,7 +24,7 @@ MODEL = np.array([0.1, -0.2, 0.3, 0.0, 0.0, 0.0], np.float32)
 def oracle_mean(client, rows, bound, batch_size):
     """Batch-of-one gradients, clamped one by one, summed and divided by the public batch size."""
     total = torch.zeros(6)
-    for x, y in zip(client.inputs[rows], client.targets[rows], strict=True):
+    for x, y in zip(client.samples.inputs[rows], client.samples.targets[rows], strict=True):
         client.model.zero_grad()
         client.loss(client.model(x[None]), y[None]).sum().backward()
         total += torch.cat([p.grad.flatten() for p in client.model.parameters()]).clamp(-bound, bound)
@@ -153,7 +153,7 @@ def test_several_local_steps_are_clipped_whole_and_hide_the_client(settings, mak
     optimiser = torch.optim.SGD(oracle.parameters(), lr=0.5)
     for _ in range(3):
         optimiser.zero_grad()
-        client.loss(oracle(client.inputs), client.targets).mean().backward()
+        client.loss(oracle(client.samples.inputs), client.samples.targets).mean().backward()
         optimiser.step()
     moved = MODEL - torch.cat([p.detach().flatten() for p in oracle.parameters()]).numpy()
     assert np.linalg.norm(moved) > 0.1

@@ -55,11 +55,11 @@ def test_one_liar_in_five(settings, make_client, rule, learns):
     )
     clients = [make_client(config, client) for client in range(4)]
     server = Server(model=to_vector(clients[0].model), weights=dict.fromkeys(range(5), 1.0), config=config)
-    test = torch.cat([c.inputs for c in clients]), torch.cat([c.targets for c in clients])
+    test = torch.cat([c.samples.inputs for c in clients]), torch.cat([c.samples.targets for c in clients])
     task = Task(make_model=lambda: clients[0].model, test=test)
     engine = WithOneLiar(clients)
     for _ in range(config.run.rounds):
         assert all(entry.status == "ok" for entry in run_round(server, engine).clients)
-    accuracy, _ = task.evaluator(clients[0].model)(server.model)
+    accuracy = task.evaluator(clients[0].model)(server.model).accuracy
     assert (accuracy > 0.9) == learns
     assert learns or accuracy < 0.6

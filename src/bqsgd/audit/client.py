@@ -131,8 +131,7 @@ def linear_client(config: Config, data: Data) -> Client:
         client=0,
         model=nn.Linear(features, 1, bias=False),
         loss=_logistic,
-        inputs=data[0],
-        targets=data[1],
+        samples=data,
         config=config,
         ledger=None,
     )

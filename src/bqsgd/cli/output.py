@@ -101,7 +101,7 @@ def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -
         sent = 0
         for record in records:
             sent += record.bytes_up
-            if record.test_accuracy is not None:
+            if record.test_loss is not None:
                 last = record
             bar.update(task, completed=record.round + 1, description=_line(last, sent, config))
             yield record
@@ -111,7 +111,7 @@ def _plain(records: Iterable[RoundRecord], config: Config) -> Iterator[RoundReco
     sent = 0
     for record in records:
         sent += record.bytes_up
-        if record.test_accuracy is not None:
+        if record.test_loss is not None:
             done = record.round + 1
             left = record.time / done * (config.run.rounds - done)
             line = f"round {done}/{config.run.rounds}  {_line(record, sent, config)}  {left:.0f} s left"
@@ -128,5 +128,9 @@ def _line(record: RoundRecord | None, sent: int, config: Config) -> str:
     privacy = "no privacy" if epsilon is None else f"epsilon {rounded_up(epsilon)} at delta {config.privacy.delta:g}"
     if config.privacy.seed is not None:
         privacy += " (seeded: no claim)"
-    test = f"test accuracy {record.test_accuracy:.2%}  loss {record.test_loss:.3f}"
-    return f"{test}  {privacy}  {sent / 1e6:.1f} MB up"
+    figures = []
+    if record.test_accuracy is not None:
+        figures.append(f"test accuracy {record.test_accuracy:.2%}")
+    if record.test_metric is not None:
+        figures.append(f"test metric {record.test_metric:.4g}")
+    return f"{'  '.join([*figures, f'loss {record.test_loss:.3f}'])}  {privacy}  {sent / 1e6:.1f} MB up"

@@ -365,6 +365,18 @@ def _interrupts() -> Iterator[list[int]]:
         yield asked
 
 
+def learnt_lines(summary: Summary) -> dict[str, str]:
+    """What the model comes to on the test data: its accuracy or metric, its loss where there is neither."""
+    after = f"on the test data, after {summary.rounds} rounds"
+    if summary.metric is not None and summary.metric_name is not None:
+        return {summary.metric_name: f"{summary.metric:.4g} {after}"}
+    if summary.accuracy is not None:
+        return {"accuracy": f"{summary.accuracy:.2%} {after}"}
+    return {
+        "loss": f"{summary.loss:.4g} {after}" if summary.loss is not None else f"no test data, {summary.rounds} rounds"
+    }
+
+
 def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> None:
     """What a person wants to know in a few lines; with --json all of summary.json."""
     from bqsgd.answers import guarantee_lines
@@ -374,7 +386,7 @@ def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> Non
     if json:
         typer.echo(to_json(summary.to_dict() | {"report": report}))
         return
-    lines = {"accuracy": f"{summary.accuracy or 0.0:.2%} on the test data, after {summary.rounds} rounds"}
+    lines = learnt_lines(summary)
     if summary.guarantee is None:
         lines["guarantee"] = "nothing private was sent"
     else:

@@ -85,7 +85,7 @@ def _join(make_task: MakeTask, message: Message, context: Context) -> RecordDict
     if refusal is not None:
         logger.warning("client %d declines the run: %s", node.client, refusal)
         return pack(None, kind=FRAME, declined=refusal)
-    return pack(None, kind=FRAME, client=node.client, samples=len(task.shares[0][0]), dimension=dimension)
+    return pack(None, kind=FRAME, client=node.client, samples=task.samples_of(0), dimension=dimension)
 
 
 def _own(task: Task) -> Task:
@@ -104,15 +104,14 @@ def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDic
         return pack(None, kind=FRAME, declined=refusal)
     config = config.but(reserve_rounds=1)  # one process per message: a reservation could not outlive it
     task = _own(make_task(config, node, options))
-    inputs, targets = task.shares[0]
     ledger = node.ledger(config, run=run)
     try:
         client = Client(
             client=node.client,
             model=task.make_model(),
             loss=task.loss,
-            inputs=inputs,
-            targets=targets,
+            samples=task.shares[0],
+            forward=task.forward,
             config=config,
             ledger=ledger,
             run=run,

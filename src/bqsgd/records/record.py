@@ -80,6 +80,7 @@ class RoundRecord:
     round: int
     time: float = 0.0
     test_accuracy: float | None = None
+    test_metric: float | None = None
     test_loss: float | None = None
     epsilon_max: float | None = None
     nominal_epsilon: float | None = None
@@ -104,7 +105,7 @@ class RoundRecord:
     def __post_init__(self) -> None:
         for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32"):
             _count(name, getattr(self, name))
-        for name in ("test_accuracy", "test_loss", "epsilon_max", "nominal_epsilon"):
+        for name in ("test_accuracy", "test_metric", "test_loss", "epsilon_max", "nominal_epsilon"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else number(name, value))
         if not isinstance(self.stepped, bool) or not isinstance(self.seeded, bool):
@@ -222,12 +223,15 @@ def _shown(value: object) -> str:
 class Summary:
     """The figures of the headline. Absent figures are None, never guessed.
 
+    metric: of a task with a metric of its own, which is called metric_name; accuracy is None then.
     guarantee: of the client with the largest epsilon (`guarantee_client`), None when nothing private was sent.
     nominal_epsilon: as published; not a guarantee. config: the run's settings, a table per group.
     one_liar: how far one lying client can move the aggregate, in words.
     """
 
     accuracy: float | None = None
+    metric: float | None = None
+    metric_name: str | None = None
     loss: float | None = None
     rounds: int = 0
     guarantee: Guarantee | None = None
@@ -270,10 +274,11 @@ class Summary:
             raise RunFolderError("seeded must be true or false, and must be there beside a guarantee")
         known: dict[str, Any] = {"seeded": any(marks)}
         for names, read in (
-            (("accuracy", "loss", "nominal_epsilon", "seconds"), number),
+            (("accuracy", "metric", "loss", "nominal_epsilon", "seconds"), number),
             (("rounds", "guarantee_client", "bytes_up", "bytes_down", "bytes_up_float32"), _count),
             (("one_liar",), _text),
             (("versions", "config"), _mapping),
+            (("metric_name",), _text),
         ):
             known |= {name: read(name, table[name]) for name in names if table.get(name) is not None}
         if claimed is not None:

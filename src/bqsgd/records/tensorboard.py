@@ -14,6 +14,7 @@ from bqsgd.records.record import RoundRecord, Status
 
 _PUBLIC = {
     "test_accuracy": "test/accuracy",
+    "test_metric": "test/metric",
     "test_loss": "test/loss",
     "epsilon_max": "privacy/epsilon_max",
     "nominal_epsilon": "privacy/nominal_epsilon_not_a_guarantee",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bqsgd.codec import encode_frame
 from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
@@ -29,8 +29,9 @@ from bqsgd.release import Release, Unit
 from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.node_limits import NodeLimits
+from bqsgd.training.samples import Forward, Objective, reader_of
 from bqsgd.training.settings import Config
-from bqsgd.training.values import Values, check_model, client_values, sample_values
+from bqsgd.training.values import Values, client_values
 from bqsgd.wire.model_message import read_model
 
 PrivateLog = Callable[[dict[str, Any]], None]
@@ -51,7 +52,7 @@ class Client:
         client: its number; the server knows it by this.
         model: where the received parameters are put to work; clients that answer one after another may share one.
         loss: (outputs, targets) -> one loss per sample.
-        inputs, targets: its data, a row per sample.
+        samples: its data: inputs and targets, a Dataset or a DataLoader.
         config: the run's settings, the same for all (a client's own budget is in `config.privacy.budgets`).
         ledger: what it has spent, durable. None only with seeded noise or without noise: no privacy claim.
         run: name of the run in the ledger.
@@ -59,6 +60,7 @@ class Client:
         private_log: where figures outside the guarantee go when `config.privacy.private_metrics` is on.
         limits: what its operator agrees to; None where that is who set up the run. Where they name an epsilon it is
             the budget of the ledger, and no run changes it.
+        forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
     """
 
     def __init__(
@@ -67,39 +69,37 @@ class Client:
         client: int,
         model: nn.Module,
         loss: LossFunction,
-        inputs: Tensor | npt.NDArray[Any],
-        targets: Tensor | npt.NDArray[Any],
+        samples: Any,
         config: Config,
         ledger: Ledger | None,
         run: str = "run",
         resume: bool = False,
         private_log: PrivateLog | None = None,
         limits: NodeLimits | None = None,
+        forward: Forward | None = None,
     ) -> None:
         self.client, self.model, self.loss, self.config, self.limits = client, model, loss, config, limits
         if limits is not None:
             refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension_of(model))
             if refusal is not None:
                 raise InvalidParameter(refusal)
-        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
-        if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
-            raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
-        if config.privacy.batch_size > len(self.inputs):
+        self.samples, self.objective = reader_of(samples), Objective(model, loss, forward)
+        if config.privacy.batch_size > len(self.samples):
             raise InvalidParameter(
-                f"batch_size={config.privacy.batch_size} is more than the {len(self.inputs)} samples of client {client}"
+                f"batch_size={config.privacy.batch_size} exceeds the {len(self.samples)} samples of client {client}"
             )
         if config.privacy.private_metrics and private_log is None:
             raise InvalidParameter("private_metrics needs a private_log that keeps the figures on the client")
         self.private_log = private_log if config.privacy.private_metrics else None
         self.sources = Sources(seed=config.privacy.seed, client=client)
         self.clip, self.range = config.clip.make(), config.range
-        self.setting = client_setting(config, dimension=dimension_of(model), dataset_size=len(self.inputs))
+        self.setting = client_setting(config, dimension=dimension_of(model), dataset_size=len(self.samples))
         self.spending = Spending(
             ledger, run=run, seeded=self.sources.seeded, ahead=config.clients.reserve_rounds, resume=resume
         )
         self.seconds: dict[str, float] = {}
         """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
-        self._checked = False
+        self._first: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
 
     def answer(self, message: bytes | bytearray | memoryview) -> bytearray | Declined:
@@ -196,18 +196,15 @@ class Client:
     def _prepare(self, model: npt.NDArray[np.float32]) -> None:
         """Raise now what the model and the settings alone would raise later."""
         with self._timed("gradients"):
-            if not self._checked:
-                batch = self.inputs, self.targets
-                check_model(
-                    self.model,
-                    self.loss,
-                    batch,
-                    clip=self.clip,
-                    batch_size=self.setting.batch_size,
-                    unit=self.setting.unit,
-                    packed=self.config.clients.packed_rows,
-                )
-                self._checked = True
+            if self._first is None:
+                self._first = self.samples.first()
+            self.objective.check(
+                self._first,
+                clip=self.clip,
+                batch_size=self.setting.batch_size,
+                unit=self.setting.unit,
+                packed=self.config.clients.packed_rows,
+            )
             load_vector(self.model, model)
 
     def _values(self, round: int) -> Values:
@@ -216,24 +213,20 @@ class Client:
         if self.setting.unit is Unit.CLIENT:
             return client_values(
                 self.model,
-                self.loss,
-                lambda: self._batch(self._drawn(rng)),
+                lambda: self.objective.mean_loss(self.samples.read(self._drawn(rng))),
                 steps=self.config.clients.local_steps,
                 learning_rate=self.config.clients.local_learning_rate,
                 clip=self.clip,
             )
         rows = self._drawn(rng)
-        batch = self._batch(rows)
-        mean, dropped = sample_values(
-            self.model,
-            self.loss,
-            batch,
-            indices=None if self.config.clients.packed_rows else rows,
+        mean, dropped = self.objective.mean(
+            self.samples.read(rows),
             clip=self.clip,
             batch_size=self.setting.batch_size,
+            packed=self.config.clients.packed_rows,
         )
         if self.private_log is not None:
-            self._log(round, batch, dropped, mean)
+            self._log(round, rows, dropped, mean)
         return mean
 
     def _drawn(self, rng: NoiseSource) -> Rows:
@@ -243,26 +236,24 @@ class Client:
             self.config.privacy.scheme, batch_size=setting.batch_size, dataset_size=setting.dataset_size, rng=rng
         )
 
-    def _batch(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        return self.inputs[rows], self.targets[rows]
-
-    def _log(self, round: int, batch: tuple[Tensor, Tensor], dropped: int, mean: Values) -> None:
+    def _log(self, round: int, rows: Rows, dropped: int, mean: Values) -> None:
         assert self.private_log is not None
         self.private_log(
             {
                 "outside_the_guarantee": True,
                 "round": round,
-                "batch_size": len(batch[0]),
-                "training_loss": self._training_loss(batch),
+                "batch_size": len(rows),
+                "training_loss": self._training_loss(rows),
                 "dropped_samples": dropped,
                 "clamped_fraction": float((np.abs(mean) > self.range).mean()),
             }
         )
 
-    def _training_loss(self, batch: tuple[Tensor, Tensor]) -> float | None:
+    def _training_loss(self, rows: Rows) -> float | None:
         """The mean loss of a batch, 0 of an empty one; None when a sample makes the model or the loss fail."""
         try:
             with torch.no_grad():
-                return float(self.loss(self.model(batch[0]), batch[1]).mean()) if len(batch[0]) else 0.0
+                found = self.objective.mean_loss(self.samples.read(rows))
+            return 0.0 if found is None else float(found)
         except Exception:
             return None  # as in `training.values`: there is a frame all the same

@@ -286,8 +286,10 @@ class Objective:
         The mean is the same to the last bit however the samples are divided into parts: whole steps of the clip's grid
         are added, and divided once. How many count as zero depends on the data: keep it private.
         """
-        # A power of two that gives the same rows as the batch size and divides without rounding.
-        power = batch_size if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
+        # A power of two gives the same rows as the batch size and divides without rounding; a batch mean is clamped,
+        # so it must be divided by the batch size itself.
+        whole = isinstance(clip, BatchMean)
+        power = batch_size if whole else 1 << (batch_size.bit_length() - 1)
         total, lost = np.zeros(dimension_of(self.model)), 0
         for part in parts:
             if part.data is None or not self._fits(part.data, clip=clip, batch_size=batch_size, packed=packed):
@@ -297,10 +299,25 @@ class Objective:
             values, dropped = sample_values(
                 model, loss, batch, indices=None if packed else part.numbers, clip=clip, batch_size=power
             )
-            total += values * power
+            total += values if whole else values * power
             lost += dropped
-        mean = total / batch_size
-        return (mean.clip(-clip.bound, clip.bound) if isinstance(clip, BatchMean) else mean), lost
+        if isinstance(clip, BatchMean):
+            return total.clip(-clip.bound, clip.bound), lost
+        return total / batch_size, lost
+
+    def mean_loss(self, parts: Iterable[Part]) -> Tensor | None:
+        """The mean loss of all samples that could be read, to be differentiated; None without any."""
+        losses = []
+        for part in parts:
+            if part.data is not None:
+                model, loss, (inputs, targets) = self._as_pair(part.data)
+                losses.append(loss(model(inputs), targets))
+        return torch.cat(losses).mean() if losses else None
+
+    def outputs(self, data: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs, targets and losses of some samples, as the model stands."""
+        outputs, targets = (self.forward or _inputs_then_target)(self.model, data)
+        return outputs, targets, self.loss(outputs, targets)
 
     def _as_pair(self, data: Any) -> tuple[nn.Module, LossFunction, tuple[Tensor, Tensor]]:
         if self._plain(data):

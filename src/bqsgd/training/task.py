@@ -1,8 +1,10 @@
-"""What a run learns: the model, each client's data, public test data and the loss, as every engine is given it."""
+"""What a run learns: the model, each client's data, public test data, the loss and the metric, on every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +13,34 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from bqsgd.errors import InvalidParameter
 from bqsgd.models import load_vector
 from bqsgd.persample.functional import LossFunction
+from bqsgd.release import Unit
+from bqsgd.training.samples import Forward, Objective, Reader, reader_of
 
 if TYPE_CHECKING:
-    from bqsgd.training.settings import Group
+    from bqsgd.training.settings import Config, Group
 
 _EVALUATION_BATCH = 2048
-Samples = tuple[Tensor | npt.NDArray[Any], Tensor | npt.NDArray[Any]]
-"""Inputs and targets, a row per sample."""
-Evaluate = Callable[[npt.NDArray[np.float32]], tuple[float, float]]
-"""Model vector -> (accuracy, loss) on public test data."""
+Samples = Any
+"""A client's data, or public test data: (inputs, targets) as arrays or tensors with a row per sample, a map-style
+Dataset, or a DataLoader of one."""
+Metric = Callable[[Tensor, Tensor], float | Tensor]
+"""(all outputs, all targets) of the test data -> one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a model comes to on the test data. accuracy: None where targets are not classes, or a metric is given."""
+
+    loss: float
+    accuracy: float | None = None
+    metric: float | None = None
+
+
+Evaluate = Callable[[npt.NDArray[np.float32]], Evaluation]
+"""Model vector -> what it comes to on public test data."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,10 +49,13 @@ class Task:
 
     Args:
         make_model: makes the model; the first one made is where training begins.
-        shares: each client's inputs and targets. A process that works for one client may hold that share alone, and a
-            server without clients of its own none.
-        test: public test data, for accuracy; none without it.
+        shares: each client's data: (inputs, targets) as arrays, a Dataset or a DataLoader. A process that works for one
+            client may hold that share alone, and a server without clients of its own none.
+        test: public test data, in any of the same forms; without it nothing is evaluated.
         loss: (outputs, targets) -> one loss per sample.
+        metric: (all outputs, all targets) of the test data -> a number, in the place of accuracy; named by its
+            `__name__`.
+        forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
         source: the settings that made this task, written beside the run's own; None for a task of one's own.
 
     >>> share = torch.eye(4), torch.arange(4)
@@ -46,32 +68,104 @@ class Task:
     shares: Sequence[Samples] = ()
     test: Samples | None = None
     loss: LossFunction = field(default_factory=lambda: nn.CrossEntropyLoss(reduction="none"))
+    metric: Metric | None = None
+    forward: Forward | None = None
     source: Group | None = None
 
+    @property
+    def metric_name(self) -> str | None:
+        """What the metric is called in records; None without one."""
+        return None if self.metric is None else getattr(self.metric, "__name__", type(self.metric).__name__)
+
+    def samples_of(self, share: int) -> int:
+        """How many samples a share holds."""
+        return len(reader_of(self.shares[share]))
+
+    def check(self, config: Config, model: nn.Module) -> None:
+        """Try model, loss, shapes and metric, before anything is spent: nothing of the shares is read but shapes.
+
+        Raises:
+            InvalidParameter: what fails here would fail in a round, or after the last.
+        """
+        if self.shares:
+            Objective(model, self.loss, self.forward).check(
+                reader_of(self.shares[0]).first(),
+                clip=config.clip.make(),
+                batch_size=config.privacy.batch_size,
+                unit=Unit(config.privacy.unit),
+                packed=config.clients.packed_rows,
+            )
+        if self.test is not None:
+            try:
+                with _evaluating(model):
+                    self._evaluate(model, reader_of(self.test), most=None if self.metric is not None else 1)
+            except InvalidParameter:
+                raise
+            except Exception as error:
+                raise InvalidParameter(
+                    f"the test data cannot be evaluated, so nothing was spent: {type(error).__name__}: "
+                    f"{' '.join(str(error).split())[:500]}"
+                ) from error
+
     def evaluator(self, model: nn.Module) -> Evaluate | None:
-        """Accuracy (share of largest outputs at the target) and mean loss on the test data; None without test data.
+        """Model vector -> what it comes to on the test data; None without test data.
 
         The model object is in evaluation mode meanwhile and left in the mode it had.
         """
         if self.test is None:
             return None
-        inputs, targets = (torch.as_tensor(part) for part in self.test)
+        test = reader_of(self.test)
 
-        def evaluate(vector: npt.NDArray[np.float32]) -> tuple[float, float]:
+        def evaluate(vector: npt.NDArray[np.float32]) -> Evaluation:
             load_vector(model, vector)
-            training = model.training
-            model.eval()
-            right, total = 0, 0.0
-            try:
-                with torch.no_grad():
-                    for x, y in zip(
-                        torch.split(inputs, _EVALUATION_BATCH), torch.split(targets, _EVALUATION_BATCH), strict=True
-                    ):
-                        outputs = model(x)
-                        total += float(self.loss(outputs, y).sum())
-                        right += int((outputs.argmax(dim=1) == y).sum())
-            finally:
-                model.train(training)
-            return right / len(inputs), total / len(inputs)
+            with _evaluating(model):
+                return self._evaluate(model, test, most=None)
 
         return evaluate
+
+    def _evaluate(self, model: nn.Module, test: Reader, *, most: int | None) -> Evaluation:
+        objective = Objective(model, self.loss, self.forward)
+        count = len(test) if most is None else min(most, len(test))
+        right, total, classes = 0, 0.0, self.metric is None
+        kept: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, count, _EVALUATION_BATCH):
+            for part in test.read(range(start, min(start + _EVALUATION_BATCH, count))):
+                if part.data is None:
+                    raise InvalidParameter(f"{len(part)} samples of the test data cannot be read")
+                outputs, targets, losses = objective.outputs(part.data)
+                total += float(losses.sum())
+                classes = classes and _are_classes(outputs, targets)
+                if classes:
+                    right += int((outputs.argmax(dim=1) == targets).sum())
+                elif self.metric is not None:
+                    kept.append((outputs, targets))
+        return Evaluation(
+            loss=total / count,
+            accuracy=right / count if classes else None,
+            metric=None if self.metric is None else _number(self.metric, kept),
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _are_classes(outputs: Any, targets: Any) -> bool:
+    """Whether there is one score per class and one class per sample, so that there is an accuracy."""
+    whole = not (targets.is_floating_point() or targets.is_complex())
+    return bool(whole and outputs.dim() == targets.dim() + 1 == 2)
+
+
+def _number(metric: Metric, kept: list[tuple[Tensor, Tensor]]) -> float:
+    outputs, targets = (torch.cat(column) for column in zip(*kept, strict=True))
+    found = float(metric(outputs, targets))
+    if math.isnan(found):
+        raise InvalidParameter("metric gave NaN on the test data")
+    return found

@@ -125,8 +125,7 @@ def _one_by_one(
 
 def client_values(
     model: nn.Module,
-    loss: LossFunction,
-    draw: Callable[[], tuple[Tensor, Tensor]],
+    mean_loss: Callable[[], Tensor | None],
     *,
     steps: int,
     learning_rate: float,
@@ -134,7 +133,7 @@ def client_values(
 ) -> Values:
     """The clipped update after several local steps; zero when the steps cannot be made."""
     try:
-        return _local_update(model, loss, draw, steps=steps, learning_rate=learning_rate, clip=clip)
+        return _local_update(model, mean_loss, steps=steps, learning_rate=learning_rate, clip=clip)
     except Exception:
         return np.zeros(dimension_of(model), np.float32)
 
@@ -145,23 +144,25 @@ _INSIDE = 1 - 2.0**-20
 
 def _local_update(
     model: nn.Module,
-    loss: LossFunction,
-    draw: Callable[[], tuple[Tensor, Tensor]],
+    mean_loss: Callable[[], Tensor | None],
     *,
     steps: int,
     learning_rate: float,
     clip: Clip,
 ) -> npt.NDArray[np.float32]:
-    """The clipped difference (received model - model after `steps` steps of SGD): a step for the server to subtract."""
+    """The clipped difference (received model - model after `steps` steps of SGD): a step for the server to subtract.
+
+    mean_loss: draws a batch and gives its mean loss, None for an empty one.
+    """
     check_int("steps", steps, 1, 2**31)
     check_positive("learning_rate", learning_rate)
     received = to_vector(model)
     parameters = trainable(model)
     for _ in range(steps):
-        inputs, targets = draw()
-        if not len(inputs):
+        loss = mean_loss()
+        if loss is None:
             continue
-        gradients = torch.autograd.grad(loss(model(inputs), targets).mean(), parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:

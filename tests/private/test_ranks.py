@@ -1,0 +1,88 @@
+"""The same lines under torchrun: each rank a client, frames exchanged, the same model everywhere."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from private_loops import LOSS, recorded
+from torch import nn
+
+pytestmark = pytest.mark.slow
+WORKER = Path(__file__).parent / "rank_loop.py"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    shared = {
+        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(folder), str(rank)],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=400)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    found = []
+    for output in outputs:
+        lines = [line for line in output.splitlines() if line.startswith("TOLD ")]
+        assert lines, output
+        found.append(json.loads(lines[0].removeprefix("TOLD ")))
+    return folder, found
+
+
+def test_every_rank_has_the_same_model_and_its_own_guarantee(told):
+    folder, (first, second) = told
+    assert first["begun"] == second["begun"]
+    assert first["weights"] == second["weights"] != first["begun"]
+    assert first["steps"] == second["steps"] == 8  # the larger number of steps, twice
+    assert "server sees each client's messages" in first["guarantee"]
+    assert "0.3333" in first["guarantee"]
+    assert "0.25" in second["guarantee"]
+    assert recorded(folder / "loop-0.ledger") == recorded(folder / "loop-1.ledger") == 8
+
+
+def test_the_step_is_the_mean_over_the_samples_of_all_ranks(told):
+    _, (first, second) = told
+    assert first["gradient"] == second["gradient"]
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        for parameter, values in zip(model.parameters(), first["own"], strict=True):
+            parameter.copy_(torch.tensor(values))
+    total = torch.zeros(10)
+    for rank, samples in enumerate((96, 64)):
+        x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(rank))
+        for row in range(samples):
+            target = (x[row : row + 1, 0] > 0).long()
+            found = torch.autograd.grad(LOSS(model(x[row : row + 1]), target).sum(), model.parameters())
+            own = torch.cat([part.flatten() for part in found])
+            total += own * min(1, 1 / own.norm()) / 160
+    assert (torch.tensor(first["gradient"]) - total).abs().max() <= 0.6e-3
+
+
+def test_a_rank_without_budget_ends_the_loop_of_all(told):
+    folder, (first, second) = told
+    assert first["ended"] == second["ended"] == "the budget of rank 1 is spent: every rank stops here"
+    assert first["taken"] == second["taken"]
+    assert second["spent"] <= 0.5
