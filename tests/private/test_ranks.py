@@ -82,7 +82,7 @@ def test_the_step_is_the_mean_over_the_samples_of_all_ranks(told):
 
 
 def test_a_rank_without_budget_ends_the_loop_of_all(told):
-    folder, (first, second) = told
+    _, (first, second) = told
     assert first["ended"] == second["ended"] == "the budget of rank 1 is spent: every rank stops here"
     assert first["taken"] == second["taken"]
     assert second["spent"] <= 0.5

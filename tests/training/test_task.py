@@ -1,4 +1,4 @@
-"""Tasks of one's own: data sets and loaders, metrics, models of any kind; and what is refused before a ledger exists."""
+"""Tasks of one's own: data sets, loaders, metrics and models of any kind; what is refused before there is a ledger."""
 
 import numpy as np
 import pytest
@@ -182,5 +182,5 @@ def test_a_gru_trains():
         def forward(self, x):
             return self.head(self.layer(x.unsqueeze(1))[0][:, -1])
 
-    opened, records = run(Task(make_model=Net, shares=[data(), data()], test=data()))
+    _, records = run(Task(make_model=Net, shares=[data(), data()], test=data()))
     assert [record.used for record in records] == [2, 2]

@@ -86,7 +86,8 @@ class Client:
         self.samples, self.objective = reader_of(samples), Objective(model, loss, forward)
         if config.privacy.batch_size > len(self.samples):
             raise InvalidParameter(
-                f"batch_size={config.privacy.batch_size} exceeds the {len(self.samples)} samples of client {client}"
+                f"batch_size={config.privacy.batch_size} is more than the {len(self.samples)} samples of client "
+                f"{client}"
             )
         if config.privacy.private_metrics and private_log is None:
             raise InvalidParameter("private_metrics needs a private_log that keeps the figures on the client")

@@ -1,4 +1,4 @@
-"""What a run learns: the model, each client's data, public test data, the loss and the metric, on every engine."""
+"""What a run learns: the model, each client's data, public test data, loss and metric, as every engine is given it."""
 
 from __future__ import annotations
 
