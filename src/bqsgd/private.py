@@ -324,6 +324,7 @@ class Private:
         self.dropped = 0
         """Samples that counted as zero so far. It depends on the data: keep it private."""
         self._range, self._mechanism = range, mechanism
+        self._refusal: BudgetExhausted | None = None
         self._plan: Plan | None = None
         self._settings: list[dict[str, Any]] | None = None
         """Mechanism and range of every rank."""
@@ -466,7 +467,7 @@ class Private:
         except BudgetExhausted as reason:
             if self._peers.size == 1:
                 raise
-            _log.warning("rank %d: %s", self._peers.rank, reason)
+            self._refusal = reason
             return None  # the others are told, so that all stop in the same step
         with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
@@ -507,7 +508,7 @@ class Private:
         frames = self._peers.gather(frame or bytearray(sizes[self._peers.rank]), sizes)
         spent = [rank for rank, content in enumerate(frames) if not content.any()]
         if spent:
-            raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here")
+            raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here") from self._refusal
         total = Accumulator(self.dimension)
         for rank, (content, note) in enumerate(zip(frames, self._settings, strict=True)):
             total.add(

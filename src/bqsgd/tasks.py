@@ -5,9 +5,12 @@ And presets by name: the points of the frontier (docs/frontier.md), each found o
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bqsgd import data
 from bqsgd.errors import InvalidParameter
 from bqsgd.training.draws import Purpose, seed_for
-from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, setting
+from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, group_from_dict, setting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +89,65 @@ class NamedTask(Group):
         return lambda: models.build(name, input_shape=shape, classes=classes, seed=seed, activation=self.activation)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnTask(Group):
+    """A `Task` of one's own, found by module and name. Only what is typed here is ever imported, never what a server
+    or a file from elsewhere names.
+
+    load_from: "module:name" of a `Task`, or of a function (config) -> Task; the current folder comes first.
+    """
+
+    title = "Data and model"
+    load_from: str = setting("", "module:name of a Task of your own, or of a function (config) -> Task.", name="task")
+
+    @property
+    def dataset(self) -> str:
+        """What a run folder is called after."""
+        return self.load_from.partition(":")[0].rpartition(".")[2]
+
+    def found(self) -> Any:
+        """The object that is named.
+
+        Raises:
+            InvalidParameter: there is no such module, or no such name in it.
+        """
+        module, colon, name = self.load_from.partition(":")
+        if not (module and colon and name):
+            raise InvalidParameter(f"--task must be module:name, for example my_module:task, got {self.load_from!r}")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            return getattr(importlib.import_module(module), name)
+        except AttributeError as error:
+            raise InvalidParameter(f"--task {self.load_from}: {error}") from error
+        except Exception as error:
+            raise InvalidParameter(
+                f"--task {self.load_from}: importing {module} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def task(self, config: Config, *, client: int | None = None) -> Task:
+        """The task with the shares of all clients; a process that works for one of them uses that one alone."""
+        from bqsgd.training.task import Task
+
+        made = self.found()
+        if not isinstance(made, Task) and callable(made):
+            try:
+                made = made(config)
+            except Exception as error:
+                raise InvalidParameter(f"--task {self.load_from}: {type(error).__name__}: {error}") from error
+        if not isinstance(made, Task):
+            raise InvalidParameter(
+                f"--task {self.load_from} is {type(made).__name__}, not a bqsgd.Task or a function (config) -> Task"
+            )
+        return replace(made, source=self)
+
+
 ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
+
+
+def stored_task(data: Mapping[str, Any]) -> NamedTask | OwnTask:
+    """The task of a run folder's [data] table."""
+    return group_from_dict(OwnTask if "load_from" in data else NamedTask, "data", data)  # type: ignore[no-any-return]
 
 
 def settings_of(**values: Any) -> tuple[NamedTask, Config]:
@@ -102,9 +163,9 @@ def settings_of(**values: Any) -> tuple[NamedTask, Config]:
     return named, Config.of(**{name: value for name, value in values.items() if name not in own})
 
 
-def plain_settings(named: NamedTask | None, config: Config) -> dict[str, Any]:
+def plain_settings(named: NamedTask | OwnTask | None, config: Config) -> dict[str, Any]:
     """Every setting that is set, by name: the inverse of `settings_of`."""
-    own = {} if named is None else {name: getattr(named, each.name) for name, each in NamedTask.settings().items()}
+    own = {} if named is None else {name: getattr(named, each.name) for name, each in named.settings().items()}
     return {name: value for name, value in (own | config.flat()).items() if value is not None}
 
 

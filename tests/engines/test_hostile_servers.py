@@ -119,7 +119,7 @@ def test_what_is_wrong_with_the_model_or_the_loss_is_raised_before_the_spend(uni
             client._prepare(model)
         assert torch.equal(mixing[1].running_var, before), "the trial leaves no trace"
         wide = make_client("linear", unit, clip, data, ledger=ledger, model=nn.Linear(5, 2), seed=None)
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        with pytest.raises(InvalidParameter, match="cannot be multiplied"):
             wide.update(np.zeros(12, np.float32), 0)
         if unit == "sample":
             reduced = make_client("linear", unit, clip, data, ledger=ledger, seed=None)

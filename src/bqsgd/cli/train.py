@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bqsgd.engines.engine import MakeEngine
     from bqsgd.records.record import Summary
     from bqsgd.run import Run
-    from bqsgd.tasks import NamedTask
+    from bqsgd.tasks import NamedTask, OwnTask
     from bqsgd.training.settings import Config
 
 _ENGINES = ("in-process", "torch-distributed")
@@ -95,6 +95,10 @@ def train(
         str | None, typer.Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; options win over it.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Your own data and model: module:name of a bqsgd.Task, or of a function (config) -> Task."),
+    ] = None,
     out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     node_limits: Annotated[
@@ -114,8 +118,14 @@ def train(
 
     Examples: bqsgd train --preset mnist-eps3
               bqsgd train --dataset mnist --epsilon 3 --out runs/first
+              bqsgd train --task my_module:task --batch-size 64 --rounds 200
     """
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in (settings | {"task": task}).items() if value is not None}
+    if engine == "flower":
+        raise InvalidParameter(
+            "a Flower federation is started by Flower, and its nodes import no code that a server names: write your "
+            "task into the app that `bqsgd flower init` makes"
+        )
     if engine not in _ENGINES:
         raise InvalidParameter(f"--engine must be {' or '.join(_ENGINES)}, got {engine!r}")
     if resume and out is None:
@@ -182,7 +192,7 @@ def _begin(
     _lead(named, chosen, folder=folder, resuming=False, shown=shown)
 
 
-def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask, Config]:
+def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask | OwnTask, Config]:
     """The settings of a new run: defaults, then the preset, then the file, then what is given."""
     from bqsgd import tasks
     from bqsgd.training.settings import read_toml
@@ -190,7 +200,22 @@ def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None
     settings = {} if preset is None else tasks.preset(preset)
     if file is not None:
         settings |= _flat(read_toml(file))
+    if "task" in given:
+        return _own_settings(settings | given)
     return tasks.settings_of(**_fit(settings | given))
+
+
+def _own_settings(settings: dict[str, Any]) -> tuple[OwnTask, Config]:
+    """The settings of a run with a task of one's own: as many clients as it has shares, unless said otherwise."""
+    from bqsgd.tasks import NamedTask, OwnTask
+    from bqsgd.training.settings import Config
+
+    foreign = sorted(set(settings) & set(NamedTask.settings()))
+    if foreign:
+        raise InvalidParameter(f"--task brings its own data and model: leave out {', '.join(foreign)} (or the preset)")
+    own = OwnTask.of(task=settings.pop("task"))
+    shares = getattr(own.found(), "shares", ())
+    return own, Config.of(**({"clients": len(shares)} if shares else {}) | settings)
 
 
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
@@ -209,15 +234,18 @@ def _flat(tables: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask, Config]:
+def _resumed(folder: Path, given: dict[str, Any]) -> tuple[NamedTask | OwnTask, Config]:
     """The settings of the run in `folder`; one that is given and differs is refused."""
     from bqsgd.run import stored_settings
-    from bqsgd.tasks import NamedTask, plain_settings
-    from bqsgd.training.settings import group_from_dict
+    from bqsgd.tasks import plain_settings, stored_task
 
     chosen, data = stored_settings(folder)
-    named: NamedTask = group_from_dict(NamedTask, "data", data)
+    named = stored_task(data)
     stored = plain_settings(named, chosen)
+    if "task" in stored and "task" not in given:
+        raise InvalidParameter(
+            f"{folder} was started with --task {stored['task']}: give it again, as no file decides what code is run"
+        )
     for name, value in given.items():
         if stored.get(name) != value:
             raise InvalidParameter(
@@ -302,7 +330,7 @@ def _as_rank(
 
 
 def _lead(
-    named: NamedTask,
+    named: NamedTask | OwnTask,
     chosen: Config,
     *,
     folder: Path,
@@ -365,7 +393,7 @@ def _interrupts() -> Iterator[list[int]]:
         yield asked
 
 
-def learnt_lines(summary: Summary) -> dict[str, str]:
+def _learnt_lines(summary: Summary) -> dict[str, str]:
     """What the model comes to on the test data: its accuracy or metric, its loss where there is neither."""
     after = f"on the test data, after {summary.rounds} rounds"
     if summary.metric is not None and summary.metric_name is not None:
@@ -386,7 +414,7 @@ def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> Non
     if json:
         typer.echo(to_json(summary.to_dict() | {"report": report}))
         return
-    lines = learnt_lines(summary)
+    lines = _learnt_lines(summary)
     if summary.guarantee is None:
         lines["guarantee"] = "nothing private was sent"
     else:

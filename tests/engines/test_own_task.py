@@ -1,0 +1,93 @@
+"""`bqsgd train --task my_module:task`: your own data and model from the command line."""
+
+import json
+import sys
+
+import pytest
+
+from bqsgd.cli.app import main
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import bqsgd
+
+def share(n):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(n))
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+task = bqsgd.Task(make_model=model, shares=[share(0), share(1)], test=share(2))
+nothing = 3
+
+def made(config):
+    return bqsgd.Task(make_model=model, shares=[share(n) for n in range(config.clients.count)], test=share(9))
+
+def fails(config):
+    raise OSError("no such disk")
+"""
+QUICK = ["--batch-size", 16, "--rounds", 3, "--levels", 4, "--trials", 800, "--epsilon", 30, "--range", 0.1]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_alone.py").write_text(MODULE)
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != ""])
+    monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main(["train", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_task_of_ones_own_trains_with_as_many_clients_as_shares(train, tmp_path):
+    code, out, err = train("--task", "mine_alone:task", *QUICK, "--out", "one", "--json")
+    assert code == 0, err
+    assert json.loads(out)["accuracy"] is not None
+    assert sorted(path.name for path in (tmp_path / "one" / "ledgers").iterdir()) == [
+        "client-0000.ledger",
+        "client-0001.ledger",
+    ]
+    assert 'load_from = "mine_alone:task"' in (tmp_path / "one" / "config.toml").read_text()
+    code, _, err = train("--out", "one", "--resume")
+    assert (code, "give it again" in err) == (2, True)
+    code, out, _ = train("--task", "mine_alone:task", "--out", "one", "--resume", "--json")
+    assert (code, json.loads(out)["rounds"]) == (0, 3)
+
+
+def test_a_function_is_given_the_settings(train, tmp_path):
+    code, _, err = train("--task", "mine_alone:made", "--clients", 3, *QUICK, "--out", "three")
+    assert code == 0, err
+    assert len(list((tmp_path / "three" / "ledgers").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--task", "mine_alone"], "module:name"),
+        (["--task", "nowhere_at_all:task"], "No module named 'nowhere_at_all'"),
+        (["--task", "broken_module:task"], "ZeroDivisionError"),
+        (["--task", "mine_alone:tusk"], "no attribute 'tusk'"),
+        (["--task", "mine_alone:nothing"], "not a bqsgd.Task"),
+        (["--task", "mine_alone:fails"], "no such disk"),
+        (["--task", "mine_alone:task", "--dataset", "digits"], "leave out dataset"),
+        (["--task", "mine_alone:task", "--preset", "mnist-eps3"], "leave out"),
+        (["--task", "mine_alone:task", "--clients", 5], "2 shares of data"),
+        (["--task", "mine_alone:task", "--engine", "flower"], "bqsgd flower init"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(train, tmp_path, arguments, says):
+    code, out, err = train(*QUICK, *arguments, "--out", "bad")
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.glob("bad/ledgers/*"))
