@@ -89,7 +89,7 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
         return Client(
             client=0,
             model=plain.model,
-            loss=plain.loss,
+            loss=plain.objective.loss,
             samples=plain.samples,
             config=settings,
             ledger=ledger,

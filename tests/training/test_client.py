@@ -26,7 +26,7 @@ def oracle_mean(client, rows, bound, batch_size):
     total = torch.zeros(6)
     for x, y in zip(client.samples.inputs[rows], client.samples.targets[rows], strict=True):
         client.model.zero_grad()
-        client.loss(client.model(x[None]), y[None]).sum().backward()
+        client.objective.loss(client.model(x[None]), y[None]).sum().backward()
         total += torch.cat([p.grad.flatten() for p in client.model.parameters()]).clamp(-bound, bound)
     return (total / batch_size).numpy()
 
@@ -153,7 +153,7 @@ def test_several_local_steps_are_clipped_whole_and_hide_the_client(settings, mak
     optimiser = torch.optim.SGD(oracle.parameters(), lr=0.5)
     for _ in range(3):
         optimiser.zero_grad()
-        client.loss(oracle(client.samples.inputs), client.samples.targets).mean().backward()
+        client.objective.loss(oracle(client.samples.inputs), client.samples.targets).mean().backward()
         optimiser.step()
     moved = MODEL - torch.cat([p.detach().flatten() for p in oracle.parameters()]).numpy()
     assert np.linalg.norm(moved) > 0.1

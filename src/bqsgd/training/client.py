@@ -78,7 +78,7 @@ class Client:
         limits: NodeLimits | None = None,
         forward: Forward | None = None,
     ) -> None:
-        self.client, self.model, self.loss, self.config, self.limits = client, model, loss, config, limits
+        self.client, self.model, self.config, self.limits = client, model, config, limits
         if limits is not None:
             refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension_of(model))
             if refusal is not None:

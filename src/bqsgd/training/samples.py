@@ -311,7 +311,7 @@ class Objective:
         for part in parts:
             if part.data is not None:
                 model, loss, (inputs, targets) = self._as_pair(part.data)
-                losses.append(loss(model(inputs), targets))
+                losses.append(loss(model(inputs), targets).reshape(-1))  # a whole update may do with a mean
         return torch.cat(losses).mean() if losses else None
 
     def outputs(self, data: Any) -> tuple[Tensor, Tensor, Tensor]:
