@@ -112,7 +112,7 @@ class Reader:
         ]
         return parts + ([Part(numbers=np.asarray(lost, np.int64), data=None)] if lost else [])
 
-    def read(self, numbers: Sequence[int]) -> list[Part]:
+    def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
         """The samples of these numbers."""
         return self.collate([self[int(number)] for number in numbers])
 
@@ -152,7 +152,7 @@ class _Arrays(Reader):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def read(self, numbers: Sequence[int]) -> list[Part]:
+    def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
         """The rows of these numbers."""
         rows = np.asarray(numbers, np.int64)
         return [Part(numbers=rows, data=(self.inputs[rows], self.targets[rows]))] if len(rows) else []
