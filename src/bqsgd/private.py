@@ -28,6 +28,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -454,8 +455,14 @@ class Private:
         self._check_objective()
 
     def _check_objective(self) -> None:
+        versions = [parameter._version for parameter in self.model.parameters()]
         with torch.autocast("cpu", enabled=False):
             self._objective.check(self._first, clip=self._clip, batch_size=self.loader.batch_size)
+        if versions != [parameter._version for parameter in self.model.parameters()]:
+            raise InvalidParameter(
+                "the model changes its parameters in its forward: what it writes there would not be private; do it "
+                "outside of the forward, from public values"
+            )
 
     def _frame(self, samples: Iterator[Part], drawn: int) -> bytearray | None:
         """Record the step, then encode its clipped mean; None when the budget is spent."""
@@ -469,7 +476,7 @@ class Private:
                 raise
             self._refusal = reason
             return None  # the others are told, so that all stop in the same step
-        with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        with torch.autocast("cpu", enabled=False), warnings.catch_warnings(), _buffers_kept(self.model):
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
             mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
         if lost and not self.dropped:
@@ -623,6 +630,18 @@ def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
         yield from samples
     except Exception:
         _log.warning("reading a batch failed; the rest of it counts as zero", exc_info=True)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put buffers back: what a forward writes into them depends on the data, and the model is released with them."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 class Peers:

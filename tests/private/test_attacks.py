@@ -259,6 +259,49 @@ def test_a_step_needs_gradients_and_a_finite_model(private):
     assert made.steps == 1
 
 
+class Remembering(nn.Module):
+    """Writes what it saw into a buffer, which is part of the model that is released."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.seen.copy_(x[0])
+        return self.head(x)
+
+
+class Rewriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.head.bias.mul_(1.0)
+        return self.head(x)
+
+
+def test_buffers_of_the_released_model_do_not_remember_the_data(private):
+    made = private(Remembering())
+    for batch in made.loader:
+        made.step(batch)
+    assert torch.equal(made.model.seen, torch.zeros(4))
+    with pytest.raises(InvalidParameter, match="changes its parameters"):
+        private(Rewriting())
+
+
+def test_a_loss_over_the_batch_is_refused(private):
+    def against_the_others(outputs, targets):
+        return (outputs - outputs.mean(dim=0)).square().sum(dim=1)
+
+    with pytest.raises(InvalidParameter, match="mixes samples"):
+        private(loss=against_the_others)
+
+
 def test_autocast_does_not_reach_the_gradients(private):
     found = []
     for enabled in (False, True):
