@@ -3,9 +3,12 @@
 import json
 import sys
 
+import numpy as np
 import pytest
+from distributed_processes import environment, finish, free_port, processes
 
 from bqsgd.cli.app import main
+from bqsgd.records.checkpoint import load_checkpoint
 
 MODULE = """
 import torch
@@ -91,3 +94,23 @@ def test_what_is_wrong_is_said_in_one_line(train, tmp_path, arguments, says):
     assert says in err
     assert len(err.splitlines()) == 1
     assert not list(tmp_path.glob("bad/ledgers/*"))
+
+
+@pytest.mark.slow
+def test_ranks_of_torch_distributed_train_it_too(train, tmp_path):
+    port = free_port()
+    command = [
+        sys.executable, "-m", "bqsgd", "train", "--engine", "torch-distributed", "--task", "mine_alone:task",
+        *map(str, QUICK), "--seed", "1", "--out", "ranks",
+    ]  # fmt: skip
+    ranks = [
+        (command, environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(port)))
+        for rank in range(2)
+    ]
+    with processes(ranks) as started:
+        for code, output in finish(started):
+            assert code == 0, output
+    code, _, err = train("--task", "mine_alone:task", *QUICK, "--seed", 1, "--out", "here")
+    assert code == 0, err
+    here, there = (load_checkpoint(tmp_path / name)[0] for name in ("here", "ranks"))
+    assert all(np.array_equal(here[name], there[name]) for name in here)
