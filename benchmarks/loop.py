@@ -74,14 +74,9 @@ def train_opacus(model: Any, optimizer: Any, loader: Any, epochs: int, folder: P
     loss = nn.CrossEntropyLoss()
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        target_epsilon=EPSILON,
-        target_delta=DELTA,
-        max_grad_norm=CLIP,
-        epochs=epochs,
-    )
+        module=model, optimizer=optimizer, data_loader=loader, target_epsilon=EPSILON, target_delta=DELTA,
+        max_grad_norm=CLIP, epochs=epochs,
+    )  # fmt: skip
     for _ in range(epochs):
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -92,16 +87,9 @@ def train_opacus(model: Any, optimizer: Any, loader: Any, epochs: int, folder: P
 
 def train_ours(model: Any, optimizer: Any, loader: Any, epochs: int, folder: Path) -> str:
     private = bqsgd.make_private(
-        model,
-        optimizer,
-        loader,
-        loss=nn.CrossEntropyLoss(reduction="none"),
-        epsilon=EPSILON,
-        delta=DELTA,
-        clip_norm=CLIP,
-        epochs=epochs,
-        ledger=folder / "me.ledger",
-    )
+        model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"), epsilon=EPSILON, delta=DELTA,
+        clip_norm=CLIP, epochs=epochs, ledger=folder / "me.ledger",
+    )  # fmt: skip
     for _ in range(epochs):
         for batch in private.loader:
             private.step(batch)
