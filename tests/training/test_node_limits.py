@@ -111,8 +111,8 @@ def client(path: Path, limits: NodeLimits, **settings: object) -> Client:
         path, client=0, budget_epsilon=limits.epsilon or 3.0, budget_delta=1e-5, change_reason="the client's own limits"
     )
     return Client(
-        client=0, model=nn.Linear(3, 2), loss=nn.CrossEntropyLoss(reduction="none"), inputs=inputs,
-        targets=(inputs[:, 0] > 0).astype(np.int64), config=config, ledger=ledger, limits=limits, resume=True,
+        client=0, model=nn.Linear(3, 2), loss=nn.CrossEntropyLoss(reduction="none"),
+        samples=(inputs, (inputs[:, 0] > 0).astype(np.int64)), config=config, ledger=ledger, limits=limits, resume=True,
     )  # fmt: skip
 
 
