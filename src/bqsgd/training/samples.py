@@ -131,8 +131,11 @@ class Reader:
 
 def _key(made: Any) -> object:
     """What samples must share to be put together: structure, kinds, shapes and types."""
-    leaves, spec = tree_flatten(made)
-    return str(spec), tuple((type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)) for leaf in leaves)
+    if isinstance(made, (tuple, list)):
+        return type(made), tuple(map(_key, made))
+    if isinstance(made, dict):
+        return type(made), tuple((name, _key(value)) for name, value in made.items())
+    return type(made), getattr(made, "dtype", None), getattr(made, "shape", None)
 
 
 def _joined(members: list[Any]) -> Any:
