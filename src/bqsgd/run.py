@@ -51,6 +51,7 @@ from bqsgd.reports.page import write_report
 from bqsgd.storage import one_writer
 from bqsgd.training.aggregation import client_weights, read_sizes
 from bqsgd.training.client_plan import client_setting
+from bqsgd.training.outlook import check_outlook, foresee
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
 from bqsgd.training.task import Evaluation, Task
@@ -60,6 +61,8 @@ _DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32")
 _MOST_NAMED = 10
+STILL_ROUNDS = 10
+"""A run stops when so many rounds in a row have left the model as it was."""
 _Nominal = Callable[[Config, ClientSetting], Callable[[int], float | None]]
 """(settings, client 0) -> rounds -> the paper's nominal epsilon; see `bqsgd.paper`."""
 
@@ -106,13 +109,19 @@ class Run:
         setup = Setup(task=task, config=config, folder=folder, resuming=resuming, dimension=initial.size, sizes=sizes)
         self.engine = engine(setup)
         self._resources.callback(self.engine.close)
-        weights = client_weights(config.server.weights, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
+        choice = config.server.weights
+        if choice is None and config.privacy.rate is not None:
+            choice = "equal"  # at one rate a batch grows with the client's samples: every sample counts alike
+        weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
         self.server = Server(model=initial, weights=weights, config=config)
         self._nominal = None if nominal is None else nominal(config, self.setting(min(self.engine.samples)))
         self._started = time.monotonic()
         self.last: RoundRecord | None = None
         """The record of the last round, None before the first."""
         self._totals = dict.fromkeys(_TOTALS, 0)
+        self.steps = 0
+        """Rounds that moved the model."""
+        self._still = 0
         self._writer: RunWriter | None = None
 
     @classmethod
@@ -124,9 +133,15 @@ class Run:
         folder: str | Path | None = None,
         engine: MakeEngine = in_process,
         nominal: _Nominal | None = None,
+        force: bool = False,
     ) -> Self:
         """Begin a run in `folder`, which must not hold one. Without a folder nothing is kept, which is allowed for
         seeded and noiseless runs only: neither makes a privacy claim.
+
+        force: begin it even if its plans say that nothing can be learnt (`training.outlook`).
+
+        Raises:
+            CannotLearn: no client has a plan, or the noise is larger than any signal; nothing was spent.
         """
         path = None if folder is None else Path(folder)
         with closing_on_error() as resources:
@@ -138,6 +153,8 @@ class Run:
             run = cls(
                 task, named(config), folder=path, engine=engine, resuming=False, nominal=nominal, resources=resources
             )
+            if not (force or run.engine.claimed):  # nobody makes this process plan by claiming sizes
+                run._check_outlook()
             if path is not None:
                 run._open_writer(keep_through=-1)
         return run
@@ -172,6 +189,13 @@ class Run:
             run._open_writer(keep_through=run.server.round - 1)
         return run
 
+    def _check_outlook(self) -> None:
+        samples = self.engine.samples
+        outlook = foresee(self.config, samples, dimension=self.server.model.size, weights=self.server.weights)
+        check_outlook(outlook, self.config, samples)
+        for line in outlook.lines():
+            _log.info(line)
+
     def _open_writer(self, *, keep_through: int) -> None:
         assert self.folder is not None
         self._writer = self._resources.enter_context(RunWriter(self.folder, keep_through=keep_through))
@@ -186,6 +210,8 @@ class Run:
 
     def _count(self, record: RoundRecord) -> None:
         self.last = record
+        self.steps += record.stepped
+        self._still = 0 if record.stepped else self._still + 1
         for name in _TOTALS:
             self._totals[name] += getattr(record, name)
 
@@ -208,7 +234,8 @@ class Run:
         """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
 
         A record is written before the state moves past it: first its line, then, every `checkpoint_every` rounds and
-        after the last, the checkpoint. A run that lost so many clients that no round can count stops.
+        after the last, the checkpoint. A run that lost so many clients that no round can count stops, and so does one
+        whose model has not moved for STILL_ROUNDS rounds.
         """
         settings = self.config.run
         while self.round < settings.rounds:
@@ -225,6 +252,16 @@ class Run:
             if left < needed:
                 _log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
                 return
+            if self.stalled:
+                _log.warning(
+                    "the model has not moved for %d rounds: stopping after round %d", self._still, record.round
+                )
+                return
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the last STILL_ROUNDS rounds all left the model as it was."""
+        return self._still >= STILL_ROUNDS
 
     def _one_round(self) -> RoundRecord:
         """One round, evaluated where that is due."""

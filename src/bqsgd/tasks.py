@@ -47,6 +47,14 @@ class NamedTask(Group):
     )
     init_seed: int = setting(0, "Seed of the initial model and of the shares; public.", between=(0, 2**63 - 1))
 
+    def size(self) -> tuple[int, int]:
+        """Training samples in all, and coordinates of the model: known before any feature is computed."""
+        from bqsgd.models import dimension_of
+
+        dataset = data.load(self.dataset, folder=self.data_folder)
+        model = self._make_model(data.features_shape(self.features, dataset.input_shape), dataset.classes)()
+        return len(dataset.train), dimension_of(model)
+
     def task(self, config: Config, *, client: int | None = None) -> Task:
         """The task among the clients of `config`.
 
@@ -62,7 +70,6 @@ class NamedTask(Group):
             client=client,
             seed=seed_for(self.init_seed, Purpose.SHARES),
             concentration=self.concentration,
-            smallest=1 if self.concentration is None else config.privacy.batch_size,
             threads=config.clients.workers,
         )
         return Task(

@@ -19,7 +19,7 @@ from bqsgd.privacy.accountant import Accountant
 from bqsgd.records.checkpoint import CheckpointError
 from bqsgd.records.folder import read_history
 from bqsgd.records.record import RoundRecord
-from bqsgd.run import Run, train
+from bqsgd.run import STILL_ROUNDS, Run, train
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 
@@ -155,7 +155,7 @@ class Silent:
     """An engine whose clients never answer."""
 
     def __init__(self):
-        self.samples, self.lost, self.claimed = {0: 10, 1: 10}, {}, False
+        self.samples, self.lost, self.claimed = {0: 360, 1: 360}, {}, False
 
     def exchange(self, message, *, round):
         return []
@@ -251,3 +251,11 @@ def test_train_runs_to_the_end(task, settings, tmp_path):
     summary = train(task, settings(rounds=3), folder=tmp_path)
     assert summary.rounds == 3
     assert read_history(tmp_path).summary == summary
+
+
+def test_a_run_whose_model_no_longer_moves_stops(task, settings, tmp_path, caplog):
+    with Run.start(task, settings(rounds=50), folder=tmp_path, engine=lambda setup: Silent()) as run:
+        assert len(list(run.rounds())) == STILL_ROUNDS
+    assert run.stalled
+    assert run.steps == 0
+    assert f"the model has not moved for {STILL_ROUNDS} rounds: stopping" in caplog.text

@@ -93,7 +93,7 @@ def test_private_metrics_are_labelled_and_stay_with_the_client(capsys, somewhere
         (["--clip", "soft"], "clip must be one of"),
         (["--resume"], "--resume needs --out"),
         (["--config", "absent.toml"], "not a readable TOML"),
-        (["--batch-size", "5000"], "more than the 360 samples"),
+        (["--batch-size", "5000"], "more than the 359 samples"),
         (["--model", "lenet5"], "try mlp"),
     ],
 )
@@ -102,6 +102,38 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_deadline_that_refuses_every_frame_is_said_stops_the_run_and_fails(capsys, caplog, somewhere):
+    code, printed, progress = run(capsys, "--out", "late", "--deadline-seconds", "1e-9", "--rounds", "30")
+    assert code == 1
+    assert printed["rounds"] == len(list(read_rounds(somewhere / "late"))) == 10
+    assert "it came after the deadline" in caplog.text
+    assert "nothing was learnt: no round moved the model" in progress
+
+
+def test_settings_are_checked_before_any_feature_is_computed(capsys, somewhere, monkeypatch):
+    monkeypatch.setattr("bqsgd.data.shares.compute_features", None)
+    assert main(["train", "--dataset", "digits", "--clients", "100", "--batch-size", "512", "--out", "none"]) == 2
+    assert "more than the 14 samples that each of 100 clients holds" in capsys.readouterr().err
+    assert not (somewhere / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_learn_is_refused_before_there_is_a_folder_unless_forced(capsys, somewhere):
+    hopeless = ["train", "--dataset", "digits", "--epsilon", "0.05", "--rounds", "3", "--out", "none"]
+    assert main(hopeless) == 2
+    assert "nothing can be learnt. This would do: --" in capsys.readouterr().err
+    assert not (somewhere / "none").exists()
+    assert main([*hopeless, "--force"]) == 0
+    assert "nothing can be learnt" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_clients_of_all_sizes_take_part_under_label_skew(capsys, somewhere):
+    skewed = ["--dataset", "digits", "--clients", "30", "--concentration", "0.3", "--rounds", "3", "--epsilon", "30"]
+    assert main(["train", *skewed, "--out", "skewed", "--json"]) == 0
+    assert all(record.used == 30 for record in read_rounds(somewhere / "skewed"))
 
 
 def test_a_folder_is_never_run_over_and_resume_keeps_the_settings(capsys):

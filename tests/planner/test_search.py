@@ -19,6 +19,7 @@ from bqsgd.planner.search import (
     least_error_mechanism,
     least_error_uncoarsened,
     make_plan,
+    total_shift,
 )
 from bqsgd.privacy.accountant import Accountant
 
@@ -94,7 +95,7 @@ def test_too_few_bits_name_the_nearest_feasible_budgets():
     with pytest.raises(TooFewBits) as error:
         with_bits(6)
     words = str(error.value)
-    assert "6 bits reach epsilon >= " in words or "no finite epsilon" in words
+    assert "6 bits reach no less than epsilon " in words or "no finite epsilon" in words
     needed = error.value.needed
     assert f"epsilon 0.3 needs {needed} bits" in words
     assert 6 < needed <= 20
@@ -147,5 +148,34 @@ def test_no_plan_reaches_further_than_a_server_allows():
 
 
 def test_an_epsilon_beyond_all_bits_is_infeasible_and_says_so():
-    with pytest.raises(Infeasible, match="needs more than 20 bits before coarsening"):
+    with pytest.raises(Infeasible, match=r"20 bits reach no less than epsilon 0\.00"):
         make_plan(Budget(bits=4, epsilon=0.005, delta=1e-5), WIDE, rounds=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 12, 16, 20])
+def test_more_bits_never_fail_where_fewer_succeed(bits):
+    setting = ClientSetting(dimension=68, batch_size=8, dataset_size=64)
+    plan = make_plan(Budget(bits=bits, epsilon=3.0, delta=1e-5), setting, rounds=1000)
+    assert plan.guarantee.epsilon <= 3.0
+
+
+@pytest.mark.slow
+def test_where_the_accountant_has_an_answer_the_planner_finds_one():
+    setting = ClientSetting(dimension=61_706, batch_size=128, dataset_size=200)
+    plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), setting, rounds=60)
+    assert epsilon(plan.mechanism.fine, 60, 1e-5, setting=setting) <= 3.0
+
+
+@pytest.mark.slow
+def test_few_answers_of_the_accountant_are_enough(monkeypatch):
+    asked = []
+    answer = Accountant.epsilon
+    monkeypatch.setattr(Accountant, "epsilon", lambda self, delta: asked.append(delta) or answer(self, delta))
+    least_error_mechanism(Budget(bits=20, epsilon=5.0, delta=1e-5), replace(SETTING, l2=1 / 64).release, rounds=10)
+    assert len(asked) <= 40
+
+
+@pytest.mark.parametrize("epsilon", [1e-9, 1e-3, 50.0, 1e6, 1e300])
+def test_any_budget_has_a_total_shift(epsilon):
+    assert 0 < total_shift(Budget(bits=8, epsilon=epsilon, delta=1e-12)) < 1e4

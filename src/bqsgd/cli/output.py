@@ -9,7 +9,9 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from bqsgd.training.settings import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure in full.")]
+
+
+_SAY_EVERY = 5.0
+"""Seconds between lines where there is no terminal to redraw."""
 
 
 def out_option(help: str) -> Any:
@@ -68,6 +74,26 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return value
+
+
+@contextmanager
+def planning() -> Iterator[Callable[[int, int], None]]:
+    """What to call with (done, in all) while the clients' plans are made; shown on stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        began = [time.monotonic()]
+
+        def say(done: int, total: int) -> None:
+            if time.monotonic() - began[0] > _SAY_EVERY:
+                began[0] = time.monotonic()
+                print(f"planning: {done} of {total} clients", file=sys.stderr, flush=True)
+
+        yield say
+        return
+    with console.status("planning") as status:
+        yield lambda done, total: status.update(f"planning: {done} of {total} clients")
 
 
 def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -> Iterator[RoundRecord]:

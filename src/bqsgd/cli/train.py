@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from bqsgd.training.settings import Config
 
 _ENGINES = ("in-process", "torch-distributed")
-_DIGITS = {"batch_size": 64, "rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
-"""What fits the 1,437 training samples of `digits` better than the defaults, which are for MNIST."""
+_DIGITS = {"rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
+"""What fits the 1,437 training samples of `digits` better than the defaults."""
 
-DEMO: dict[str, dict[str, Any]] = {
-    "mnist": {"rounds": 150, "learning_rate": 2.0, "evaluate_every": 15, "reserve_rounds": 150},
-    "digits": {"rounds": 60, "epsilon": 8.0, "evaluate_every": 10, "reserve_rounds": 60},
+DEMO: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "mnist": ("mnist-eps3", {}),
+    "digits": (None, {"rounds": 60, "epsilon": 8.0, "evaluate_every": 10, "reserve_rounds": 60}),
 }
-"""Settings per data set, beside the defaults. Few rounds leave more of the budget to each; the few samples of `digits`
-need a larger one to be learnt from."""
+"""Preset and settings per data set. The few samples of `digits` need a larger epsilon to be learnt from."""
 
 
 class SettingsCommand(typer.core.TyperCommand):
@@ -104,6 +103,9 @@ def train(
     node_limits: Annotated[
         Path | None, typer.Option(help="TOML file of what this rank agrees to as a client (torch-distributed).")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Begin even if the noise leaves nothing to be learnt.")
+    ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
     nominal: Annotated[
         bool, typer.Option("--nominal", help="Record the paper's nominal epsilon as well (not a guarantee).")
@@ -113,8 +115,9 @@ def train(
 ) -> None:
     """Train a model across clients that each keep a differential privacy guarantee of their own.
 
-    The defaults give every client a proven total epsilon of at most 3 at delta 1e-5. Ctrl-C stops after the current
-    round; --resume continues.
+    The defaults give every client a proven total epsilon of at most 3 at delta 1e-5. Batch size, rate, rounds, range
+    and learning rate follow from the number of clients and samples where they are not given. A run that cannot learn
+    is not begun. Ctrl-C stops after the current round; --resume continues.
 
     Examples: bqsgd train --preset mnist-eps3
               bqsgd train --dataset mnist --epsilon 3 --out runs/first
@@ -130,7 +133,7 @@ def train(
         raise InvalidParameter(f"--engine must be {' or '.join(_ENGINES)}, got {engine!r}")
     if resume and out is None:
         raise InvalidParameter("--resume needs --out, the folder of the run to continue")
-    shown = _Shown(tensorboard=tensorboard, nominal=nominal, json=json)
+    shown = _Shown(tensorboard=tensorboard, nominal=nominal, json=json, force=force)
     if engine == "torch-distributed":
         _as_rank(
             given,
@@ -157,24 +160,28 @@ def demo(
     dataset: Annotated[str | None, typer.Option(help="mnist or digits. Default: mnist, else digits.")] = None,
     json: Json = False,
 ) -> None:
-    """Train a small model on MNIST over four clients with a proven guarantee, and write the report.
+    """Train on MNIST over four clients with a proven guarantee, and write the report.
+
+    The model is linear on fixed wavelet features, which take half a minute to compute first.
 
     Noise comes from the operating system. The server sees every client's messages and is not trusted.
     """
     chosen = _fit({} if dataset is None else {"dataset": dataset})["dataset"]
     if chosen not in DEMO:
         raise InvalidParameter(f"the demo trains on {' or '.join(DEMO)}, got {chosen!r}; use bqsgd train")
-    given = {"dataset": chosen, **DEMO[chosen]} | ({} if rounds is None else {"rounds": rounds})
-    _begin(given, out=out, shown=_Shown(json=json))
+    preset, given = DEMO[chosen]
+    given = {"dataset": chosen, **given} | ({} if rounds is None else {"rounds": rounds})
+    _begin(given, preset=preset, out=out, shown=_Shown(json=json))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """What is shown of a run besides its progress."""
+    """How a run is begun and what is shown of it besides its progress."""
 
     tensorboard: bool = False
     nominal: bool = False
     json: bool = False
+    force: bool = False
 
 
 def _begin(
@@ -186,23 +193,52 @@ def _begin(
     out: Path | None = None,
 ) -> None:
     """Start a run in this process with the settings given on the command line, and print what came of it."""
+    from bqsgd.tasks import NamedTask
+
     named, chosen = new_settings(given, preset=preset, file=file)
     folder = out or _new_folder(named.dataset)
     _refuse_run_in(folder)
+    if isinstance(named, NamedTask):  # that of a task of one's own is looked at when the run starts
+        _foresee_run(named, chosen, force=shown.force)
     _lead(named, chosen, folder=folder, resuming=False, shown=shown)
 
 
 def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask | OwnTask, Config]:
-    """The settings of a new run: defaults, then the preset, then the file, then what is given."""
+    """The settings of a new run: defaults for the federation, then the preset, then the file, then what is given."""
     from bqsgd import tasks
-    from bqsgd.training.settings import read_toml
+    from bqsgd.training.federation import fitted
+    from bqsgd.training.settings import Config, read_toml
 
     settings = {} if preset is None else tasks.preset(preset)
     if file is not None:
         settings |= _flat(read_toml(file))
     if "task" in given:
         return _own_settings(settings | given)
-    return tasks.settings_of(**_fit(settings | given))
+    settings = _fit(settings | given)
+    named, _ = tasks.settings_of(**settings)
+    own = named.settings()
+    samples, dimension = named.size()
+    chosen = {name: value for name, value in settings.items() if name not in own}
+    return named, Config.of(**fitted(chosen, samples=samples, dimension=dimension))
+
+
+def _foresee_run(named: NamedTask, chosen: Config, *, force: bool) -> None:
+    """Plan, say what noise the run will carry, and refuse it where nothing could be learnt (unless forced).
+
+    Nothing is read but sizes, and nothing computed but plans: no features, no folder, no spend.
+    """
+    from bqsgd.cli.output import planning
+    from bqsgd.training.outlook import check_outlook, foresee
+
+    samples, dimension = named.size()
+    clients = chosen.clients.count
+    held = {client: samples // clients + (client < samples % clients) for client in range(clients)}
+    with planning() as progress:
+        outlook = foresee(chosen, held, dimension=dimension, progress=progress)
+    if not force:
+        check_outlook(outlook, chosen, held)
+    for line in outlook.lines():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _own_settings(settings: dict[str, Any]) -> tuple[OwnTask, Config]:
@@ -349,11 +385,20 @@ def _lead(
 
     task = named.task(chosen, client=client)
     how: dict[str, Any] = {"engine": engine or in_process, "nominal": nominal_epsilon_after if shown.nominal else None}
-    run = Run.resume(task, folder=folder, **how) if resuming else Run.start(task, chosen, folder=folder, **how)
+    if resuming:
+        run = Run.resume(task, folder=folder, **how)
+    else:
+        run = Run.start(task, chosen, folder=folder, force=shown.force, **how)
     with run:
         _train(run, tensorboard=shown.tensorboard)
     summary = run.close()
     _print(summary, folder=folder, chosen=chosen, json=shown.json)
+    if run.steps == 0 and summary.rounds:
+        print("bqsgd: nothing was learnt: no round moved the model; rounds.jsonl says why", file=sys.stderr)
+        raise typer.Exit(1)
+    if run.stalled:
+        print(f"bqsgd: stopped after round {summary.rounds}: the model no longer moved", file=sys.stderr)
+        raise typer.Exit(1)
     if summary.rounds < chosen.run.rounds:
         print(
             f"stopped after round {summary.rounds}; continue with: bqsgd train --out {folder} --resume", file=sys.stderr

@@ -214,7 +214,7 @@ def nominal_epsilon_after(config: Config, setting: ClientSetting) -> Callable[[i
     nominal = NominalSetting(
         dimension=setting.dimension,
         batch_size=setting.batch_size,
-        dataset_size=setting.dataset_size,
+        dataset_size=max(setting.batch_size, setting.dataset_size),
         delta=config.privacy.delta,
     )
     return lambda rounds: NominalPrivacy.of(mechanism, nominal, rounds=rounds).epsilon_total

@@ -41,11 +41,15 @@ class ClientSetting:
     linf and l2 say how far one sample moves the vector, as fractions of the encoder's range C. Without them the client
     clips every sample at C per coordinate: linf is 1/batch_size under add/remove and 2/batch_size under replace-one.
     Without a relation the sampling decides: replace-one for fixed-size batches, add/remove otherwise.
+
+    rate: of Poisson batches, where it is common to clients of all sizes; batch_size is then only what they divide by.
+    Without it, batch_size / dataset_size.
     """
 
     dimension: int
     batch_size: int
     dataset_size: int
+    rate: float | None = None
     scheme: Scheme | str = Scheme.POISSON
     relation: Relation | str | None = None
     linf: float | None = None
@@ -62,7 +66,10 @@ class ClientSetting:
         >>> release.sampling.rate, release.shift
         (0.1, 0.5)
         """
-        sampling = Sampling.of_batch(self.scheme, batch_size=self.batch_size, dataset_size=self.dataset_size)
+        if self.rate is None:
+            sampling = Sampling.of_batch(self.scheme, batch_size=self.batch_size, dataset_size=self.dataset_size)
+        else:
+            sampling = Sampling(scheme=Scheme(self.scheme), rate=self.rate)
         relation, linf = self.relation, self.linf
         if relation is None:
             relation = Relation.REPLACE if sampling.scheme is Scheme.FIXED_SIZE else Relation.ADD_REMOVE

@@ -2,9 +2,13 @@
 
 For a given s the error grows with m and epsilon falls with it, so only the smallest m that meets the budget matters.
 It is found between an m that fails and one that holds, so the answer always lies on the private side. Along these
-(s, m) the error falls as s grows, apart from integer effects. So the search starts at the largest s whose m still fits
-the bits and goes down through those that could still win. Its first guess is what a Gaussian would be allowed in the
-limit of many rounds (Bu et al. 2020); the accountant decides.
+(s, m) the error falls as s grows, apart from integer effects. So the search finds the largest s whose m still fits the
+bits, and then tries those fewer levels for which m / s^2 may come out smaller. Its first guess is what a Gaussian would
+be allowed in the limit of many rounds (Bu et al. 2020); the accountant decides.
+
+An answer of the accountant takes from a tenth of a second to some seconds, so the search asks for few of them. Where
+only the L-infinity bound is known, what data attain is a quick lower bound on epsilon: it finds the levels, and the
+proven figure settles their trials.
 
 With few bits 2s + m + 1 <= 2^b leaves so few trials that the ends of the binomial weigh far more than delta. But
 whatever is computed from noised codes costs no privacy (docs/accounting.md). So privacy is planned with 8 bits or more,
@@ -15,11 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from scipy.special import ndtr
 
-from bqsgd.errors import Infeasible
+from bqsgd.errors import AccountingError, Infeasible
 from bqsgd.mechanism.coarsening import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Coarsening, Mechanism
@@ -72,8 +78,18 @@ def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
 
 
 _MakeRelease = Callable[[Mechanism], Release]
-_MARGIN = 0.999
-"""Fewer levels need at least as many trials per level squared as more do; this share allows for what is not proven."""
+_Figure = Callable[[int, int], float]
+"""(levels, trials) -> total epsilon."""
+_ENOUGH_BITS = 12
+"""Planning takes no more bits than these unless it must: 2,047 levels and 1,000 trials are within a thousandth of the
+least error that any number of bits can have."""
+_SHIFTS = 1e-9, 1e3
+_WORTH_TRYING = 0.999
+"""Other levels are tried where they may have less than this share of the error."""
+_OTHER_LEVELS = 8
+"""How many other levels are tried, the most promising first."""
+_SETTLED = 3
+"""How many levels below the quick search's own are tried where the proven figure is too large for it."""
 
 
 class TooFewBits(Infeasible):
@@ -106,9 +122,9 @@ def least_error_mechanism(
 ) -> Mechanism:
     """The mechanism of least error whose proven epsilon of (`spent`, then `rounds` of the release) is within budget.
 
-    From 8 bits on it is the one of smallest V with 2s + m + 1 <= 2^b. With fewer bits, or where none fits, one that
-    takes more bits is coarsened to 2^b points: with its many levels it has less noise to signal than the few levels
-    that would fit, if any do.
+    From 8 bits on it is the one of smallest V with 2s + m + 1 <= 2^b, to a few thousandths (see _ENOUGH_BITS). With
+    fewer bits, or where none fits, one that takes more bits is coarsened to 2^b points: with its many levels it has
+    less noise to signal than the few levels that would fit, if any do.
 
     Raises:
         Infeasible: even MAX_BITS bits do not reach the epsilon, so there is nothing to coarsen either.
@@ -118,7 +134,7 @@ def least_error_mechanism(
         return least_error_uncoarsened(replace(budget, bits=bits), make_release, rounds=rounds, spent=spent)
 
     try:
-        found = fine(max(budget.bits, _LEAST_FINE_BITS))
+        found = fine(min(max(budget.bits, _LEAST_FINE_BITS), _ENOUGH_BITS))
     except TooFewBits as error:
         if error.needed is None:
             raise
@@ -130,11 +146,14 @@ def total_shift(budget: Budget) -> float:
     """mu: two unit Gaussians this far apart have delta = budget.delta at budget.epsilon. A first guess only."""
     from scipy.optimize import brentq  # here: a client's process rarely needs it, and it is slow to import
 
-    def delta_of(mu: float) -> float:
+    def missing(mu: float) -> float:
         eps = budget.epsilon
-        return float(ndtr(mu / 2 - eps / mu) - math.exp(min(eps, 700)) * ndtr(-mu / 2 - eps / mu))
+        return float(ndtr(mu / 2 - eps / mu) - math.exp(min(eps, 700)) * ndtr(-mu / 2 - eps / mu)) - budget.delta
 
-    return float(brentq(lambda mu: delta_of(mu) - budget.delta, 1e-6, 200.0))
+    least, most = _SHIFTS
+    if missing(least) >= 0 or missing(most) <= 0:  # a budget beyond all use, on one side or the other
+        return least if missing(least) >= 0 else most
+    return float(brentq(missing, least, most))
 
 
 def shift_per_round(budget: Budget, *, rate: float, rounds: int) -> float:
@@ -151,57 +170,93 @@ def least_error_uncoarsened(
         Infeasible: naming what the bits can reach and how many bits the epsilon needs.
     """
     base = spent or Accountant()
-    top = 2**budget.bits - 1
+    top, cap = 2**budget.bits - 1, 2**MAX_BITS - 3
 
     def after(levels: int, trials: int) -> Accountant:
         check_time()
         return base.compose(make_release(Mechanism(levels=levels, trials=trials)), rounds)
 
+    @cache
     def proven(levels: int, trials: int) -> float:
-        return after(levels, trials).epsilon(budget.delta)
+        with suppress(AccountingError):  # no route applies: nothing is proven
+            return after(levels, trials).epsilon(budget.delta)
+        return math.inf
 
+    @cache
     def attained(levels: int, trials: int) -> float:
         return after(levels, trials).attained_epsilon(budget.delta)
 
-    def least_trials(levels: int, guess: float, cap: int) -> int | None:
-        """The lower bound (quick without an L2 bound) rules out what surely fails; the proven figure decides."""
-        failing, guess = 0, min(guess, cap)
-        if probe.sensitivity.l2 is None and attained(levels, max(1, round(guess))) > 0:
-            quick = _least_trials(attained, levels, guess, budget.epsilon, cap=cap)
-            if quick is None:
-                return None
-            failing, guess = quick - 1, quick
-        return _least_trials(proven, levels, guess, budget.epsilon, cap=cap, failing=failing)
-
     probe = make_release(Mechanism(levels=1, trials=1))
-    ratio = max(1.0, 4 * probe.shift_l2**2 / shift_per_round(budget, rate=probe.sampling.rate, rounds=rounds) ** 2)
-    found: dict[int, int] = {}
-    levels = _largest_levels(ratio, top)
-    for _ in range(2):  # trials per level squared, first guessed, then measured
-        trials = least_trials(levels, ratio * levels**2, 1 << MAX_BITS)
-        if trials is None:
-            raise _too_few_bits(proven, budget, None)
-        if 2 * levels + trials <= top:
-            found[levels] = trials
-        ratio = trials / levels**2
-        levels = _largest_levels(ratio, top)
+    ratio = 4 * probe.shift_l2**2 / shift_per_round(budget, rate=probe.sampling.rate, rounds=rounds) ** 2
+    quick = probe.sensitivity.l2 is None and attained(1, min(cap, max(1, round(ratio)))) > 0
+    found = _least_error(attained if quick else proven, budget.epsilon, ratio=max(ratio, 1e-9), top=top)
+    if quick and found is not None:
+        found = _settled(proven, budget.epsilon, found, top=top)
+    if found is None:
+        raise _too_few_bits(proven, budget, _least_trials(proven, 1, ratio, budget.epsilon, cap=cap))
+    return found
 
-    def try_levels(s: int) -> bool:
-        trials = found.get(s) or least_trials(s, min(ratio * s**2, top - 2 * s), top - 2 * s)
+
+def _least_error(figure: _Figure, target: float, *, ratio: float, top: int) -> Mechanism | None:
+    """The mechanism of smallest V with 2s + m <= top and figure <= target; `ratio` is a guess of m / s^2."""
+    most = _most_levels(lambda s: figure(s, top - 2 * s) <= target, _largest_levels(ratio, top), cap=(top - 1) // 2)
+    if most == 0:
+        return None
+    trials = _least_trials(figure, most, ratio * most**2, target, cap=top - 2 * most)
+    assert trials is not None  # top - 2 most trials hold
+    best = Mechanism(levels=most, trials=trials)
+    # Fewer levels need at least as many trials per level squared: where the whole number of trials may fit better.
+    exact = _between(figure, most, trials, target) / most**2
+
+    def hoped(s: int) -> float:
+        return noise_variance(Mechanism(levels=s, trials=max(1, math.ceil(exact * s**2))))
+
+    for s in sorted(range(1, most), key=hoped)[:_OTHER_LEVELS]:
+        if hoped(s) >= _WORTH_TRYING * noise_variance(best):
+            break
+        trials = _least_trials(figure, s, exact * s**2, target, cap=top - 2 * s)
         if trials is not None:
-            found[s] = trials
-        return trials is not None
+            best = min(best, Mechanism(levels=s, trials=trials), key=noise_variance)
+    return best
 
-    above = max(levels, *found, 1)
-    while 2 * above < top and try_levels(above):  # whatever s + 1 levels can reach, s levels can
-        above += 1
-    for s in range(above - 1, 0, -1):
-        if not found or _could_win(s, found):
-            try_levels(s)
-    if not found:
-        raise _too_few_bits(proven, budget, least_trials(1, ratio, 1 << MAX_BITS))
-    best = min(found, key=lambda s: noise_variance(Mechanism(levels=s, trials=found[s])))
-    return Mechanism(levels=best, trials=found[best])
+
+def _settled(proven: _Figure, target: float, found: Mechanism, *, top: int) -> Mechanism | None:
+    """What a lower bound on epsilon `found`, with as many trials as the proven figure needs; else with fewer levels."""
+    for s in range(found.levels, max(0, found.levels - _SETTLED), -1):
+        guess = found.trials * (s / found.levels) ** 2
+        trials = _least_trials(proven, s, guess, target, cap=top - 2 * s)
+        if trials is not None:
+            return Mechanism(levels=s, trials=trials)
+    return _least_error(proven, target, ratio=found.trials / found.levels**2, top=top)
+
+
+def _most_levels(holds: Callable[[int], bool], guess: int, *, cap: int) -> int:
+    """The largest s in 1 .. cap that holds, 0 if none does. Whatever s + 1 levels can reach, s levels can."""
+    low, high = 0, cap + 1
+    s, stride = guess, 1
+    while high - low > 1:
+        if holds(s):
+            low = s
+            s += stride
+        else:
+            high = s
+            s -= stride
+        if low and high <= cap:
+            stride, s = 1, (low + high) // 2
+        else:
+            stride *= 2
+            s = min(max(s, 1), cap)
+    return low
+
+
+def _between(figure: _Figure, levels: int, trials: int, target: float) -> float:
+    """Where between trials - 1 and trials the figure meets the target, on a straight line in logarithms."""
+    if trials == 1:
+        return 1.0
+    above, below = figure(levels, trials - 1), figure(levels, trials)
+    if not 0 < below < above < math.inf:
+        return float(trials - 1)
+    return trials - 1 + math.log(above / target) / math.log(above / below)
 
 
 def _largest_levels(ratio: float, top: int) -> int:
@@ -209,49 +264,38 @@ def _largest_levels(ratio: float, top: int) -> int:
     return max(1, min(math.floor((math.sqrt(1 + ratio * top) - 1) / ratio), (top - 1) // 2))
 
 
-def _could_win(levels: int, found: dict[int, int]) -> bool:
-    """Whether `levels` with the fewest trials they can need would beat the best mechanism found."""
-    best = min(noise_variance(Mechanism(levels=s, trials=m)) for s, m in found.items())
-    larger = [(m - 1) / s**2 for s, m in found.items() if s >= levels]
-    if not larger:
-        return True
-    fewest = max(larger) * _MARGIN
-    return noise_variance(Mechanism(levels=levels, trials=max(1, math.ceil(fewest * levels**2)))) < best
+def _least_trials(figure: _Figure, levels: int, guess: float, target: float, *, cap: int) -> int | None:
+    """The smallest m in 1 .. cap with figure(levels, m) <= target, from a guess; None if even `cap` fails.
 
-
-def _least_trials(
-    epsilon: Callable[[int, int], float], levels: int, guess: float, target: float, *, cap: int, failing: int = 0
-) -> int | None:
-    """The smallest m in (failing, cap] with epsilon(levels, m) <= target, from a guess; None if even `cap` fails.
-
-    Keeps `low` failing and `high` holding, and steps by the local power law epsilon ~ m^-k to need few calls.
+    Above 2,000 trials it may be a two-thousandth too many. It keeps `low` failing and `high` holding, and steps by the
+    local power law epsilon ~ m^-k to need few calls.
     """
-    low, high = failing, cap + 1  # cap + 1 stands for "not known to hold"
+    low, high = 0, cap + 1  # cap + 1 stands for "not known to hold"
     m = min(max(low + 1, round(guess)), cap)
     power, last = 0.6, None
-    while high - low > 1:
-        figure = epsilon(levels, m)
-        if figure <= target:
+    while high - low > (1 if high > cap else max(1, high // 2000)):
+        epsilon = figure(levels, m)
+        if epsilon <= target:
             high = m
         else:
             low = m
-        if last and 0 < figure < math.inf and 0 < last[1] < math.inf and figure != last[1] and m != last[0]:
-            power = min(3.0, max(0.01, -math.log(figure / last[1]) / math.log(m / last[0])))
-        last = (m, figure)
-        wanted = 2.0 * m if figure == math.inf else m * min(8.0, (figure / target) ** (1 / power))
+        if last and 0 < epsilon < math.inf and 0 < last[1] < math.inf and epsilon != last[1] and m != last[0]:
+            power = min(3.0, max(0.01, -math.log(epsilon / last[1]) / math.log(m / last[0])))
+        last = (m, epsilon)
+        wanted = 2.0 * m if epsilon == math.inf else m * min(8.0, (epsilon / target) ** (1 / power))
         m = min(max(math.ceil(min(wanted, 2.0**40)), low + 1), high - 1)
     return high if high <= cap else None
 
 
-def _too_few_bits(epsilon: Callable[[int, int], float], budget: Budget, trials: int | None) -> TooFewBits:
+def _too_few_bits(proven: _Figure, budget: Budget, trials: int | None) -> TooFewBits:
     """The error that says what the bits can reach and what the epsilon needs: `trials` at one level, or too many."""
-    bits = budget.bits if trials is not None else MAX_BITS
-    least = epsilon(1, 2**bits - 3)
-    reach = f"epsilon >= {rounded_up(least, 3)}" if math.isfinite(least) else "no finite epsilon"
     needed = None if trials is None else (trials + 2).bit_length()
-    needs = f"more than {MAX_BITS} bits before coarsening" if needed is None else f"{needed} bits"
+    bits = MAX_BITS if needed is None else budget.bits
+    least = proven(1, 2**bits - 3)
+    reach = f"no less than epsilon {rounded_up(least, 3)}" if math.isfinite(least) else "no finite epsilon"
+    needs = "" if needed is None else f"; epsilon {as_given(budget.epsilon)} needs {needed} bits"
     return TooFewBits(
-        f"{bits} bits reach {reach}; epsilon {as_given(budget.epsilon)} needs {needs} "
-        f"(proven total at delta {budget.delta:g}); use a larger batch, fewer rounds or a wider range",
+        f"{bits} bits reach {reach}{needs} (proven total at delta {budget.delta:g}; epsilon "
+        f"{as_given(budget.epsilon)} was asked for): use a larger batch, fewer rounds or a wider range",
         needed,
     )

@@ -25,7 +25,7 @@ from bqsgd.noise import NoiseSource
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.time_limit import PlanningTooLong, cpu_seconds
-from bqsgd.release import Release, Unit
+from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.node_limits import NodeLimits
@@ -84,7 +84,7 @@ class Client:
             if refusal is not None:
                 raise InvalidParameter(refusal)
         self.samples, self.objective = reader_of(samples), Objective(model, loss, forward)
-        if config.privacy.batch_size > len(self.samples):
+        if config.privacy.scheme is Scheme.FIXED_SIZE and config.privacy.batch_size > len(self.samples):
             raise InvalidParameter(
                 f"batch_size={config.privacy.batch_size} is more than the {len(self.samples)} samples of client "
                 f"{client}"
@@ -232,10 +232,9 @@ class Client:
 
     def _drawn(self, rng: NoiseSource) -> Rows:
         """Numbers of the samples of a batch."""
-        setting = self.setting
-        return draw_batch(
-            self.config.privacy.scheme, batch_size=setting.batch_size, dataset_size=setting.dataset_size, rng=rng
-        )
+        privacy, samples = self.config.privacy, len(self.samples)
+        rate = 1.0 if privacy.rate is None and privacy.batch_size > samples else privacy.rate
+        return draw_batch(privacy.scheme, batch_size=privacy.batch_size, dataset_size=samples, rng=rng, rate=rate)
 
     def _log(self, round: int, rows: Rows, dropped: int, mean: Values) -> None:
         assert self.private_log is not None

@@ -1,6 +1,7 @@
 """What one client sends in a round: the release, planned for its budget or fixed.
 
-The planner is asked once per distinct question, however many clients ask it.
+The planner is asked once per distinct question, however many clients ask it: two clients whose messages depend on the
+same figures have the same plan, or the same reason for having none.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Assumption, Relation, Release, Scheme, Spent, Unit
 from bqsgd.training.settings import Config
 
-_kept: dict[tuple[ClientSetting, Budget, int], Mechanism] = {}
+_ANY = Mechanism(levels=1, trials=1)
+_kept: dict[tuple[Release, Budget, int], Mechanism] = {}
 """First plans found by an earlier process of the same client."""
 
 
 def client_setting(config: Config, *, dimension: int, dataset_size: int) -> ClientSetting:
-    """What the messages of a client that holds so many samples depend on besides the mechanism."""
+    """What the messages of a client that holds so many samples depend on besides the mechanism.
+
+    Poisson batches are drawn at the run's rate, or at L / D; a client with fewer than L samples then takes them all.
+    """
     setting = clipped_setting(
         config.clip.make(),
         range=config.range,
@@ -34,6 +39,9 @@ def client_setting(config: Config, *, dimension: int, dataset_size: int) -> Clie
         dimension=dimension,
         dataset_size=dataset_size,
     )
+    if setting.scheme is Scheme.POISSON:
+        few = 1.0 if dataset_size < config.privacy.batch_size else None
+        setting = replace(setting, rate=few if config.privacy.rate is None else config.privacy.rate)
     packed = config.clients.packed_rows and setting.unit is Unit.SAMPLE
     return replace(setting, assumption=Assumption.PACKED_ROWS) if packed else setting
 
@@ -88,25 +96,38 @@ def release_in(config: Config, setting: ClientSetting, *, client: int, round: in
     raise InvalidParameter(f"round {round} is beyond the {config.run.rounds} rounds planned")
 
 
-@lru_cache(maxsize=1024)
 def plan_release(setting: ClientSetting, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:
     """The release of least error whose `rounds` messages, after what is `spent`, stay within the budget.
 
     Raises:
         Infeasible: no integers meet the budget.
     """
+    found = _planned(setting.release(_ANY), budget, rounds, spent)
+    if isinstance(found, Infeasible):
+        raise Infeasible(str(found))
+    return setting.release(found)
+
+
+@lru_cache(maxsize=1024)
+def _planned(any_release: Release, budget: Budget, rounds: int, spent: Spent) -> Mechanism | Infeasible:
+    """The mechanism to use in place of the one in `any_release`, or why there is none."""
     before = Accountant()
     for release, count in spent:
         before = before.compose(release, count)
     if spent and before.epsilon(budget.delta) >= budget.epsilon:
-        raise Infeasible(
+        return Infeasible(
             f"earlier rounds have spent epsilon {rounded_up(before.epsilon(budget.delta))} at delta {budget.delta:g}, "
             f"the budget is now {as_given(budget.epsilon)}"
         )
-    mechanism = None if spent else _kept.get((setting, budget, rounds))
-    if mechanism is None:
-        mechanism = least_error_mechanism(budget, setting.release, rounds=rounds, spent=before)
-    return setting.release(mechanism)
+    kept = None if spent else _kept.get((any_release, budget, rounds))
+    if kept is not None:
+        return kept
+    try:
+        return least_error_mechanism(
+            budget, lambda mechanism: replace(any_release, mechanism=mechanism), rounds=rounds, spent=before
+        )
+    except Infeasible as error:
+        return error
 
 
 def keep_plan(config: Config, setting: ClientSetting, mechanism: Mechanism, *, client: int) -> None:
@@ -114,4 +135,5 @@ def keep_plan(config: Config, setting: ClientSetting, mechanism: Mechanism, *, c
 
     For a client's own note of its earlier plan. The ledger has the last word on what may be sent in any case.
     """
-    _kept[setting, config.privacy.budget(client=client, round=0), config.run.rounds] = mechanism
+    budget = config.privacy.budget(client=client, round=0)
+    _kept[setting.release(_ANY), budget, config.run.rounds] = mechanism

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from enum import StrEnum
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -65,20 +66,24 @@ class Sources:
 Rows = npt.NDArray[np.int64]
 
 
-def draw_batch(scheme: Scheme, *, batch_size: int, dataset_size: int, rng: NoiseSource) -> Rows:
+def draw_batch(
+    scheme: Scheme, *, batch_size: int, dataset_size: int, rng: NoiseSource, rate: float | None = None
+) -> Rows:
     """Rows of this round's samples, ascending.
 
-    Poisson: each sample independently with probability floor(2^64 L / D) / 2^64, which is at most the L / D that is
-    accounted; the batch may be empty or larger than L. Fixed size: L of D without replacement, every subset equally
-    likely (the L smallest of D random words, drawn again in the one case in 2^38 that two words are equal and D is
-    10,000). No sampling: all.
+    Poisson: each sample independently with probability floor(2^64 q) / 2^64, q the rate, or L / D where none is given:
+    at most the rate that is accounted. The batch may be empty or larger than L. Fixed size: L of D without replacement,
+    every subset equally likely (the L smallest of D random words, drawn again in the one case in 2^38 that two words
+    are equal and D is 10,000). No sampling: all.
     """
     check_int("dataset_size", dataset_size, 1, 2**40)
-    check_int("batch_size", batch_size, 1, dataset_size)
-    if scheme is Scheme.NONE or (scheme is Scheme.POISSON and batch_size == dataset_size):
+    if rate is None:
+        check_int("batch_size", batch_size, 1, dataset_size)
+    chance = Fraction(batch_size, dataset_size) if rate is None else Fraction(rate)
+    if scheme is Scheme.NONE or (scheme is Scheme.POISSON and chance == 1):
         return np.arange(dataset_size)
     if scheme is Scheme.POISSON:
-        return np.flatnonzero(rng.words(dataset_size) < np.uint64((batch_size << 64) // dataset_size))
+        return np.flatnonzero(rng.words(dataset_size) < np.uint64((chance.numerator << 64) // chance.denominator))
     while True:
         words = rng.words(dataset_size)
         if len(np.unique(words)) == dataset_size:  # ties would favour the earlier rows

@@ -115,7 +115,14 @@ class Privacy(Group):
     sampling: str = setting(
         "poisson", "How a batch is drawn: poisson, fixed (size) or none (all data).", choices=tuple(SAMPLINGS)
     )
-    batch_size: int = setting(512, "Public batch size that a client divides by, L.", between=(1, 2**40))
+    batch_size: int = setting(
+        512,
+        "Public batch size that a client divides by, L. Default: fitted to the federation; 512 in Python.",
+        between=(1, 2**40),
+    )
+    rate: float | None = setting(
+        None, "Chance of every sample to be in a round's batch. Default: L over the samples of a client.", positive=True
+    )
     levels: int | None = setting(None, "Fix the levels instead of planning them; needs --trials.", between=(1, 2**20))
     trials: int | None = setting(None, "Fix the trials instead of planning them; needs --levels.", between=(0, 2**20))
     seed: int | None = setting(None, "Reproducible noise and batches: voids the privacy claim.", between=(0, 2**63 - 1))
@@ -129,6 +136,8 @@ class Privacy(Group):
             raise InvalidParameter("give both levels and trials, or neither (then they are planned for the budget)")
         if self.levels is not None and self.budgets:
             raise InvalidParameter("budgets that differ by client need planning; leave out levels and trials")
+        if self.rate is not None and (self.rate > 1 or self.scheme is not Scheme.POISSON):
+            raise InvalidParameter(f"rate is a chance of at most 1 and of Poisson batches only, got {self.rate!r}")
         self.budget(client=0, round=0)
 
     @property
@@ -191,7 +200,9 @@ class ClipSettings(Group):
     )
     bound: float = setting(0.1, "Bound of one coordinate of a sample's gradient.", name="clip_bound", positive=True)
     norm: float = setting(0.5, "Euclidean bound of a sample's gradient (dual, l2).", name="clip_norm", positive=True)
-    range: float | None = setting(None, "What the mean is clamped to before encoding.", positive=True)
+    range: float | None = setting(
+        None, "What the mean is clamped to before encoding. Default: fitted to the noise.", positive=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -224,7 +235,7 @@ class ServerSettings(Group):
 
     title = "Server"
     optimiser: str = setting("sgd", "sgd or adam.", choices=OPTIMISERS)
-    learning_rate: float = setting(0.5, "Learning rate.", positive=True)
+    learning_rate: float = setting(0.5, "Learning rate. Default: fitted to the noise; 0.5 in Python.", positive=True)
     momentum: float = setting(0.9, "Momentum of sgd.")
     subtract_noise: bool = setting(False, "adam: subtract the known noise from its second moment.")
     schedule: str = setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
@@ -263,7 +274,7 @@ class RunSettings(Group):
     """The length of a run and what it writes down when."""
 
     title = "Run"
-    rounds: int = setting(1000, "Rounds to train.", between=(1, 2**40))
+    rounds: int = setting(1000, "Rounds to train. Default: 300; 1000 in Python.", between=(1, 2**40))
     evaluate_every: int = setting(10, "Rounds between evaluations on the test split.", between=(1, 2**40))
     checkpoint_every: int = setting(20, "Rounds between checkpoints.", between=(1, 2**40))
     name: str | None = setting(None, "The run's name in the ledgers.", name="run", option=False)

@@ -23,6 +23,7 @@ from bqsgd.engines.flower.messages import (
 from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.record import one_line
+from bqsgd.release import Scheme
 
 logger = logging.getLogger("flwr.bqsgd")
 _ATTEMPTS = 3
@@ -139,8 +140,9 @@ class _Roster:
             raise FrameError(f"it calls itself client {client}; this run has 0 to {self.config.clients.count - 1}")
         if dimension != self.dimension:
             raise FrameError(f"client {client} has a model of {dimension} coordinates, the server {self.dimension}")
-        if samples is None or not self.config.privacy.batch_size <= samples < 2**40:
-            raise FrameError(f"client {client} has {samples} samples; batch_size is {self.config.privacy.batch_size}")
+        fewest = self.config.privacy.batch_size if self.config.privacy.scheme is Scheme.FIXED_SIZE else 1
+        if samples is None or not fewest <= samples < 2**40:
+            raise FrameError(f"client {client} has {samples} samples; this run needs {fewest}")
         self.setup.check_samples(client, samples)
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
             raise FrameError(f"client {client} is on node {self.nodes[client]} already")
