@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.client import SumClient
-from bqsgd.secure.graph import Thresholds, thresholds
+from bqsgd.secure.graph import thresholds
 from bqsgd.secure.messages import read_unmasking
 from bqsgd.secure.roster import Roster, public_key
 from bqsgd.secure.server import SumServer, Total
@@ -32,9 +32,8 @@ def agreement(
     dimension: int = 5,
     width: int = 8,
     trials: int = 0,
-    rule: Thresholds | None = None,
 ) -> Agreement:
-    rule = rule or thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+    rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
     return Agreement(roster=roster(clients), run="test", rule=rule, dimension=dimension, width=width, trials=trials)
 
 

@@ -219,6 +219,19 @@ def test_lists_of_survivors_that_are_too_short_foreign_or_not_the_first(federati
         client.sign(survivors(federation, (0, 1, 2, 3), epoch=2))
 
 
+def test_survivors_that_were_cut_off_before(federation):
+    """Clients whose keys the server held back, listed all the same: they are in no sum, and noise that is needed would
+    be revealed."""
+    there = [0, 1, 2, 3]
+    federation.begin(keys=there)
+    codes = some_codes(federation.agreement)
+    for number in there:
+        federation.clients[number].mask(0, codes[number])
+    with pytest.raises(ForeignClient, match="shares no mask"):
+        federation.clients[CLIENT].sign(survivors(federation, (0, 1, 2, 3, 4)))
+    federation.clients[CLIENT].sign(survivors(federation, (0, 1, 2, 3)))
+
+
 def test_certificates_that_are_too_short_or_on_another_list(federation):
     masked(federation)
     client, listed, other = federation.clients[CLIENT], (0, 1, 2, 3), (0, 1, 2, 4)
@@ -281,7 +294,7 @@ def test_an_identity_that_is_not_in_the_roster(federation):
         SumClient(federation.agreement, identity=identity(9), number=9)
 
 
-def test_public_keys_of_low_order_are_no_neighbours(federation):
+def test_public_keys_of_low_order_are_no_partners(federation):
     """A colluder's cipher key that gives everybody the same secret: it gets no shares, and takes no part."""
     keys = key_messages(federation)
     forged = bytearray(keys[0][:-64])

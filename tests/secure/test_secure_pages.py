@@ -54,16 +54,15 @@ def test_every_purpose_of_a_key_is_on_the_page():
 
 
 def test_the_thresholds_of_the_page():
-    for row in table(PAGE, "| n | f | t | neighbours drawn, k | shares that open a secret | signatures |"):
-        n, f, t, degree, share, quorum = (int(re.sub(r"\D", "", cell)) for cell in row)
+    for row in table(PAGE, "| n | f | t | shares that open a secret | signatures |"):
+        n, f, t, share, quorum = (int(re.sub(r"\D", "", cell)) for cell in row)
         rule = thresholds(clients=n, dropouts=f, colluders=t)
-        assert (rule.degree, rule.share_threshold, rule.quorum) == (degree, share, quorum)
-        assert rule.full == ("all" in row[3])
+        assert (rule.share_threshold, rule.quorum) == (share, quorum)
 
 
 def test_lengths_follow_from_what_was_agreed():
     agreed = agreement(10, dropouts=2, colluders=2, dimension=1000, width=11, trials=60)
-    assert messages.share_sizes(agreed, 3) == {16, 16 + 3 * 17 * (2 + agreed.noise.parts)}
+    assert messages.share_sizes(agreed, 3) == {16 + 3 * 17 * (2 + agreed.noise.parts)}
 
 
 def test_keys_and_roster_from_the_command_line(tmp_path, capsys):

@@ -11,7 +11,6 @@ from secure_sums import Federation, agreement, plain_sum, some_codes
 from bqsgd.errors import RoundUsed, TooFewClients
 from bqsgd.noise import seeded_rng
 from bqsgd.secure.client import SumClient
-from bqsgd.secure.graph import Thresholds
 from bqsgd.secure.masks import add_mask, mask_key, pair_key, scratch_for, self_key
 from bqsgd.secure.messages import read_masked
 from bqsgd.secure.noise_shares import encode_base
@@ -96,19 +95,6 @@ def test_every_width_gives_the_sum_modulo_its_power_of_two(width):
     assert np.array_equal(total.lanes, plain_sum(codes, range(3), width))
     total = federation.sum(codes, round=1, masked=[0, 2])
     assert np.array_equal(total.lanes, plain_sum(codes, [0, 2], width))
-
-
-def test_a_sparse_graph_gives_the_sum_with_clients_missing():
-    rule = Thresholds(clients=24, dropouts=3, colluders=0, degree=9, share_threshold=5)
-    agreed = agreement(24, rule=rule, dimension=4, width=10)
-    federation = Federation(agreed)
-    federation.begin(keys=range(23), rounds=2)
-    codes = some_codes(agreed)
-    assert np.array_equal(federation.sum(codes).lanes, plain_sum(codes, range(23), 10))
-    there = [c for c in range(23) if c not in (3, 11)]
-    total = federation.sum(codes, round=1, masked=there, unmasked=there[1:])
-    assert np.array_equal(total.lanes, plain_sum(codes, there, 10))
-    assert all(len(kinds) == 1 for kinds in federation.revealed.values())
 
 
 def test_one_masked_message_is_uniform_at_every_position_and_rounds_are_independent():

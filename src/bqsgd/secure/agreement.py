@@ -53,8 +53,6 @@ class Agreement:
         rule, name = self.rule, self.run.encode()
         state = hashlib.sha256(b"bqsgd.secure.session.v1" + self.roster.digest)
         state.update(struct.pack("<B", len(name)) + name)
-        state.update(
-            struct.pack("<IIIII", rule.clients, rule.dropouts, rule.colluders, rule.degree, rule.share_threshold)
-        )
+        state.update(struct.pack("<III", rule.clients, rule.dropouts, rule.colluders))
         state.update(struct.pack("<QBI", self.dimension, self.width, self.trials))
         return state.digest()

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bqsgd.errors import (
+    BadSecureMessage,
     BadShares,
     ConflictingSurvivors,
     ForeignClient,
@@ -44,7 +45,6 @@ from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd.params import Codes, check_int
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.graph import draw_neighbours
 from bqsgd.secure.masks import add_mask, agree, derive, lane_type, mask_key, pair_key, scratch_for, self_key
 from bqsgd.secure.messages import Bytes, Keys, Kind, SumHeader, Unmasking
 from bqsgd.secure.roster import public_key
@@ -83,7 +83,6 @@ class _Batch:
     epoch: int
     first_round: int
     count: int
-    neighbours: tuple[int, ...]
     cipher: X25519PrivateKey
     secrets: dict[int, _Secrets]
     message: bytes
@@ -144,7 +143,6 @@ class SumClient:
         if agreement.roster.keys[agreement.roster.check(number)] != public_key(identity):
             raise InvalidParameter(f"the identity key is not the one that the roster has for client {number}")
         self.agreement, self.number, self._identity = agreement, number, identity
-        self._place = agreement.roster.place[number]
         self._last_epoch = last_epoch
         self._epoch = -1 if last_epoch is None else last_epoch()
         self._seed = None if seed is None else check_int("seed", seed, 0, 2**63 - 1)
@@ -170,6 +168,35 @@ class SumClient:
             kind=kind, epoch=batch.epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded
         )
 
+    def answer(self, message: Bytes) -> bytes:
+        """Answer any message of the server; empty where nothing is due. What engines call.
+
+        Raises:
+            SecureSumError: the message is refused.
+        """
+        match messages.message_kind(message):
+            case Kind.BATCH:
+                header = messages.read_batch(message, self.agreement)
+                if header.client != self.number:
+                    raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
+                return self.keys(epoch=header.epoch, first_round=header.round, rounds=header.rounds)
+            case Kind.KEY_BUNDLE:
+                return self.shares(message)
+            case Kind.SHARE_BUNDLE:
+                self.take_shares(message)
+                return b""
+            case Kind.SURVIVORS:
+                return self.sign(message)
+            case Kind.CERTIFICATE:
+                return self.unmask(message)
+            case kind:
+                raise BadSecureMessage(f"a message of kind {int(kind)} is not for clients")
+
+    def ready(self, round: int) -> bool:
+        """Whether `mask` can answer this round."""
+        batch = self._batch
+        return batch is not None and batch.partners is not None and round in batch.secrets and round not in batch.rounds
+
     # Step 1 and 2: keys and shares, for a batch of rounds.
 
     def keys(self, *, epoch: int, first_round: int, rounds: int) -> bytes:
@@ -192,16 +219,14 @@ class SumClient:
             self._last_epoch(epoch)
         self._epoch = epoch
         common = self.source("batch", first_round)
-        neighbours = draw_neighbours(self._place, self.agreement.rule, common)
         cipher = X25519PrivateKey.from_private_bytes(common.words(4).tobytes())
         secrets = {number: self._draw(number) for number in range(first_round, first_round + rounds)}
-        self._batch = _Batch(epoch, first_round, rounds, neighbours, cipher, secrets, b"")
+        self._batch = _Batch(epoch, first_round, rounds, cipher, secrets, b"")
         unsigned = messages.write_keys(
             self._header(Kind.KEYS, first_round, rounds),
             self.agreement,
             cipher=cipher.public_key().public_bytes_raw(),
             masks=[self._mask_key(number).public_key().public_bytes_raw() for number in secrets],
-            neighbours=neighbours,
         )
         self._batch.message = unsigned + self._identity.sign(messages.keys_statement(unsigned))
         return self._batch.message
@@ -220,7 +245,7 @@ class SumClient:
         return mask_key(seed, self.agreement.session, client=self.number, round=number)
 
     def shares(self, bundle: Bytes) -> bytes:
-        """Read the neighbours' keys and encrypt a share of every secret to each that this client drew.
+        """Read the others' keys and encrypt a share of every secret to each of them.
 
         Raises:
             BadSignature, ForeignClient, WrongRound, TooFewClients: of the bundle or of a Keys message in it.
@@ -234,12 +259,9 @@ class SumClient:
         header, parts = messages.read_key_bundle(bundle, self.agreement)
         self._expect(header, batch.first_round, batch.count)
         peers = {client: self._peer(client, part) for client, part in parts.items()}
-        drawn = self._drawn(batch)
-        if len(drawn & set(peers)) < rule.share_threshold:
-            raise TooFewClients(
-                f"{len(drawn & set(peers))} of the neighbours sent keys, {rule.share_threshold} must take part"
-            )
-        sealed = self._sealed(peers, drawn & set(peers))
+        if len(peers) < rule.share_threshold:
+            raise TooFewClients(f"{len(peers)} others sent keys, {rule.share_threshold} must take part")
+        sealed = self._sealed(peers)
         batch.peers, batch.bundle = peers, bytes(bundle)
         batch.shares_message = messages.write_shares(
             self._header(Kind.SHARES, batch.first_round, batch.count), self.agreement, sealed
@@ -248,26 +270,19 @@ class SumClient:
 
     def _peer(self, client: int, part: memoryview) -> Keys:
         keys = messages.read_keys(part, self.agreement)
-        batch, place = self._current(), self.agreement.roster.place
+        batch = self._current()
         if keys.header.client != client or client == self.number:
             raise ForeignClient(f"keys of client {keys.header.client} in the place of client {client}")
         said = (keys.header.epoch, keys.header.round, keys.header.rounds)
         if said != (batch.epoch, batch.first_round, batch.count):
             raise WrongRound(f"keys of client {client} are for (epoch, round, rounds) = {said}")
-        if place[client] not in batch.neighbours and self._place not in keys.neighbours:
-            raise ForeignClient(f"client {client} is not a neighbour")
         return keys
 
-    def _drawn(self, batch: _Batch) -> set[int]:
-        """Numbers of the neighbours that this client drew: they hold its shares."""
-        clients = self.agreement.roster.clients
-        return {clients[place] for place in batch.neighbours}
-
-    def _sealed(self, peers: dict[int, Keys], holders: set[int]) -> dict[int, bytes]:
-        """The encrypted shares for each peer; for one that holds none, nothing but the proof of being there now."""
+    def _sealed(self, peers: dict[int, Keys]) -> dict[int, bytes]:
+        """The encrypted shares for each of the others."""
         batch, rule, place = self._current(), self.agreement.rule, self.agreement.roster.place
-        points = [place[client] + 1 for client in sorted(holders)]
-        shares: dict[int, list[bytes]] = {client: [] for client in sorted(holders)}
+        points = [place[client] + 1 for client in peers]
+        shares: dict[int, list[bytes]] = {client: [] for client in peers}
         for number, own in batch.secrets.items():
             rng = self.source("shares", number)
             for secret in (own.self_seed, own.mask_seed, *own.noise_seeds):
@@ -279,8 +294,8 @@ class SumClient:
             try:
                 key = self._channel(keys, sender=batch.digest, receiver=keys.digest)
             except ForeignClient:
-                continue  # a key of low order: no channel, so no neighbour
-            sealed[client] = AESGCM(key).encrypt(_NONCE, b"".join(shares.get(client, ())), None)
+                continue  # a key of low order: no channel, so no partner
+            sealed[client] = AESGCM(key).encrypt(_NONCE, b"".join(shares[client]), None)
         return sealed
 
     def _channel(self, peer: Keys, *, sender: bytes, receiver: bytes) -> bytes:
@@ -289,13 +304,13 @@ class SumClient:
         return derive(secret, "channel", self.agreement.session, sender, receiver)
 
     def take_shares(self, bundle: Bytes) -> None:
-        """Open what the neighbours sent; those who sent something now are the partners of this batch.
+        """Open what the others sent; those who sent something now are the partners of this batch.
 
         What opens was made by a client that knew this client's fresh keys: old keys, played again by the server, do
         not pass.
 
         Raises:
-            BadShares: something does not open. TooFewClients: too few neighbours are left.
+            BadShares: something does not open. TooFewClients: too few are left.
         """
         batch, rule = self._current(), self.agreement.rule
         if batch.bundle is None:
@@ -304,14 +319,12 @@ class SumClient:
         self._expect(header, batch.first_round, batch.count)
         opened = {client: self._open(client, part) for client, part in sealed.items()}
         if batch.partners is not None:
-            if batch.partners != frozenset(opened) or batch.held != {c: text for c, text in opened.items() if text}:
+            if batch.held != opened:
                 raise ReplacedKeys(f"other shares than before for epoch {batch.epoch}; the first ones stand")
             return
-        here = len(self._drawn(batch) & set(opened))
-        if here < rule.share_threshold:
-            raise TooFewClients(f"{here} of the neighbours sent shares, {rule.share_threshold} must take part")
-        batch.partners = frozenset(opened)
-        batch.held = {client: text for client, text in opened.items() if text}
+        if len(opened) < rule.share_threshold:
+            raise TooFewClients(f"{len(opened)} others sent shares, {rule.share_threshold} must take part")
+        batch.partners, batch.held = frozenset(opened), opened
 
     def _open(self, client: int, sealed: bytes) -> bytes:
         batch = self._current()
@@ -323,10 +336,6 @@ class SumClient:
             text = AESGCM(key).decrypt(_NONCE, sealed, None)
         except InvalidTag as error:
             raise BadShares(f"the shares of client {client} do not open: made for other keys, or changed") from error
-        if bool(text) != (self._place in peer.neighbours):
-            raise BadShares(
-                f"client {client} sent shares although it did not draw this client, or none although it did"
-            )
         return text
 
     # Steps 3 to 5: one round.
@@ -368,7 +377,7 @@ class SumClient:
         """Sign the list of survivors, the first one that is shown for a round and no other.
 
         Raises:
-            TooFewClients: too few in all, or of this client's neighbours. ForeignClient: this client is not on it.
+            TooFewClients: too few. ForeignClient: this client is not on it, or one that it shares no mask with is.
             ConflictingSurvivors: not the list that was shown first.
         """
         header, listed = messages.read_survivors(survivors, self.agreement)
@@ -382,9 +391,9 @@ class SumClient:
             raise ForeignClient(f"client {self.number} is not among the survivors of round {header.round}")
         if len(listed) < rule.fewest:
             raise TooFewClients(f"{len(listed)} survivors of {rule.clients}, at least {rule.fewest} must be in a sum")
-        here = len(self._drawn(batch) & batch.partners & set(listed))
-        if here < rule.share_threshold:
-            raise TooFewClients(f"{here} neighbours are among the survivors, {rule.share_threshold} must be")
+        strangers = set(listed) - batch.partners - {self.number}
+        if strangers:  # it may not be in the sum at all, and noise would be taken out that is needed
+            raise ForeignClient(f"client {min(strangers)} is listed as a survivor and shares no mask with this client")
         statement = messages.survivors_statement(
             self.agreement, epoch=batch.epoch, round=header.round, survivors=listed
         )

@@ -16,9 +16,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd.errors import BadSecureMessage, FrameError, InvalidParameter, WrongSession
+from bqsgd.errors import BadSecureMessage, FrameError, WrongSession
 from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.graph import check_neighbours
 from bqsgd.secure.masks import Lanes, lane_type
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES
 from bqsgd.wire.fixed import FixedWidth
@@ -39,8 +38,9 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):
-    """The messages, in the order of the protocol; odd steps go up, the others down, unless said otherwise."""
+    """The messages, in the order of the protocol; even ones come from the server, odd ones from a client."""
 
+    BATCH = 0
     KEYS = 1
     KEY_BUNDLE = 2
     SHARES = 3
@@ -76,6 +76,17 @@ class SumHeader:
         )
 
 
+def message_kind(message: Bytes) -> Kind:
+    """Which kind a message claims to be.
+
+    Raises:
+        BadSecureMessage: it is none.
+    """
+    if len(message) < HEADER_BYTES or bytes(message[:4]) != _MAGIC or message[6] > max(Kind):
+        raise BadSecureMessage("not a message of a secure sum")
+    return Kind(message[6])
+
+
 def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
     """The header of a message that must be of this kind and of this session."""
     if len(message) < HEADER_BYTES:
@@ -104,18 +115,29 @@ def _body(message: Bytes, size: int) -> memoryview:
     return body
 
 
+def write_batch(header: SumHeader, agreement: Agreement) -> bytes:
+    """Step 1, down: the server asks for keys for these rounds. It is a header and nothing else."""
+    return header.pack(agreement)
+
+
+def read_batch(message: Bytes, agreement: Agreement) -> SumHeader:
+    """The header of a request for keys."""
+    header = read_header(message, agreement, Kind.BATCH)
+    _body(message, 0)
+    return header
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Step 1, up: a client's public keys for a batch of rounds, and the neighbours it drew; signed.
+    """Step 1, up: a client's public keys for a batch of rounds; signed.
 
-    cipher: for the encryption of shares. masks: one key per round. neighbours: places in the roster. digest: of the
-    whole message, which later messages are bound to.
+    cipher: for the encryption of shares. masks: one key per round. digest: of the whole message, which later messages
+    are bound to.
     """
 
     header: SumHeader
     cipher: bytes
     masks: tuple[bytes, ...]
-    neighbours: tuple[int, ...]
     digest: bytes
 
 
@@ -124,37 +146,25 @@ def keys_statement(unsigned: Bytes) -> bytes:
     return b"bqsgd.secure.keys.v1\x00" + bytes(unsigned)
 
 
-def write_keys(
-    header: SumHeader, agreement: Agreement, *, cipher: bytes, masks: list[bytes], neighbours: tuple[int, ...]
-) -> bytes:
+def write_keys(header: SumHeader, agreement: Agreement, *, cipher: bytes, masks: list[bytes]) -> bytes:
     """The message without its signature, which `keys_statement` says how to make."""
-    drawn = np.array(neighbours, dtype="<u4").tobytes()
-    return b"".join([header.pack(agreement), cipher, drawn, *masks])
+    return b"".join([header.pack(agreement), cipher, *masks])
 
 
 def read_keys(message: Bytes, agreement: Agreement) -> Keys:
     """Read the message and verify its signature."""
     header = read_header(message, agreement, Kind.KEYS)
-    degree = agreement.rule.degree
-    drawn_bytes = 4 * degree
-    size = _PUBLIC_KEY_BYTES + drawn_bytes + _PUBLIC_KEY_BYTES * header.rounds + _SIGNATURE_BYTES
+    size = _PUBLIC_KEY_BYTES * (1 + header.rounds) + _SIGNATURE_BYTES
     body = _body(message, size)
     whole = memoryview(message)
     agreement.roster.verify(
         header.client, bytes(body[-_SIGNATURE_BYTES:]), keys_statement(whole[: len(whole) - _SIGNATURE_BYTES])
     )
-    neighbours = tuple(int(place) for place in np.frombuffer(body, "<u4", degree, _PUBLIC_KEY_BYTES))
-    try:
-        check_neighbours(agreement.roster.place[header.client], neighbours, agreement.rule)
-    except InvalidParameter as error:
-        raise BadSecureMessage(str(error)) from error
-    first = _PUBLIC_KEY_BYTES + drawn_bytes
-    starts = range(first, first + _PUBLIC_KEY_BYTES * header.rounds, _PUBLIC_KEY_BYTES)
+    starts = range(_PUBLIC_KEY_BYTES, _PUBLIC_KEY_BYTES * (1 + header.rounds), _PUBLIC_KEY_BYTES)
     return Keys(
         header=header,
         cipher=bytes(body[:_PUBLIC_KEY_BYTES]),
         masks=tuple(bytes(body[start : start + _PUBLIC_KEY_BYTES]) for start in starts),
-        neighbours=neighbours,
         digest=hashlib.sha256(message).digest(),
     )
 
@@ -202,7 +212,7 @@ def _parts(
 
 
 def write_key_bundle(header: SumHeader, agreement: Agreement, keys: Mapping[int, Bytes]) -> bytes:
-    """Step 1, down: the neighbours' Keys messages as they sent them."""
+    """Step 1, down: the others' Keys messages as they sent them."""
     return _write_parts(header, agreement, keys)
 
 
@@ -217,8 +227,8 @@ def secrets_per_round(agreement: Agreement) -> int:
 
 
 def share_sizes(agreement: Agreement, rounds: int) -> frozenset[int]:
-    """Sizes of an encrypted part: all shares for one who holds them, none for any other neighbour."""
-    return frozenset({_TAG_BYTES, _TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES})
+    """The one size of an encrypted part."""
+    return frozenset({_TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES})
 
 
 def write_shares(header: SumHeader, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:

@@ -79,7 +79,16 @@ class SumServer:
         """Begin a batch of rounds; clients refuse an epoch that is not above the last."""
         self._batch, self._round = _Batch(epoch, first_round, rounds), None
 
+    @property
+    def last_round(self) -> int:
+        """The last round of the batch, -1 before the first."""
+        return -1 if self._batch is None else self._batch.first_round + self._batch.count - 1
+
     # Keys and shares.
+
+    def request(self, client: int) -> bytes:
+        """The request for a client's keys."""
+        return messages.write_batch(self._header(Kind.BATCH, client, self._current()), self.agreement)
 
     def take_keys(self, message: Bytes) -> int:
         """Take a client's keys; returns its number."""
@@ -99,18 +108,12 @@ class SumServer:
         batch = self._current()
         if batch.peers is None:
             self._enough(len(batch.keys), "sent keys")
-            clients = self.agreement.roster.clients
-            peers: dict[int, set[int]] = {client: set() for client in batch.keys}
-            for client, keys in batch.keys.items():
-                for other in (clients[index] for index in keys.neighbours):
-                    if other in peers:
-                        peers[client].add(other)
-                        peers[other].add(client)
-            batch.peers = {client: frozenset(others) for client, others in peers.items()}
+            everybody = frozenset(batch.keys)
+            batch.peers = {client: everybody - {client} for client in everybody}
         return tuple(sorted(batch.keys))
 
     def key_bundle(self, client: int) -> bytes:
-        """The keys of the client's neighbours, those it drew and those that drew it."""
+        """The keys of all others."""
         batch = self._current()
         assert self.keyed
         assert batch.peers is not None
@@ -125,7 +128,7 @@ class SumServer:
         if batch.peers is None or batch.partners is not None or client not in batch.peers:
             raise WrongRound(f"shares of client {client} came too early, too late or without keys")
         if not set(sealed) <= batch.peers[client]:
-            raise ForeignClient(f"client {client} sent shares to clients that are not its neighbours")
+            raise ForeignClient(f"client {client} sent shares to clients that sent no keys")
         batch.sealed[client] = sealed
         return client
 
@@ -142,7 +145,7 @@ class SumServer:
         return tuple(sorted(batch.sealed))
 
     def share_bundle(self, client: int) -> bytes:
-        """What the client's neighbours sealed for it."""
+        """What the others sealed for the client."""
         batch = self._current()
         assert self.shared
         assert batch.partners is not None

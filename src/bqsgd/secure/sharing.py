@@ -1,9 +1,8 @@
 """Shamir's secret sharing of 16-byte seeds, over the integers modulo 2^130 - 5.
 
-Why not a library's: pycryptodome's `Shamir` works in GF(2^128) bit by bit in Python, and takes 100 to 200 times as long
-(benchmarks/results/secure.json): with 30 neighbours and 300 rounds that is more than the training itself. It also draws
-its coefficients from a source of its own, so that no test could ask for the same bytes twice. Python's integers do this
-arithmetic in a few lines.
+Why not a library's: pycryptodome's `Shamir` draws its coefficients from a source of its own, so that a seeded run could
+not give the same bytes twice. It also works in GF(2^128) bit by bit in Python, which is slow with dozens of clients
+(`benchmarks/secure.py` measures both). Python's integers do this arithmetic in a few lines.
 
 A secret is a seed; keys are derived from it (`masks`). 16 bytes are as strong as the X25519 keys made from them.
 """
