@@ -310,12 +310,9 @@ class Private:
         self._objective = Objective(model, loss, forward)
         self._first = self.loader.first()
         self._check_objective()
-        told = self._peers.tell(
-            {"samples": self.loader.samples, "steps": len(self.loader), "dimension": self.dimension, "epochs": epochs}
-        )
+        told = self._peers.tell({"steps": len(self.loader), "dimension": self.dimension, "epochs": epochs})
         if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
             raise InvalidParameter("the ranks train models of different sizes or for different epochs")
-        self._weights = [check_positive("samples", note["samples"]) for note in told]
         self.loader.steps = max(check_int("steps", note["steps"], 1, 2**40) for note in told)
         self._peers.share(model)
         self.rounds = epochs * len(self.loader)
@@ -509,7 +506,7 @@ class Private:
             self._settings = told
 
     def _exchange(self, frame: bytearray | None) -> npt.NDArray[np.float32]:
-        """The mean of all ranks' frames, weighted by their samples; each is read as hostile."""
+        """The mean of all ranks' frames, each of the same weight: none gains by a claim. Each is read as hostile."""
         assert self._settings is not None
         sizes = [check_int("bytes", note["bytes"], 1, 2**53) for note in self._settings]
         frames = self._peers.gather(frame or bytearray(sizes[self._peers.rank]), sizes)
@@ -521,7 +518,6 @@ class Private:
             total.add(
                 content,
                 range=check_positive("range", note["range"]),
-                weight=self._weights[rank],
                 mechanism=Mechanism.from_dict(note["mechanism"]),
                 client=rank,
                 round=self.steps - (frame is not None),
