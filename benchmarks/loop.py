@@ -1,7 +1,7 @@
 """An existing loop made private: Opacus' own MNIST example beside ours, in one run.
 
 `python -m benchmarks.loop` prints the figures, writes benchmarks/results/loop.json and exits with 1 unless our step is
-ahead of Opacus' with hooks and with ghost clipping.
+ahead of Opacus' with hooks and with ghost clipping. `--page` only writes docs/coming_from_opacus.md again from it.
 
 Time: one thread, CPU time, rivals taking turns in one process. A step is everything from `zero_grad` to the optimiser's
 step, on Poisson batches with a mean of 256 images; reading the batch is timed apart. Lines: what `train_opacus` and
@@ -35,8 +35,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
 from bqsgd import data
+from bqsgd.privacy.guarantee import rounded_up
 
 RESULTS = Path(__file__).parent / "results" / "loop.json"
+PAGE = Path(__file__).parents[1] / "docs" / "coming_from_opacus.md"
+BEGIN, END = "<!-- measured: python -m benchmarks.loop --page -->\n", "<!-- end of measured -->\n"
+"""What stands between them on the page is written by `measured`."""
 BATCH, DELTA, CLIP, LEARNING_RATE = 256, 1e-5, 1.0, 0.25
 EPSILON, EPOCHS = 3.0, 3
 MEAN, DEVIATION = 0.1307, 0.3081
@@ -253,13 +257,50 @@ def accuracy(epochs: int, repeats: int, names: list[str]) -> dict[str, Any]:
     return found
 
 
+def measured(result: dict[str, Any]) -> str:
+    """The section of the page that compares the two, from the JSON."""
+    times, lines, reached = result["times"], result["lines"], result["accuracy"]
+
+    def step(name: str) -> str:
+        return f"{times[name]['step_ms']:.0f} ms"
+
+    def accuracy(name: str) -> str:
+        figures = reached[name]
+        return f"{100 * figures['mean']:.2f} % (epsilon {rounded_up(float(figures['epsilon']))})"
+
+    def changed(name: str) -> str:
+        return f"{lines[name]['added']} added, {lines[name]['removed']} removed"
+
+    return f"""## Measured side by side
+
+Opacus' MNIST example, its network and batches of {result["batch_size"]} on average, one thread, each in turn in one run
+([loop.json](../benchmarks/results/loop.json), `python -m benchmarks.loop`). Opacus {result["versions"]["opacus"]}.
+
+| | Opacus | bqsgd |
+|---|---|---|
+| lines of the plain loop | {changed("opacus")} | {changed("ours")} |
+| CPU time of a step; {step("plain")} without privacy | {step("opacus, hooks")} with hooks, {step("opacus, ghost")} with ghost clipping | {step("ours")} |
+| test accuracy after {reached["epochs"]} epochs at epsilon {reached["epsilon"]:g}, mean of {len(reached["ours"]["accuracies"])}; {100 * reached["plain"]["mean"]:.2f} % without privacy | {accuracy("opacus")} | {accuracy("ours")} |
+
+"""  # noqa: E501
+
+
+def write_page(result: dict[str, Any]) -> None:
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + measured(result) + END + rest.split(END)[1], encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=60, help="steps of each rival")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="for the accuracies; 0 leaves them out")
     parser.add_argument("--repeats", type=int, default=3, help="initial models for the accuracies")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write docs/coming_from_opacus.md again")
     given = parser.parse_args()
+    if given.page:
+        write_page(json.loads(RESULTS.read_text(encoding="utf-8")))
+        return 0
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus|torch")
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ from shown import assert_prints_as_shown
 torch = pytest.importorskip("torch", reason="needs the extra `train`")
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import loop  # noqa: E402
+
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```)?", re.S)
 
 
@@ -102,3 +108,32 @@ def test_names_of_opacus_on_its_page_exist() -> None:
     assert {"make_private_with_epsilon", "get_epsilon", "save_checkpoint", "load_checkpoint"} <= set(
         dir(opacus.PrivacyEngine)
     )
+
+
+def test_what_was_measured_stands_on_the_opacus_page() -> None:
+    """The section between the markers is that of the committed JSON; nothing where there is none."""
+    shown = loop.PAGE.read_text(encoding="utf-8").split(loop.BEGIN)[1].split(loop.END)[0]
+    found = json.loads(loop.RESULTS.read_text(encoding="utf-8")) if loop.RESULTS.is_file() else None
+    assert shown == ("" if found is None else loop.measured(found))
+
+
+def test_the_section_of_what_was_measured_has_every_figure() -> None:
+    times = {"plain": 11, "ours": 22, "opacus, hooks": 44, "opacus, ghost": 33}
+    result = {
+        "batch_size": 256,
+        "times": {name: {"step_ms": value} for name, value in times.items()},
+        "lines": {"opacus": {"added": 12, "removed": 1}, "ours": {"added": 13, "removed": 5}},
+        "accuracy": {"epsilon": 3.0, "epochs": 3}
+        | {
+            name: {"accuracies": [0.9], "mean": mean, "epsilon": epsilon}
+            for name, mean, epsilon in (
+                ("plain", 0.98, "no privacy"),
+                ("opacus", 0.91, "2.9912341"),
+                ("ours", 0.92, "2.9991"),
+            )
+        },
+        "versions": {"opacus": "1.6.0"},
+    }
+    text = loop.measured(result)
+    for figure in ("11 ms", "22 ms", "33 ms", "44 ms", "12 added", "5 removed", "98.00 %", "91.00 %", "2.992", "3.000"):
+        assert figure in text
