@@ -1,5 +1,6 @@
 """Durable writes, careful reads, private files and one writer per folder, on a real file system."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -35,13 +36,15 @@ def other(tmp_path):
     return path
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk():
     """Files may grow to 64 bytes: the operating system refuses the rest, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_written_file_has_its_content_and_its_mode_and_nothing_lies_beside_it(tmp_path: Path) -> None:
@@ -63,12 +66,12 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert (tmp_path / "state").read_bytes() == b"old"
 
 
-def test_a_full_disk_is_a_documented_error_and_leaves_no_half_file(tmp_path, full_disk) -> None:
+def test_a_full_disk_is_a_documented_error_and_leaves_no_half_file(tmp_path) -> None:
     write_atomic(tmp_path / "state", b"old")
-    with pytest.raises(NotWritten, match="state cannot be written"):
+    with full_disk(), pytest.raises(NotWritten, match="state cannot be written"):
         write_atomic(tmp_path / "state", b"x" * 65)
     assert (tmp_path / "state").read_bytes() == b"old"
-    with Appended(tmp_path / "lines") as lines:
+    with full_disk(), Appended(tmp_path / "lines") as lines:
         lines.append(b"a" * 39 + b"\n")
         with pytest.raises(NotWritten, match="it is as it was"):
             lines.append(b"b" * 39 + b"\n")
