@@ -151,7 +151,7 @@ def test_server_and_client_survive_mutations(written, kind):
         server.take_masked(other.mask(7, zeros))
         assert number in server._round.masked
     takers = {
-        "batch": client.answer,
+        "batch": Federation(agreed(), seed=11).clients[1].answer,  # a later epoch begins a batch anew: not on this one
         "keys": server.take_keys,
         "key_bundle": client.shares,
         "shares": server.take_shares,

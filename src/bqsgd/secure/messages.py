@@ -102,8 +102,9 @@ def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
         raise BadSecureMessage(f"unknown flags {flags:#x}")
     if session != agreement.session[:16]:
         raise WrongSession("the message belongs to another run, roster, size or threshold than agreed")
-    if not 1 <= rounds <= MAX_BATCH or round + rounds > 2**53 or (kind > Kind.SHARE_BUNDLE and rounds != 1):
-        raise BadSecureMessage(f"{rounds} rounds from {round} on cannot be")
+    too_far = epoch >= 2**63 or round > 2**53 - MAX_BATCH
+    if too_far or not 1 <= rounds <= MAX_BATCH or (kind > Kind.SHARE_BUNDLE and rounds != 1):
+        raise BadSecureMessage(f"{rounds} rounds from {round} on in epoch {epoch} cannot be")
     agreement.roster.check(client)
     return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client, seeded=bool(flags & _SEEDED))
 
