@@ -39,7 +39,7 @@ told["weights"] = private.model.weight.tolist()
 told["guarantee"] = str(private.guarantee())
 private.close()
 
-# Without noise and with every sample drawn, the step is the mean over the samples of both ranks.
+# Without noise and with every sample drawn, the step is the mean of the two ranks' means.
 exact = make("exact", samples, mechanism=bqsgd.Mechanism(levels=1000, trials=0), seed=rank)
 exact.backward(next(iter(exact.loader)))
 told["gradient"] = torch.cat([p.grad.flatten() for p in exact.model.parameters()]).tolist()

@@ -63,7 +63,8 @@ def test_every_rank_has_the_same_model_and_its_own_guarantee(told):
     assert recorded(folder / "loop-0.ledger") == recorded(folder / "loop-1.ledger") == 8
 
 
-def test_the_step_is_the_mean_over_the_samples_of_all_ranks(told):
+def test_the_step_is_the_mean_of_the_ranks_means(told):
+    """A rank of 96 samples and one of 64 weigh the same: no claim of a size moves the mean."""
     _, (first, second) = told
     assert first["gradient"] == second["gradient"]
     model = nn.Linear(4, 2)
@@ -77,7 +78,7 @@ def test_the_step_is_the_mean_over_the_samples_of_all_ranks(told):
             target = (x[row : row + 1, 0] > 0).long()
             found = torch.autograd.grad(LOSS(model(x[row : row + 1]), target).sum(), model.parameters())
             own = torch.cat([part.flatten() for part in found])
-            total += own * min(1, 1 / own.norm()) / 160
+            total += own * min(1, 1 / own.norm()) / samples / 2
     assert (torch.tensor(first["gradient"]) - total).abs().max() <= 0.6e-3
 
 
