@@ -33,7 +33,8 @@ def made(config):
 def fails(config):
     raise OSError("no such disk")
 """
-QUICK = ["--batch-size", 16, "--rounds", 3, "--levels", 4, "--trials", 800, "--epsilon", 30, "--range", 0.1]
+QUICK = ["--batch-size", 16, "--rounds", 3, "--levels", 4, "--trials", 800, "--epsilon", 30, "--range", 0.1, "--force"]
+"""Three rounds learn nothing, as a run says unless it is forced."""
 
 
 @pytest.fixture
