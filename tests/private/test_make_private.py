@@ -68,6 +68,21 @@ def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, po
     assert (gradient(made, batch) - expected).abs().max() <= 1.1e-3
 
 
+def test_the_model_is_tried_once_for_samples_of_one_form_however_many_are_drawn(private, monkeypatch):
+    from bqsgd.training import samples
+
+    tried, real = [], samples.check_model
+    monkeypatch.setattr(samples, "check_model", lambda *given, **asked: (tried.append(1), real(*given, **asked)))
+    made = private(seed=1, epochs=3)
+    drawn = set()
+    for _ in range(3):
+        for batch in made.loader:
+            drawn.add(len(batch))
+            made.step(batch)
+    assert len(drawn) > 2
+    assert len(tried) == 1
+
+
 def test_the_mean_does_not_depend_on_micro_batches_or_workers(private):
     found = []
     for how in ({"micro_batch": 7}, {"micro_batch": 512}):

@@ -256,13 +256,20 @@ class Objective:
             and all(isinstance(part, Tensor) for part in data)
         )
 
+    def _question(self, *asked: Any) -> object:
+        """What a check depends on besides the model: of the data the form of one sample, not how many there are."""
+        data, *settings = asked
+        leaves, spec = tree_flatten(data)
+        form = tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        return str(spec), form, *settings, torch.get_num_threads(), self.model.training
+
     def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
         """Run model and loss on zeros and made-up samples of the shapes of `data`, whose values are not read.
 
         Raises:
             InvalidParameter: the model mixes samples, the loss is reduced, or the shapes do not go together.
         """
-        question = (_key(data), clip, batch_size, unit, packed, torch.get_num_threads(), self.model.training)
+        question = self._question(data, clip, batch_size, unit, packed)
         if self._passed.get(question):
             return
         self._passed[question] = False
@@ -331,7 +338,7 @@ class Objective:
 
     def _fits(self, data: Any, *, clip: Clip, batch_size: int, packed: bool) -> bool:
         """Whether samples of these shapes pass the check; the answer is a matter of the shapes alone."""
-        question = (_key(data), clip, batch_size, Unit.SAMPLE, packed, torch.get_num_threads(), self.model.training)
+        question = self._question(data, clip, batch_size, Unit.SAMPLE, packed)
         if question not in self._passed:
             try:
                 self.check(data, clip=clip, batch_size=batch_size, packed=packed)
