@@ -96,7 +96,7 @@ def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
     named, config = point.settings(seed, quick=quick)
     if quick:
         with TemporaryDirectory() as scratch:
-            return _fields(_trained(named, config, Path(scratch)), named, config)
+            return _fields(_trained(named, config, Path(scratch), force=True), named, config)
     place = _place(point, seed)
     if not place.exists():
         folder = FOLDERS / place.stem
@@ -109,10 +109,10 @@ def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
     return dict(json.loads(place.read_text(encoding="utf-8")))
 
 
-def _trained(named: NamedTask, config: Config, folder: Path) -> Summary:
+def _trained(named: NamedTask, config: Config, folder: Path, *, force: bool = False) -> Summary:
     task = named.task(config)
     resuming = (folder / "config.toml").exists()
-    with Run.resume(task, folder=folder) if resuming else Run.start(task, config, folder=folder) as run:
+    with Run.resume(task, folder=folder) if resuming else Run.start(task, config, folder=folder, force=force) as run:
         for _ in shown(run.rounds(), config=config, first_round=run.round):
             pass
     return run.close()

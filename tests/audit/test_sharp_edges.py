@@ -109,11 +109,6 @@ def ledger_edited(folder: Path) -> None:
     open_ledger(folder)
 
 
-def relations_mixed(folder: Path) -> None:
-    replaced = replace(RELEASE, sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE))
-    Accountant().compose(RELEASE).compose(replaced)
-
-
 def sampling_mismatch(folder: Path) -> None:
     replace(
         RELEASE,
@@ -177,7 +172,6 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "ledger-lost": (lambda folder: open_ledger(folder, create_missing=False), LedgerError),
     "ledger-edited": (ledger_edited, LedgerError),
     "sampling-mismatch": (sampling_mismatch, InvalidParameter),
-    "relations-mixed": (relations_mixed, InvalidParameter),
     "re-noised-resume": (round_again, LedgerError),
     "round-twice": (round_twice, LedgerError),
     "wrong-release": (wrong_release, LedgerError),
@@ -232,3 +226,7 @@ def test_what_is_marked_is_marked() -> None:
     quiet = replace(RELEASE, mechanism=Mechanism(levels=1, trials=0))
     assert Accountant().compose(quiet).epsilon(1e-5) == float("inf")
     assert "no privacy claim" in str(Accountant().compose(RELEASE).guarantee(delta=1e-5, seeded=True))
+    replaced = replace(RELEASE, sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE))
+    mixed = Accountant().compose(RELEASE).compose(replaced).guarantee(delta=1e-5)
+    assert mixed.relation is Relation.ADD_REMOVE
+    assert mixed.epsilon >= Accountant().compose(RELEASE).guarantee(delta=1e-5).epsilon
