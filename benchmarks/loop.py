@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
 from bqsgd import data
-from bqsgd.privacy.guarantee import rounded_up
+from bqsgd.privacy.guarantee import as_given, rounded_up
 
 RESULTS = Path(__file__).parent / "results" / "loop.json"
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from_opacus.md"
@@ -280,7 +280,7 @@ Opacus' MNIST example, its network and batches of {result["batch_size"]} on aver
 |---|---|---|
 | lines of the plain loop | {changed("opacus")} | {changed("ours")} |
 | CPU time of a step; {step("plain")} without privacy | {step("opacus, hooks")} with hooks, {step("opacus, ghost")} with ghost clipping | {step("ours")} |
-| test accuracy after {reached["epochs"]} epochs at epsilon {reached["epsilon"]:g}, mean of {len(reached["ours"]["accuracies"])}; {100 * reached["plain"]["mean"]:.2f} % without privacy | {accuracy("opacus")} | {accuracy("ours")} |
+| test accuracy after {reached["epochs"]} epochs at epsilon {as_given(reached["epsilon"])}, mean of {len(reached["ours"]["accuracies"])}; {100 * reached["plain"]["mean"]:.2f} % without privacy | {accuracy("opacus")} | {accuracy("ours")} |
 
 """  # noqa: E501
 

@@ -16,7 +16,7 @@ from dp_accounting import pld
 from experiments.runs import EVALUATIONS, RESULTS, Job, provenance, simulation, task
 
 from bqsgd.models import load_vector
-from bqsgd.persample import L2, BatchMean, clipped_gradients
+from bqsgd.persample import L2, BatchMean
 from bqsgd.release import Scheme
 from bqsgd.training.draws import Purpose, draw_batch, seed_for
 from bqsgd.training.optimisers import schedule
@@ -71,14 +71,13 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
                 rows = draw_batch(
                     Scheme.POISSON,
                     batch_size=config.privacy.batch_size,
-                    dataset_size=len(client.inputs),
+                    dataset_size=len(client.samples),
                     rng=client.sources.at(Purpose.BATCH, round),
                 )
-                batch = client.inputs[rows], client.targets[rows]
-                clipped = clipped_gradients(
-                    client.model, client.loss, batch, indices=rows, clip=clip, batch_size=config.privacy.batch_size
+                mean, _ = client.objective.mean(
+                    client.samples.read(rows), clip=clip, batch_size=config.privacy.batch_size
                 )
-                mean = clipped.mean.float().numpy()
+                mean = mean.astype(np.float32)
                 if deviation:
                     seed = seed_for(int(config.privacy.seed or 0), Purpose.NOISE, client=client.client, round=round)
                     noise = np.random.default_rng(seed).standard_normal(mean.size, dtype=np.float32)

@@ -53,7 +53,7 @@ def column(setting: PublishedSetting, *, quick: bool) -> dict[str, Any]:
 
 def _norm(client: Any, number: int, size: int) -> float:
     """||grad l||_1 of the mean loss over one batch."""
-    rows = slice(number * size % (len(client.inputs) - size), None)
-    inputs, targets = client.inputs[rows][:size], client.targets[rows][:size]
-    gradients = torch.autograd.grad(client.loss(client.model(inputs), targets).mean(), list(client.model.parameters()))
+    first = number * size % (len(client.samples) - size)
+    loss = client.objective.mean_loss(client.samples.read(range(first, first + size)))
+    gradients = torch.autograd.grad(loss, list(client.model.parameters()))
     return float(sum(gradient.abs().sum() for gradient in gradients))

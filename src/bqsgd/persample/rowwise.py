@@ -76,6 +76,8 @@ def _arrays(*tensors: Tensor) -> list[np.ndarray]:
 
 
 def _mm(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.shape[1] != w.shape[0]:
+        raise RuntimeError(f"matrices of {tuple(x.shape)} and {tuple(w.shape)} cannot be multiplied")
     across = w.stride(0) == 1 and w.stride(1) != 1
     left, right = _arrays(x, w.t() if across else w)
     return torch.from_numpy(

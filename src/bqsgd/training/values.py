@@ -57,16 +57,16 @@ def check_model(
             torch.autograd.grad(loss(model(x), y).mean(), trainable(model), allow_unused=True)
         else:
             clipped_gradients(model, loss, (x, y), indices=None, clip=clip, batch_size=1)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
-        question = (packed, batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
-        answered = _apart.setdefault(model, set())
-        if question not in answered:
-            tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
-            check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
-            answered.add(question)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
+            question = (packed, batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
+            answered = _apart.setdefault(model, set())
+            if question not in answered:
+                tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
+                check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
+                answered.add(question)
 
 
 def sample_values(
