@@ -36,7 +36,7 @@ layers: install
 	$(BIN)/lint-imports
 
 test: lint types layers
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: lint types layers
 	HYPOTHESIS_PROFILE=fresh $(BIN)/pytest -n 2 -m 'slow or not slow'

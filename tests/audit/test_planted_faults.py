@@ -45,6 +45,7 @@ def test_the_audit_passes_an_honest_client(client: str) -> None:
     assert result.lower.epsilon <= result.claimed.epsilon
 
 
+@pytest.mark.slow
 def test_an_honest_client_passes_at_as_many_runs_and_shows_a_good_part_of_what_it_claims() -> None:
     result = planted.run(planted.HONEST["clamp, no sampling"], seed=2)
     assert result.samples == 4000

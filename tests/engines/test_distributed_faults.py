@@ -142,6 +142,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint_to_the_model_of_one_process
     note_killed_server(fault_book, tmp_path, line, fault="server killed in mid-round and restarted, seeded noise")
 
 
+@pytest.mark.slow
 def test_a_killed_server_that_goes_on_with_fresh_noise_counts_every_round_made_again(tmp_path, fault_book):
     settings = {**SETTINGS, "clients": 3, "rounds": 8, "checkpoint_every": 2}
     line = killed_and_resumed(tmp_path, settings)

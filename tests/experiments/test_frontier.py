@@ -40,6 +40,7 @@ def test_an_unknown_preset_names_those_there_are() -> None:
         preset("mnist-eps2")
 
 
+@pytest.mark.slow
 def test_quick_points_run_to_their_end_within_budget_and_bits(tmp_path: Path) -> None:
     found = frontier.reproduce(seeds=(0,), quick=True, figures=tmp_path)
     assert [row["bits"] for row in found["rows"]] == [point.bits for point in frontier.POINTS]

@@ -141,6 +141,7 @@ runs.run(runs.Job(name="killed", named=named, config=config))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     def start(folder: str, *, dies: bool = False) -> subprocess.Popen[bytes]:
         code = KILLED.format(root=str(ROOT), folder=str(tmp_path / folder), dies=dies)

@@ -88,6 +88,7 @@ def test_an_l2_bound_buys_levels():
     assert with_l2.variance < make_plan(budget, WIDE, rounds=500).variance
 
 
+@pytest.mark.slow
 def test_too_few_bits_name_the_nearest_feasible_budgets():
     def with_bits(bits):
         return least_error_uncoarsened(Budget(bits=bits, epsilon=0.3, delta=1e-5), WIDE.release, rounds=500)

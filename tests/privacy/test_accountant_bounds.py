@@ -71,7 +71,7 @@ def asked_everything(what: Release, rounds: int, delta: float, epsilon: float) -
 
 
 @given(releases(most_trials=1000, most_coordinates=300), ROUNDS, DELTAS, magnitudes(1e-6, 1e3))
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_release_gets_a_figure_or_a_documented_refusal(what, rounds, delta, epsilon):
     asked_everything(what, rounds, delta, epsilon)
 

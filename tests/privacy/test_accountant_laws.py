@@ -38,7 +38,7 @@ def epsilon(rounds=20, delta=1e-5, **parameters):
 
 
 @given(settings_st, st.sampled_from(["levels", "trials", "dimension", "rounds", "rate", "delta"]))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_monotone_in_every_parameter(parameters, name):
     """More levels, coordinates, rounds or sampling cost more; more trials or a larger delta cost less."""
     one = epsilon(**parameters)

@@ -133,7 +133,7 @@ def check(trials, shift, count, rate, rounds, delta, l2, more, fixed):
 
 @given(**SETTINGS)
 @example(**WHOLE)
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_figure_is_below_what_data_attain(**setting):
     check(**setting)
 
