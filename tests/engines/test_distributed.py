@@ -40,8 +40,13 @@ SETTINGS = (
 
 
 def torchrun(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return [*command, "-m", "bqsgd", "train", "--engine", "torch-distributed", *arguments], environment()
+    """torchrun with a file in the place of its own store, which would listen on every interface of the machine."""
+    store = f"{arguments[arguments.index('--out') + 1]}.store-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", store]
+    command += ["--rdzv-id", "one", "--local-addr", "127.0.0.1"]
+    own = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [*command, "-m", "bqsgd", "train", "--engine", "torch-distributed", *arguments], own
 
 
 def rank_process(parent, rank):
