@@ -369,7 +369,7 @@ def run_round(server: Server, engine: Engine) -> RoundRecord:
     began = time.perf_counter()
     message = server.open_round()
     writing = time.perf_counter() - began
-    for answer in engine.exchange(message, round=server.round):
+    for answer in engine.exchange(dict.fromkeys(server.weights, message), round=server.round):
         _deliver(server, answer)
     record = server.close_round()
     seconds = dict(engine.seconds())

@@ -79,7 +79,7 @@ def test_a_round_survives_what_a_client_may_do_and_a_client_that_dies(tmp_path, 
     third = statuses(records, 3)
     assert third[0] == third[1] == third[2] == ["ok"]
     assert third[3] == ["missing"]
-    overdue = seen(log, "round 3: client 3 missing: no frame within 20 s")
+    overdue = seen(log, "round 3: client 3 missing: no answer within 20 s")
     late = [entry for record in records for entry in record["clients"] if "a replay or late" in (entry["reason"] or "")]
     assert [entry["client"] for entry in late] == [3]
     assert third[6] == third[7] == ["ok"]

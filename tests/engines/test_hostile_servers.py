@@ -186,7 +186,7 @@ def test_the_in_process_engine_carries_a_frame(unit, clip):
     for data in few_data_sets().values():
         with contextlib.closing(InProcess([make_client("linear", unit, clip, data)])) as engine:
             for round, model in enumerate(finite_models(8).values()):
-                (answer,) = engine.exchange(message(model, round=round), round=round)
+                (answer,) = engine.exchange({0: message(model, round=round)}, round=round)
                 assert (answer.declined, answer.reason, seen(answer.frame)[0]) == (False, None, "frame")
 
 

@@ -23,8 +23,8 @@ class WithOneLiar:
     def __init__(self, clients):
         self.clients = clients
 
-    def exchange(self, message, *, round):
-        frames = [client.answer(message) for client in self.clients]
+    def exchange(self, messages, *, round):
+        frames = [client.answer(messages[client.client]) for client in self.clients]
         honest = sum(decode_frame(frame, range=0.5) for frame in frames)
         # As if all the binomial noise had come out at 0 or m: no check of a frame can exclude it.
         codes = np.where(honest > 0, 0, MECHANISM.code_count - 1).astype(np.uint8)

@@ -1,13 +1,14 @@
 """What an engine is: it carries bytes between the server and its clients, and answers for their guarantees.
 
-An engine holds no algorithm. `bqsgd.run.Run` gives it a `Setup` once and then one message per round.
+An engine holds no algorithm: who is asked, with which bytes, and in how many steps a round goes is decided above it, in
+`bqsgd.run`.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,17 +60,30 @@ class Engine(Protocol):
     def lost(self) -> Mapping[int, str]:
         """Client -> why it can never answer again."""
 
-    def exchange(self, message: bytes, *, round: int) -> Iterable[Answer]:
-        """Carry the message to every client and yield the answers in the order of client numbers."""
+    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterable[Answer]:
+        """Carry these bytes to these clients and yield their answers in the order of client numbers.
+
+        A client that cannot be reached has an answer too, with the reason. What comes late for an earlier exchange is
+        yielded as well: its bytes say what it is. A message that many clients share is one object.
+        """
 
     def seconds(self) -> Mapping[str, float]:
-        """What the clients spent on the last round, by stage, where the engine knows; else empty."""
+        """What the clients spent on the last exchange, by stage, where the engine knows; else empty."""
 
     def guarantees(self, *, delta: float) -> Mapping[int, Guarantee | None]:
         """Client -> what its ledger says it has spent, None when it has sent nothing private."""
 
     def close(self) -> None:
         """End the run on every client; ledgers held here are closed."""
+
+
+def check_known(asked: Iterable[int], clients: Container[int]) -> list[int]:
+    """The clients that are asked, in order; raise InvalidParameter where one is none of the run's."""
+    numbers = sorted(asked)
+    foreign = next((number for number in numbers if number not in clients), None)
+    if foreign is not None:
+        raise InvalidParameter(f"client {foreign} is not among the clients of this run")
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

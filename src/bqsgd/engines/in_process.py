@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from bqsgd.engines.engine import Answer, Setup, make_client
+from bqsgd.engines.engine import Answer, Setup, check_known, make_client
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.privacy.guarantee import Guarantee
@@ -48,6 +48,7 @@ class InProcess:
             raise InvalidParameter("an engine needs at least one client, and each number once")
         self.lost: Mapping[int, str] = {}
         self.claimed = False
+        self._asked: list[Client] = []
         groups: dict[int, list[Client]] = {}
         for client in self.clients.values():
             groups.setdefault(id(client.model), []).append(client)
@@ -60,22 +61,24 @@ class InProcess:
         """Client -> how many samples it holds."""
         return {number: client.setting.dataset_size for number, client in self.clients.items()}
 
-    def exchange(self, message: bytes, *, round: int) -> Iterator[Answer]:
-        """Every client answers in turn, in the order of their numbers."""
+    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterator[Answer]:
+        """The clients that are asked answer in turn, in the order of their numbers."""
+        self._asked = asked = [self.clients[number] for number in check_known(messages, self.clients)]
         if self._pool is None:
-            for client in self.clients.values():
-                yield _ask(client, message)
+            for client in asked:
+                yield _ask(client, messages[client.client])
             return
         answers: dict[int, Answer] = {}
-        for group in self._pool.map(lambda group: [_ask(client, message) for client in group], self._groups):
-            answers.update((answer.client, answer) for answer in group)
-        for number in self.clients:
-            yield answers[number]
+        groups = [[client for client in group if client.client in messages] for group in self._groups]
+        for found in self._pool.map(lambda group: [_ask(client, messages[client.client]) for client in group], groups):
+            answers.update((answer.client, answer) for answer in found)
+        for client in asked:
+            yield answers[client.client]
 
     def seconds(self) -> Mapping[str, float]:
-        """Summed over the clients' own clocks."""
+        """Summed over the clocks of the clients that were asked last."""
         total: Counter[str] = Counter()
-        for client in self.clients.values():
+        for client in self._asked:
             total.update(client.seconds)
         return {stage: float(total[stage]) for stage in _STAGES}
 

@@ -1,4 +1,4 @@
-"""Flower as an engine: who is on which node, the model out to all of them, frames back. It holds no algorithm."""
+"""Flower as an engine: who is on which node, messages out, answers back. It holds no algorithm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from flwr.app import Message, MessageType
 
-from bqsgd.engines.engine import Answer, MakeEngine, Setup
+from bqsgd.engines.engine import Answer, MakeEngine, Setup, check_known
 from bqsgd.engines.flower.messages import (
     FRAME,
     MODEL,
@@ -163,7 +163,7 @@ def flower(grid: TrackedGrid, *, join_seconds: float, round_seconds: float) -> M
 
 
 class FlowerEngine:
-    """Sends the server's message to every client's node and yields their answers, in the order of client numbers.
+    """Sends the server's messages to the clients' nodes and yields their answers, in the order of client numbers.
 
     Args:
         grid: Flower's, tracked.
@@ -183,22 +183,27 @@ class FlowerEngine:
         """Client -> how many samples it says it holds."""
         return dict(sorted(self.roster.samples.items()))
 
-    def exchange(self, message: bytes, *, round: int) -> Iterator[Answer]:
-        """The model to every node that is online; the answers of this round by client, then frames of earlier ones."""
+    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterator[Answer]:
+        """The messages to those nodes that are online; the answers by client, then late frames of earlier exchanges."""
+        numbers = check_known(messages, self.roster.samples)
         online = set(self.grid.get_node_ids())
         if online - set(self.roster.nodes.values()):
             self.roster.greet(self.grid, seconds=_GREETING_SECONDS)
         report = self.roster.config.run.evaluated_after(round + 1)
-        content = pack(message, kind=MODEL, run=self.run, report=report)
+        contents = {
+            id(message): pack(message, kind=MODEL, run=self.run, report=report) for message in messages.values()
+        }
         ttl = 2 * self.round_seconds + 60  # an answer even later than that is not worth a spend
-        messages, answers = [], {}
-        for client, node in sorted(self.roster.nodes.items()):
+        outgoing, answers = [], {}
+        for client in numbers:
+            node = self.roster.nodes[client]
             if node in online:
-                messages.append(Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=str(round)))
+                content = contents[id(messages[client])]
+                outgoing.append(Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=str(round)))
             else:
                 answers[client] = Answer(client=client, reason=f"its node {node} is offline")
         late: list[Answer] = []
-        for reply in self.grid.send_and_receive(messages, timeout=self.round_seconds):
+        for reply in self.grid.send_and_receive(outgoing, timeout=self.round_seconds):
             sent = self.grid.sent_for(reply)
             if sent.kind == MessageType.QUERY:  # it said who it is too late for `greet`
                 self.roster.admit(sent.node, reply, online=set(self.grid.get_node_ids()))
@@ -208,7 +213,7 @@ class FlowerEngine:
                 logger.warning("node %d answered, but it is no longer a client of this run", sent.node)
                 continue
             answer = self._read(number, sent, reply)
-            if sent.group == str(round):
+            if sent.batch == self.grid.batches:
                 answers[number] = answer
             elif answer.frame is not None:
                 late.append(answer)

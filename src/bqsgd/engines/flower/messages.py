@@ -83,11 +83,12 @@ def read_guarantee(text: str) -> Guarantee | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A message that was sent; `arrived` is when its answer came."""
+    """A message that was sent; `arrived` is when its answer came, `batch` which messages went out together with it."""
 
     node: int
     kind: str
     group: str
+    batch: int
     arrived: float = 0.0
 
 
@@ -103,6 +104,8 @@ class TrackedGrid(Grid):
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.waiting: dict[str, Sent] = {}
+        self.batches = 0
+        """How many times messages were sent."""
         self._answered: dict[str, Sent] = {}
         self._kept: list[Message] = []
 
@@ -111,6 +114,7 @@ class TrackedGrid(Grid):
         outgoing = list(messages)
         if not outgoing:
             return []
+        self.batches += 1
         end = None if timeout is None else time.monotonic() + timeout
         pushed = set(self.grid.push_messages(outgoing))
         own = set()
@@ -118,7 +122,7 @@ class TrackedGrid(Grid):
             data = message.metadata
             if data.message_id in pushed:  # else the SuperLink would not take it: it is missing like an unanswered one
                 own.add(data.message_id)
-                sent = Sent(node=data.dst_node_id, kind=data.message_type, group=data.group_id)
+                sent = Sent(node=data.dst_node_id, kind=data.message_type, group=data.group_id, batch=self.batches)
                 self.waiting[data.message_id] = sent
         replies, self._kept = self._kept, []
         while True:

@@ -1,4 +1,4 @@
-"""The engine on the serving rank: the model goes out to every rank, frames come back as bytes, in order, in time."""
+"""The engine on the serving rank: messages go out to ranks at once, answers come back as bytes, in order, in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from bqsgd.engines.engine import Answer, MakeEngine, Setup, make_client
+from torch import Tensor
+
+from bqsgd.engines.engine import Answer, MakeEngine, Setup, check_known, make_client
 from bqsgd.engines.in_process import InProcess
 from bqsgd.engines.torch_distributed._transport import (
     MOST_BYTES,
@@ -121,33 +123,38 @@ class TorchDistributed:
         self._guarantees: dict[int, Guarantee | None] = {}
         self._closed = False
 
-    def exchange(self, message: bytes, *, round: int) -> Iterator[Answer]:
-        """The model to every rank at once; the answers in the order of ranks, each with the time it came."""
-        self._asked += 1
-        until, waiting = time.monotonic() + self._wait_seconds, self._ask_all(MessageKind.MODEL, as_tensor(message))
+    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterator[Answer]:
+        """The messages to their ranks at once; the answers in the order of ranks, each with the time it came."""
+        numbers = check_known(messages, self.numbers)
+        tensors = {id(message): as_tensor(message) for message in messages.values()}
+        until = time.monotonic() + self._wait_seconds
+        waiting = self._ask(MessageKind.MODEL, {number: tensors[id(messages[number])] for number in numbers})
+        own = {number: messages[number] for number in self.own.clients if number in messages}
         answers = {
             answer.client: Answer(**{**vars(answer), "arrived": time.monotonic()})
-            for answer in self.own.exchange(message, round=round)
+            for answer in self.own.exchange(own, round=round)
         }
-        for number in self.numbers:
+        for number in numbers:
             while number in waiting and number not in answers and self._next(until, waiting, answers):
                 pass
             yield from self._taken_late()
             yield answers.pop(number) if number in answers else self._missing(number)
 
     def _missing(self, number: int) -> Answer:
-        reason = self.lost.get(number, f"no frame within {self._wait_seconds:g} s")
+        reason = self.lost.get(number, f"no answer within {self._wait_seconds:g} s")
         return Answer(client=number, reason=reason)
 
     def _taken_late(self) -> Iterator[Answer]:
         late, self._late = self._late, []
         yield from late
 
-    def _ask_all(self, kind: MessageKind, body: object) -> set[int]:
-        ready = {rank: connection for rank, connection in self._connections.items() if rank not in self.lost}
-        for connection in ready.values():
-            connection.ask(self._asked, kind, body)  # type: ignore[arg-type]
-        return set(ready)
+    def _ask(self, kind: MessageKind, bodies: Mapping[int, bytes | Tensor]) -> set[int]:
+        """Ask those of the ranks that are still there; returns them. It is one question, with one number."""
+        self._asked += 1
+        ready = {rank for rank in self._connections if rank in bodies and rank not in self.lost}
+        for rank in ready:
+            self._connections[rank].ask(self._asked, kind, bodies[rank])
+        return ready
 
     def _next(self, until: float, waiting: set[int], answers: dict[int, Answer]) -> bool:
         """Take in one reply; False when the time is up."""
@@ -192,8 +199,7 @@ class TorchDistributed:
         """Client -> what its ledger says it has spent; of a client that is gone or late, what it said last."""
         self._guarantees |= self.own.guarantees(delta=delta)
         if not self._closed:
-            self._asked += 1
-            waiting = self._ask_all(MessageKind.REPORT, struct.pack("<d", delta))
+            waiting = self._ask(MessageKind.REPORT, dict.fromkeys(self._connections, struct.pack("<d", delta)))
             until = time.monotonic() + wait_seconds
             while waiting and self._next(until, waiting, {}):
                 pass
