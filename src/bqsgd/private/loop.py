@@ -1,45 +1,24 @@
-"""An ordinary PyTorch loop made private: a model, an optimiser and a loader of one's own, and a proven guarantee.
-
-    private = bqsgd.make_private(model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"),
-                                 epsilon=3, delta=1e-5, bits=8, epochs=20, ledger="me.ledger")
-    for epoch in range(20):
-        for batch in private.loader:   # Poisson batches of your own data set
-            private.step(batch)        # clip each sample, quantise, add binomial noise, decode, optimizer.step()
-    print(private.guarantee())
-
-In one process this is differentially private training: the process sees the data and is trusted, and what it releases
-(the model after every step, and everything computed from it) is protected. Started by torchrun, the same lines make
-each rank a client with data of its own: the ranks exchange frames, and none needs to trust another.
-
-A step: the spend is recorded, each sample's gradient is clipped on its own, their sum is divided by the public batch
-size, rounded to integers with binomial noise, framed, decoded and put into `.grad`. Everything after that is computed
-from a private message and costs nothing: any optimiser, schedule, weight decay or average.
-"""
+"""`make_private` and what it returns: one private step of a loop, its plan, its guarantee and its state."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
-import math
-import os
 import secrets
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from bqsgd.codec import Accumulator, encode_frame
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
@@ -55,10 +34,12 @@ from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import propose
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Release, Scheme, Spent, Trust, Unit
+from bqsgd.private._batches import Batch, PoissonLoader
+from bqsgd.private._ranks import Peers
+from bqsgd.release import Release, Scheme, Spent, Unit
 from bqsgd.training.client_plan import clipped_setting, plan_release
-from bqsgd.training.draws import Purpose, Sources, draw_batch
-from bqsgd.training.samples import Forward, Objective, Part, Reader, check_loader
+from bqsgd.training.draws import Purpose, Sources
+from bqsgd.training.samples import Forward, Objective, Part
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES
 
@@ -66,7 +47,6 @@ _log = logging.getLogger("bqsgd.private")
 _FORMAT = "bqsgd.private.v1"
 _AHEAD = 20
 """Steps that the ledger records in one write; a crash leaves at most so many counted that were not taken."""
-_NOTE_BYTES = 1 << 12
 
 
 def make_private(
@@ -146,137 +126,6 @@ def make_private(
         mechanism=mechanism,
         seed=seed,
     )
-
-
-class Batch:
-    """One Poisson batch, for one step. Beyond its first samples it is read when the step is taken."""
-
-    def __init__(self, number: int, drawn: int, reading: Iterator[Part]) -> None:
-        self._number, self._drawn, self._reading = number, drawn, reading
-
-    def __len__(self) -> int:
-        """How many samples were drawn. It depends on a secret draw: keep it private."""
-        return self._drawn
-
-    def __reduce__(self) -> str:
-        raise TypeError("a batch is for one step of the process that drew it: it cannot be copied or pickled")
-
-
-class PoissonLoader:
-    """Poisson batches of a loader's data set: iterate over it once per epoch, as over the loader itself.
-
-    Every sample is drawn by itself with probability L / n from the cryptographic generator; a batch may be empty or
-    larger than L. Which samples are drawn is secret. Whatever a program does with a batch besides `step` is outside the
-    guarantee: a printed training loss, or skipping batches for what is in them.
-    """
-
-    def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources) -> None:
-        self.batch_size = check_loader(loader)
-        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn))
-        self.samples = len(self._reader)
-        if self.batch_size > self.samples:
-            raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
-        self.steps = math.ceil(self.samples / self.batch_size)
-        self.next_draw = 0
-        self._most, self._sources = micro_batch, sources
-        self._fresh: Batch | None = None
-        """The batch that may be used for a step."""
-        self._drawn: deque[tuple[int, int, int]] = deque()
-        self._pieces: DataLoader[list[Part]] = DataLoader(
-            cast(Any, self._reader), batch_sampler=_Draws(self), collate_fn=self._reader.collate, **_workers_of(loader)
-        )
-
-    @property
-    def dataset(self) -> Any:
-        """The data set of the loader."""
-        return self._reader.dataset
-
-    def first(self) -> Any:
-        """Sample 0, for its shapes."""
-        return self._reader.first()
-
-    def __len__(self) -> int:
-        """Steps in an epoch."""
-        return self.steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        """One epoch of batches."""
-        pieces = iter(self._pieces)
-        drawn = self._drawn  # of this iteration: it began with a call of `draw`
-        for _ in range(self.steps):
-            first = next(pieces)
-            number, size, count = drawn.popleft()
-            reading = _reading(first, pieces, count - 1)
-            self._fresh = Batch(number, size, reading)
-            yield self._fresh
-            self._fresh = None
-            for _ in reading:  # samples of a batch that was not used must not be taken for those of the next
-                pass
-
-    def draw(self) -> Iterator[list[int]]:
-        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
-        self._drawn = deque()
-        return self._draw(self._drawn)
-
-    def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
-        for _ in range(self.steps):
-            self.check_size()
-            rng = self._sources.at(Purpose.BATCH, self.next_draw)
-            drawn = draw_batch(Scheme.POISSON, batch_size=self.batch_size, dataset_size=self.samples, rng=rng)
-            pieces = [drawn[start : start + self._most] for start in range(0, len(drawn), self._most)] or [drawn]
-            queue.append((self.next_draw, len(drawn), len(pieces)))
-            self.next_draw += 1
-            for piece in pieces:
-                yield piece.tolist()
-
-    def take(self, batch: Batch) -> Iterator[Part]:
-        """The samples of a batch, once.
-
-        Raises:
-            InvalidParameter: it is not the batch that this loader gave last, or it was used already.
-        """
-        if not isinstance(batch, Batch):
-            raise InvalidParameter(f"step takes a batch of private.loader, got {type(batch).__name__}")
-        if batch is not self._fresh:
-            raise InvalidParameter(
-                "a batch is for one step, taken before the next batch is asked for: each step is accounted with a draw "
-                "of its own; nothing was spent"
-            )
-        self._fresh = None
-        return batch._reading
-
-    def check_size(self) -> None:
-        """Raise when the data set has another size than the one that was planned for."""
-        if len(self._reader) != self.samples:
-            raise InvalidParameter(
-                f"the data set has {len(self._reader)} samples now and had {self.samples} when training was planned, "
-                "so the sampling rate would be another; begin anew with make_private"
-            )
-
-
-class _Draws(Sampler[list[int]]):
-    """What torch's loader asks for the numbers of the samples, always in the process that trains."""
-
-    def __init__(self, loader: PoissonLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.draw()
-
-
-def _reading(first: list[Part], pieces: Iterator[list[Part]], more: int) -> Iterator[Part]:
-    yield from first
-    for _ in range(more):
-        yield from next(pieces)
-
-
-def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader reads its samples; what it draws and pins is not taken over."""
-    how: dict[str, Any] = {"num_workers": loader.num_workers, "generator": loader.generator}
-    if loader.num_workers:
-        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout")
-        how |= {name: getattr(loader, name) for name in names}
-    return how
 
 
 class Private:
@@ -638,58 +487,3 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-
-
-class Peers:
-    """The ranks that torchrun started, this process among them; or this process alone."""
-
-    def __init__(self, *, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.size, self._group = rank, size, group
-
-    @classmethod
-    def met(cls) -> Self:
-        """Join the other ranks if there are any."""
-        if not dist.is_available():
-            return cls()
-        if not dist.is_initialized():
-            if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-                return cls()
-            dist.init_process_group("gloo")
-            atexit.register(dist.destroy_process_group)
-        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=group)
-
-    @property
-    def trust(self) -> Trust:
-        """Alone, the process is trusted; among ranks, each sees the others' messages."""
-        return Trust.TRAINER if self.size == 1 else Trust.EACH_CLIENT
-
-    def gather(self, content: bytes | bytearray, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """Every rank's bytes, this rank's included; rank r sends sizes[r] of them."""
-        if self.size == 1:
-            return [np.frombuffer(content, np.uint8)]
-        longest = max(sizes)
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self._group)
-        return [received.numpy()[:size] for received, size in zip(found, sizes, strict=True)]
-
-    def tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's note."""
-        written = json.dumps(note, allow_nan=False).encode().ljust(_NOTE_BYTES)
-        found = self.gather(written, [_NOTE_BYTES] * self.size)
-        try:
-            notes = [json.loads(content.tobytes()) for content in found]
-        except ValueError as error:
-            raise InvalidParameter("a rank sent something that is not a note of make_private") from error
-        if any(not isinstance(other, dict) or other.keys() != note.keys() for other in notes):
-            raise InvalidParameter("the ranks do not run the same version of make_private")
-        return notes
-
-    def share(self, model: nn.Module) -> None:
-        """Begin with the model of rank 0 on every rank."""
-        if self.size > 1:
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    dist.broadcast(tensor.data, 0, group=self._group)

@@ -1,0 +1,146 @@
+"""Poisson batches of a loader's data set: drawn in secret, each for one step."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, Sampler
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.release import Scheme
+from bqsgd.training.draws import Purpose, Sources, draw_batch
+from bqsgd.training.samples import Part, Reader, check_loader
+
+
+class Batch:
+    """One Poisson batch, for one step. Beyond its first samples it is read when the step is taken."""
+
+    def __init__(self, number: int, drawn: int, reading: Iterator[Part]) -> None:
+        self._number, self._drawn, self._reading = number, drawn, reading
+
+    def __len__(self) -> int:
+        """How many samples were drawn. It depends on a secret draw: keep it private."""
+        return self._drawn
+
+    def __reduce__(self) -> str:
+        raise TypeError("a batch is for one step of the process that drew it: it cannot be copied or pickled")
+
+
+class PoissonLoader:
+    """Poisson batches of a loader's data set: iterate over it once per epoch, as over the loader itself.
+
+    Every sample is drawn by itself with probability L / n from the cryptographic generator; a batch may be empty or
+    larger than L. Which samples are drawn is secret. Whatever a program does with a batch besides `step` is outside the
+    guarantee: a printed training loss, or skipping batches for what is in them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources) -> None:
+        self.batch_size = check_loader(loader)
+        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn))
+        self.samples = len(self._reader)
+        if self.batch_size > self.samples:
+            raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
+        self.steps = math.ceil(self.samples / self.batch_size)
+        self.next_draw = 0
+        self._most, self._sources = micro_batch, sources
+        self._fresh: Batch | None = None
+        """The batch that may be used for a step."""
+        self._drawn: deque[tuple[int, int, int]] = deque()
+        self._pieces: DataLoader[list[Part]] = DataLoader(
+            cast(Any, self._reader), batch_sampler=_Draws(self), collate_fn=self._reader.collate, **_workers_of(loader)
+        )
+
+    @property
+    def dataset(self) -> Any:
+        """The data set of the loader."""
+        return self._reader.dataset
+
+    def first(self) -> Any:
+        """Sample 0, for its shapes."""
+        return self._reader.first()
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One epoch of batches."""
+        pieces = iter(self._pieces)
+        drawn = self._drawn  # of this iteration: it began with a call of `draw`
+        for _ in range(self.steps):
+            first = next(pieces)
+            number, size, count = drawn.popleft()
+            reading = _reading(first, pieces, count - 1)
+            self._fresh = Batch(number, size, reading)
+            yield self._fresh
+            self._fresh = None
+            for _ in reading:  # samples of a batch that was not used must not be taken for those of the next
+                pass
+
+    def draw(self) -> Iterator[list[int]]:
+        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
+        self._drawn = deque()
+        return self._draw(self._drawn)
+
+    def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            self.check_size()
+            rng = self._sources.at(Purpose.BATCH, self.next_draw)
+            drawn = draw_batch(Scheme.POISSON, batch_size=self.batch_size, dataset_size=self.samples, rng=rng)
+            pieces = [drawn[start : start + self._most] for start in range(0, len(drawn), self._most)] or [drawn]
+            queue.append((self.next_draw, len(drawn), len(pieces)))
+            self.next_draw += 1
+            for piece in pieces:
+                yield piece.tolist()
+
+    def take(self, batch: Batch) -> Iterator[Part]:
+        """The samples of a batch, once.
+
+        Raises:
+            InvalidParameter: it is not the batch that this loader gave last, or it was used already.
+        """
+        if not isinstance(batch, Batch):
+            raise InvalidParameter(f"step takes a batch of private.loader, got {type(batch).__name__}")
+        if batch is not self._fresh:
+            raise InvalidParameter(
+                "a batch is for one step, taken before the next batch is asked for: each step is accounted with a draw "
+                "of its own; nothing was spent"
+            )
+        self._fresh = None
+        return batch._reading
+
+    def check_size(self) -> None:
+        """Raise when the data set has another size than the one that was planned for."""
+        if len(self._reader) != self.samples:
+            raise InvalidParameter(
+                f"the data set has {len(self._reader)} samples now and had {self.samples} when training was planned, "
+                "so the sampling rate would be another; begin anew with make_private"
+            )
+
+
+class _Draws(Sampler[list[int]]):
+    """What torch's loader asks for the numbers of the samples, always in the process that trains."""
+
+    def __init__(self, loader: PoissonLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.draw()
+
+
+def _reading(first: list[Part], pieces: Iterator[list[Part]], more: int) -> Iterator[Part]:
+    yield from first
+    for _ in range(more):
+        yield from next(pieces)
+
+
+def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader reads its samples; what it draws and pins is not taken over."""
+    how: dict[str, Any] = {"num_workers": loader.num_workers, "generator": loader.generator}
+    if loader.num_workers:
+        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout")
+        how |= {name: getattr(loader, name) for name in names}
+    return how
