@@ -393,7 +393,7 @@ def train(task: Task, config: Config, *, folder: str | Path | None = None, engin
     >>> from torch import nn
     >>> share = np.eye(4, dtype=np.float32), np.arange(4)
     >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share, share], test=share)
-    >>> train(task, Config.of(clients=2, rounds=20, batch_size=4, levels=64, trials=0)).accuracy  # trials=0: no privacy
+    >>> train(task, Config.of(clients=2, rounds=100, batch_size=4, levels=64, trials=0)).accuracy  # no privacy
     1.0
     """
     with Run.start(task, config, folder=folder, engine=engine) as run:
