@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd.errors import BudgetExhausted, Infeasible
-from bqsgd.flower.node import Node
+from bqsgd.flower.settings import Node
 from bqsgd.ledger import Ledger
 from bqsgd.params import Mechanism
 from bqsgd.planner.plan import Budget, ClientSetting

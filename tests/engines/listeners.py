@@ -4,7 +4,7 @@ import ipaddress
 
 import psutil
 
-from bqsgd.flower.watchdog import MARK
+from bqsgd.flower.processes import MARK
 
 
 def marked(**variables):

@@ -21,7 +21,7 @@ from bqsgd.engines.flower.engine import NoQuorum
 from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
 from bqsgd.errors import FrameError, InvalidParameter
 from bqsgd.flower import Node, client_app
-from bqsgd.flower.local_federation import read_overrides, write_app
+from bqsgd.flower.federation import read_overrides, write_app
 from bqsgd.flower.server_app import serve
 from bqsgd.flower.settings import Service, check_overrides, read_settings
 from bqsgd.ledger import Ledger

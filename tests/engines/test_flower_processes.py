@@ -15,8 +15,9 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 
 from bqsgd.cli.flower import demo_settings, run_demo
-from bqsgd.flower.local_federation import Processes, free_port, make_federation, write_app
-from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
+from bqsgd.flower.federation import free_port, make_federation, write_app
+from bqsgd.flower.processes import Processes
+from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.entries import EntryKind
 from bqsgd.records.checkpoint import load_checkpoint

@@ -17,8 +17,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from listeners import listeners, marked, on_loopback
 
-from bqsgd.flower.local_federation import Processes
-from bqsgd.flower.simulation import keep_ray_on_loopback, ray_on_loopback
+from bqsgd.flower.processes import Processes, keep_ray_on_loopback, ray_on_loopback
 
 SERVER = (
     "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print('listening', flush=True); time.sleep(600)"

@@ -27,7 +27,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; ne
 
     Example: bqsgd flower init my-app
     """
-    from bqsgd.flower.local_federation import write_app
+    from bqsgd.flower.federation import write_app
 
     for path in write_app(folder):
         typer.echo(path)
@@ -83,7 +83,7 @@ def run(
     """
     import os
 
-    from bqsgd.flower.local_federation import read_overrides
+    from bqsgd.flower.federation import read_overrides
     from bqsgd.flower.settings import check_overrides
 
     check_overrides(*read_overrides(app, run_config))
@@ -99,7 +99,7 @@ def superlink(context: typer.Context) -> None:
 
     Example: bqsgd flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
     """
-    from bqsgd.flower.deployment import superlink as serve
+    from bqsgd.flower.federation import superlink as serve
 
     serve(context.args)
 
@@ -121,8 +121,9 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
     import tempfile
     import time
 
-    from bqsgd.flower.local_federation import FlowerFailed, Processes, make_federation, write_app
-    from bqsgd.flower.node import LEDGER_FOLDER_VARIABLE
+    from bqsgd.flower.federation import make_federation, write_app
+    from bqsgd.flower.processes import FlowerFailed, Processes
+    from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE
     from bqsgd.records.checkpoint import load_checkpoint
     from bqsgd.records.folder import read_history
     from bqsgd.records.record import Status

@@ -22,7 +22,7 @@ except ImportError as error:
     ) from error
 
 from bqsgd.flower.client_app import client_app  # noqa: E402  (after the check above)
-from bqsgd.flower.node import Node  # noqa: E402
 from bqsgd.flower.server_app import server_app  # noqa: E402
+from bqsgd.flower.settings import Node  # noqa: E402
 
 __all__ = ["MissingExtra", "Node", "client_app", "server_app"]

@@ -19,9 +19,8 @@ from flwr.clientapp import ClientApp
 from bqsgd.engines.engine import one_thread, private_log_at
 from bqsgd.engines.flower.messages import FRAME, MODEL, Plain, data_of, field_of, pack, write_guarantee
 from bqsgd.errors import BqsgdError, Infeasible, InvalidParameter
-from bqsgd.flower.node import Node
-from bqsgd.flower.settings import MakeTask, check_name, read_settings
-from bqsgd.flower.simulation import keep_ray_on_loopback
+from bqsgd.flower.processes import keep_ray_on_loopback
+from bqsgd.flower.settings import MakeTask, Node, check_name, read_settings
 from bqsgd.models import dimension_of
 from bqsgd.params import Mechanism
 from bqsgd.planner.time_limit import PlanningTooLong

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from bqsgd.cli.app import main
 from bqsgd.cli.flower import demo_settings
-from bqsgd.flower.deployment import LoggedHandshake, make_certificates, make_node_key
-from bqsgd.flower.local_federation import FlowerFailed, Processes
+from bqsgd.flower.federation import LoggedHandshake, make_certificates, make_node_key
+from bqsgd.flower.processes import FlowerFailed, Processes
 
 
 def handshake(certificates, trusted, host):

@@ -1,40 +1,41 @@
-"""A whole Flower federation on one machine: SuperLink and SuperNodes as child processes, or a simulation.
+"""Programs of Flower as child processes that do not outlive us, and a Ray that nobody else can reach.
 
-Each process is in its own group, with a log, listens on loopback only, and does not outlive us.
+Started as a program, this file is the watchdog of a family of processes: it ends them once the process that started
+them has ended, kill -9 included. `Processes` holds the other end of its standard input, which the operating system
+closes. A parent-death signal would not do: it is not inherited, so it never reaches the processes that Flower and Ray
+start in turn. The family is found by a mark in its environment instead, which every descendant inherits. A watchdog
+must be there at once, so nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import psutil
 
-from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.flower import watchdog
-from bqsgd.flower.deployment import Certificates, make_certificates, make_node_key
-from bqsgd.flower.simulation import RAY_FOLDER_VARIABLE, ray_on_loopback
+from bqsgd.errors import BqsgdError
 from bqsgd.storage import private_folder
 
+MARK = "BQSGD_PROCESS_MARK"
+_END_SECONDS = 20.0
+_QUIET_SCANS = 3
+"""Scans in a row that must find nobody: a process between fork and exec does not show its mark yet."""
 _LOOK_SECONDS = 0.2
-_START_SECONDS = 90.0
-_CONNECTION = "one-machine"
-_PACKAGE = "private_app"
+_CLUSTER, _MODE, _TOKEN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+_RAY_FOLDER = "RAY_TMPDIR"
 
 
 class FlowerFailed(BqsgdError, RuntimeError):
@@ -63,7 +64,7 @@ class Processes:
             Path(tempfile.gettempdir()) / f"bqsgd-ray-{self._mark[:16]}"
         )  # short: paths of sockets have a limit
         self._watchdog = subprocess.Popen(  # before there is anything to leave behind
-            [sys.executable, "-P", watchdog.__file__, self._mark, ray_folder, *([folder] if temporary else [])],
+            [sys.executable, "-P", __file__, self._mark, ray_folder, *([folder] if temporary else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -83,8 +84,8 @@ class Processes:
             "OMP_NUM_THREADS": "1",
             "PATH": os.pathsep.join((beside, os.environ.get("PATH", ""))),
             **ray_on_loopback(),
-            RAY_FOLDER_VARIABLE: str(ray_folder),
-            watchdog.MARK: self._mark,
+            _RAY_FOLDER: str(ray_folder),
+            MARK: self._mark,
         }
 
     def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
@@ -179,20 +180,20 @@ class Processes:
 
     def stop(self, *, seconds: float = 5.0) -> None:
         """End everything: politely, then not."""
-        known = watchdog.family(self._mark)  # while parents live, descendants without the mark are found by them
+        known = _family(self._mark)  # while parents live, descendants without the mark are found by them
         for process in self.running.values():
             _signal_group(process.pid, signal.SIGTERM)
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self.running.values()):
             time.sleep(0.1)
-        watchdog.end_family(self._mark, known)
+        _end_family(self._mark, known)
         for process in self.running.values():
             process.wait(10)
         self.running.clear()
 
     def left_over(self) -> list[int]:
         """Numbers of living processes that carry our mark."""
-        return [process.pid for process in watchdog.family(self._mark)]
+        return [process.pid for process in _family(self._mark)]
 
     def __enter__(self) -> Self:
         with suppress(ValueError):  # only the main thread can listen for signals
@@ -220,145 +221,75 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _signal_group(leader: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(leader, number)
 
 
-@dataclass(kw_only=True)
-class LocalFederation:
-    """A federation in `folder`: certificates, keys, the nodes' ledgers, logs. Loopback only."""
-
-    folder: Path
-    processes: Processes
-    certificates: Certificates | None = None
-    simulation: bool = False
-    port: int = field(default_factory=free_port)
-
-    @property
-    def address(self) -> str:
-        """Where the SuperLink listens."""
-        return f"127.0.0.1:{self.port}"
-
-    def start_superlink(self) -> None:
-        """Start the SuperLink; with certificates it takes only TLS and only nodes whose keys are registered."""
-        program: tuple[str, ...] = ("flower-superlink",)
-        options = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
-        if self.simulation:
-            options += ["--insecure", "--simulation"]
-        elif self.certificates is None:
-            options += ["--insecure", "--database", str(self.folder / "superlink.db")]
-        else:
-            made = self.certificates
-            program = (sys.executable, "-m", "bqsgd", "flower", "superlink")
-            options += ["--ssl-ca-certfile", str(made.authority), "--ssl-certfile", str(made.server)]
-            options += ["--ssl-keyfile", str(made.key), "--enable-supernode-auth"]
-            options += ["--database", str(self.folder / "superlink.db")]
-        self.processes.start("superlink", *program, *options)
-        self.processes.wait_for("superlink", "running on http", seconds=_START_SECONDS)
-        self._write_connection()
-
-    def _write_connection(self) -> None:
-        lines = ["[superlink]", f'default = "{_CONNECTION}"', f"[superlink.{_CONNECTION}]"]
-        lines.append(f'address = "{self.address}"')
-        if self.certificates is None:
-            lines.append("insecure = true")
-        else:
-            lines.append(f"root-certificates = {json.dumps(str(self.certificates.authority))}")
-        (self.folder / "flwr-home" / "config.toml").write_text("\n".join(lines) + "\n")
-
-    def make_key(self, name: str) -> Path:
-        """A node key that is not registered."""
-        return make_node_key(self.folder / "keys", name=name)[0]
-
-    def register(self, names: Sequence[str]) -> list[Path]:
-        """Node keys that the SuperLink knows, one per name; returns the private ones."""
-        made = {name: make_node_key(self.folder / "keys", name=name) for name in names}
-        for name, (_, public) in made.items():
-            self.processes.start(f"register-{name}", "flwr", "supernode", "register", str(public), _CONNECTION)
-        for name in names:
-            self.processes.finish(f"register-{name}", seconds=_START_SECONDS + 10 * len(names))
-        return [made[name][0] for name in names]
-
-    def start_node(
-        self, name: str, *, client: int, key: Path | None, epsilon: float = 10.0, **environment: str
-    ) -> None:
-        """Start a SuperNode; its ledger is in nodes/`name`, with a budget of `epsilon`."""
-        ledgers = self.folder / "nodes" / name
-        options = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
-        limits = f"epsilon={float(epsilon)} allow-no-privacy=true"
-        options += ["--node-config", f'client={client} ledger-folder="{ledgers}" {limits}']
-        if self.certificates is None:
-            options.append("--insecure")
-        else:
-            options += ["--root-certificates", str(self.certificates.authority)]
-        if key is not None:
-            options += ["--auth-supernode-private-key", str(key)]
-        self.processes.start(name, "flower-supernode", *options, **environment)
-
-    def submit(
-        self,
-        app: Path,
-        *,
-        settings: Mapping[str, object],
-        clients: int,
-        seconds: float,
-        heard: Callable[[str], None] | None = None,
-    ) -> str:
-        """`flwr run` to the end of the run; returns its log, which `heard` is given line by line."""
-        command = self.command(app, settings=settings, clients=clients)
-        return self.processes.run("run", *command, seconds=seconds, heard=heard)
-
-    def command(self, app: Path, *, settings: Mapping[str, object], clients: int) -> tuple[str, ...]:
-        """The `flwr run` command itself."""
-        options = [
-            "--stream",
-            "--run-config",
-            " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items()),
-        ]
-        if self.simulation:
-            options += ["--federation-config", f"num-supernodes={clients}"]
-        return ("flwr", "run", str(app), _CONNECTION, *options)
+def ray_on_loopback() -> dict[str, str]:
+    """Environment variables for a Ray of one's own: loopback only, and a token that was drawn just now."""
+    return {_CLUSTER: "0", _MODE: "token", _TOKEN: secrets.token_hex(32)}
 
 
-def make_federation(folder: Path, processes: Processes, *, tls: bool, simulation: bool) -> LocalFederation:
-    """A federation that has not begun."""
-    certificates = make_certificates(folder / "certificates") if tls else None
-    return LocalFederation(folder=folder, processes=processes, certificates=certificates, simulation=simulation)
+def keep_ray_on_loopback() -> None:
+    """Set them for this process, unless its user has decided about Ray: named a cluster or a mode of authentication.
+
+    Ray reads its environment when it is imported, which Flower does after it has loaded the app.
+    """
+    if not os.environ.keys() & {"RAY_ADDRESS", _CLUSTER, _MODE, _TOKEN}:
+        os.environ.update(ray_on_loopback())
 
 
-def write_app(folder: Path) -> list[Path]:
-    """Write the app; a folder with anything in it is refused. Returns the files."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidParameter(f"{folder} exists and is not empty; name another folder")
-    (folder / _PACKAGE).mkdir(parents=True, exist_ok=True)
-    written = []
-    for source in sorted(files("bqsgd.flower").joinpath("template").iterdir(), key=lambda file: file.name):
-        if not source.name.endswith(".in"):
-            continue
-        name = source.name.removesuffix(".in")
-        target = folder / name if name == "pyproject.toml" else folder / _PACKAGE / name
-        target.write_text(source.read_text())
-        written.append(target)
-    return written
+def _family(mark: str, sessions: set[int] | None = None) -> list[psutil.Process]:
+    """The living processes that carry the mark, their descendants and whoever is in their sessions.
+
+    The latter two find those that have lost the mark. Every session here is one of the family's own; `sessions` keeps
+    them from one call to the next.
+    """
+    living = list(psutil.process_iter())
+    found: dict[int, psutil.Process] = {}
+    sessions = set() if sessions is None else sessions
+    for process in living:
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                sessions.add(os.getsid(process.pid))
+                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    for process in living:
+        with suppress(OSError):
+            if os.getsid(process.pid) in sessions:
+                found[process.pid] = process
+    return [process for process in found.values() if _lives(process)]
 
 
-def read_overrides(app: Path, run_config: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration in an app's pyproject.toml and what `--run-config` changes of it, as Flower reads both."""
-    from flwr.common.config import flatten_dict, get_project_config, parse_config_args
-
+def _lives(process: psutil.Process) -> bool:
     try:
-        project = flatten_dict(get_project_config(app)["tool"]["flwr"]["app"].get("config", {}))
-        overrides = parse_config_args([run_config] if run_config else None)
-    except (OSError, KeyError, ValueError, SystemExit) as error:
-        raise InvalidParameter(
-            f"{app} and {run_config!r} cannot be read as a Flower app and settings: {error}"
-        ) from error
-    return project, overrides
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end_family(mark: str, known: Sequence[psutil.Process] = ()) -> None:
+    """kill -9 everybody who carries the mark, and those known before, until nobody is left."""
+    end, quiet = time.monotonic() + _END_SECONDS, 0
+    sessions: set[int] = set()
+    while quiet < _QUIET_SCANS and time.monotonic() < end:
+        left = _family(mark, sessions)
+        quiet = 0 if left else quiet + 1
+        for process in (*left, *known):
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
+
+
+def _watch(mark: str, folders: Sequence[str]) -> None:
+    """Wait for the end of standard input, then end the family and delete the folders."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    _end_family(mark)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1], sys.argv[2:])
