@@ -242,7 +242,7 @@ def configs(folder: Path) -> Reader:
 def ledgers(folder: Path) -> Reader:
     """Ledger files: entries changed and chained again, heads and tables changed, and pages damaged."""
     from bqsgd.ledger import Ledger
-    from bqsgd.ledger.store import _SCHEMA, APPLICATION_ID, LEDGER_FORMAT
+    from bqsgd.ledger._store import _SCHEMA, APPLICATION_ID, LEDGER_FORMAT
 
     budget = {
         "kind": "budget",

@@ -13,8 +13,8 @@ import threading
 import numpy as np
 import pytest
 
+from bqsgd.data._sources import CATALOGUE, CatalogueEntry, File
 from bqsgd.data.dataset import load_entry
-from bqsgd.data.sources import CATALOGUE, CatalogueEntry, File
 from bqsgd.errors import DataUnavailable
 
 IMAGES, TEST_IMAGES = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2), np.ones((1, 2, 2), np.uint8)

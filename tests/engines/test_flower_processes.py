@@ -19,7 +19,7 @@ from bqsgd.flower.federation import free_port, make_federation, write_app
 from bqsgd.flower.processes import Processes
 from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE
 from bqsgd.ledger import Ledger
-from bqsgd.ledger.entries import EntryKind
+from bqsgd.ledger._entries import EntryKind
 from bqsgd.records.checkpoint import load_checkpoint
 from bqsgd.run import Run
 from bqsgd.tasks import settings_of

@@ -19,7 +19,7 @@ from bqsgd.ledger import Ledger
 from bqsgd.records.checkpoint import FILE_NAME, CheckpointError
 from bqsgd.records.record import RunFolderError
 from bqsgd.records.tensorboard import TensorBoardLog
-from bqsgd.reports.ledgers import read_run
+from bqsgd.reports._ledgers import read_run
 from bqsgd.run import Run
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task

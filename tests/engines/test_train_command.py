@@ -149,7 +149,7 @@ def test_a_folder_is_never_run_over_and_resume_keeps_the_settings(capsys):
 def test_without_mnist_the_run_says_so_and_takes_digits(capsys, somewhere, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(somewhere / "empty"))
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr("bqsgd.data.sources.TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("bqsgd.data._sources.TIMEOUT_SECONDS", 0.01)
     arguments = [argument for argument in QUICK if argument not in ("--dataset", "digits")]
     assert main(["train", *arguments, "--out", "one", "--seed", "1"]) == 0
     error = capsys.readouterr().err

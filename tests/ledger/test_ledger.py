@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
 from bqsgd.ledger import Ledger
-from bqsgd.ledger.budget import Headroom, PrivacyBudget
-from bqsgd.ledger.entries import EntryKind, LedgerEntry, LedgerState
+from bqsgd.ledger._budget import Headroom, PrivacyBudget
+from bqsgd.ledger._entries import EntryKind, LedgerEntry, LedgerState
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Release, Sampling, Scheme, Sensitivity

@@ -10,7 +10,7 @@ import pytest
 
 from bqsgd.errors import BudgetExhausted, LedgerError
 from bqsgd.ledger import Ledger, PrivacyBudget
-from bqsgd.ledger.entries import LedgerEntry
+from bqsgd.ledger._entries import LedgerEntry
 from bqsgd.ledger.spending import Spending
 from bqsgd.params import Mechanism
 from bqsgd.privacy.accountant import Accountant

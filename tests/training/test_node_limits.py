@@ -13,8 +13,7 @@ from torch import nn
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.planner.plan import Budget, ClientSetting
-from bqsgd.planner.search import make_plan
-from bqsgd.planner.time_limit import PlanningTooLong, cpu_seconds
+from bqsgd.planner.search import PlanningTooLong, cpu_seconds, make_plan
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.node_limits import NodeLimits, key_of
 from bqsgd.training.settings import Config

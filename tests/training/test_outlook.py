@@ -11,8 +11,8 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.noise import seeded_rng
 from bqsgd.release import Scheme
 from bqsgd.training.client_plan import client_setting, release_in
+from bqsgd.training.defaults import fitted
 from bqsgd.training.draws import draw_batch
-from bqsgd.training.federation import fitted
 from bqsgd.training.outlook import CannotLearn, check_outlook, foresee, nearest_settings
 from bqsgd.training.settings import Config
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from bqsgd.data import sources
-from bqsgd.data.sources import CATALOGUE, CatalogueEntry
+from bqsgd.data import _sources as sources
+from bqsgd.data._sources import CATALOGUE, CatalogueEntry
 from bqsgd.errors import DataUnavailable, InvalidParameter, NonFiniteInput, UnsafeFile
 from bqsgd.storage import write_atomic
 

@@ -23,7 +23,7 @@ from bqsgd.flower.processes import keep_ray_on_loopback
 from bqsgd.flower.settings import MakeTask, Node, check_name, read_settings
 from bqsgd.models import dimension_of
 from bqsgd.params import Mechanism
-from bqsgd.planner.time_limit import PlanningTooLong
+from bqsgd.planner.search import PlanningTooLong
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.client_plan import keep_plan
 from bqsgd.training.task import Task

@@ -30,8 +30,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
-from bqsgd.ledger.budget import Headroom, PrivacyBudget, compose_all
-from bqsgd.ledger.entries import (
+from bqsgd.ledger._budget import Headroom, PrivacyBudget, compose_all
+from bqsgd.ledger._entries import (
     MAX_RESERVED_ROUNDS,
     MAX_ROUND,
     EntryKind,
@@ -42,7 +42,7 @@ from bqsgd.ledger.entries import (
     returning,
     spending,
 )
-from bqsgd.ledger.store import Store, create
+from bqsgd.ledger._store import Store, create
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee, as_given

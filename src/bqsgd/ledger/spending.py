@@ -6,8 +6,8 @@ from collections import Counter
 from functools import lru_cache
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter
-from bqsgd.ledger.budget import PrivacyBudget, compose_all
-from bqsgd.ledger.entries import LedgerState
+from bqsgd.ledger._budget import PrivacyBudget, compose_all
+from bqsgd.ledger._entries import LedgerState
 from bqsgd.ledger.ledger import Ledger
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant

@@ -13,24 +13,29 @@ proven figure settles their trials.
 With few bits 2s + m + 1 <= 2^b leaves so few trials that the ends of the binomial weigh far more than delta. But
 whatever is computed from noised codes costs no privacy (docs/accounting.md). So privacy is planned with 8 bits or more,
 and the window of the coarsening is chosen for the error alone.
+
+The server sets a run, and a client plans it: `cpu_seconds` bounds the time that the client gives to it. The search
+looks at the clock before each question to the accountant, whose own time and memory are bounded (docs/accounting.md,
+Claim 6). So it ends at most one answer late.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 
 from scipy.special import ndtr
 
-from bqsgd.errors import AccountingError, Infeasible
+from bqsgd.errors import AccountingError, BqsgdError, Infeasible
 from bqsgd.mechanism.coarsening import noise_to_signal
 from bqsgd.mechanism.properties import noise_variance
 from bqsgd.params import Coarsening, Mechanism
 from bqsgd.planner.plan import MAX_BITS, Budget, ClientSetting, Plan
-from bqsgd.planner.time_limit import check_time
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Release
@@ -39,6 +44,29 @@ _LEAST_FINE_BITS = 8
 """A mechanism that will be coarsened is planned with at least this many bits; more gain next to nothing."""
 _TRIED = 32
 """How many widths are tried across the remaining range, until every one in it can be tried."""
+_limit: ContextVar[tuple[float, float] | None] = ContextVar("_limit", default=None)
+"""(the process's CPU time at which planning must end, the seconds that were allowed)."""
+
+
+class PlanningTooLong(BqsgdError, RuntimeError):
+    """Planning took more CPU seconds than it was allowed; nothing was recorded."""
+
+
+@contextmanager
+def cpu_seconds(allowed: float | None) -> Iterator[None]:
+    """Planning inside the block raises PlanningTooLong after so many CPU seconds; None allows any number."""
+    token = _limit.set(None if allowed is None else (time.process_time() + allowed, allowed))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def _check_time() -> None:
+    """Raise where the time allowed is used up."""
+    found = _limit.get()
+    if found is not None and time.process_time() > found[0]:
+        raise PlanningTooLong(f"planning takes more than the {found[1]:g} CPU seconds that this client allows")
 
 
 def _fine_bits(needed: int) -> int:
@@ -173,7 +201,7 @@ def least_error_uncoarsened(
     top, cap = 2**budget.bits - 1, 2**MAX_BITS - 3
 
     def after(levels: int, trials: int) -> Accountant:
-        check_time()
+        _check_time()
         return base.compose(make_release(Mechanism(levels=levels, trials=trials)), rounds)
 
     @cache

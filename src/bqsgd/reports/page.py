@@ -25,7 +25,7 @@ from bqsgd.records.folder import REPORT, SHOWN, ClientTally, History, Parameters
 from bqsgd.records.record import Status
 from bqsgd.reports._chart import Chart, Point, Quantity, Series, short
 from bqsgd.reports._figures import measured, run_figures, running_total
-from bqsgd.reports.ledgers import read_run
+from bqsgd.reports._ledgers import read_run
 from bqsgd.storage import write_atomic
 
 _MAX_CLIENT_ROWS = 40

@@ -24,7 +24,7 @@ from bqsgd.models import dimension_of, load_vector
 from bqsgd.noise import NoiseSource
 from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
-from bqsgd.planner.time_limit import PlanningTooLong, cpu_seconds
+from bqsgd.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch

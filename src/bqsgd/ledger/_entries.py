@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from bqsgd.errors import InvalidParameter, LedgerError
-from bqsgd.ledger.budget import PrivacyBudget
+from bqsgd.ledger._budget import PrivacyBudget
 from bqsgd.params import check_int
 from bqsgd.release import Release
 
