@@ -87,6 +87,19 @@ def _gradients(*, normalised: bool, reduction: str) -> None:
     clipped_gradients(torch.nn.Sequential(*layers), loss, batch, indices=None, clip=Clamp(1.0), batch_size=5)
 
 
+def layers_with_memory() -> None:
+    torch = pytest.importorskip("torch")
+    from bqsgd.persample import check_samples_apart
+
+    class Centred(torch.nn.Module):
+        def forward(self, x):
+            return x - x.mean(0) if self.training else x
+
+    batch = torch.rand(4, 3), torch.zeros(4, dtype=torch.long)
+    model = torch.nn.Sequential(Centred(), torch.nn.Linear(3, 2))
+    check_samples_apart(model, torch.nn.CrossEntropyLoss(reduction="none"), batch, batch_size=16)
+
+
 def no_ledger(folder: Path) -> None:
     pytest.importorskip("torch")
     from bqsgd.ledger.spending import Spending
@@ -165,6 +178,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "noise-forked": (noise_forked, InvalidParameter),
     "reduced-loss": (lambda _: _gradients(normalised=False, reduction="mean"), InvalidParameter),
     "batch-norm": (lambda _: _gradients(normalised=True, reduction="none"), InvalidParameter),
+    "layers-with-memory": (lambda _: layers_with_memory(), InvalidParameter),
     "no-clip": (lambda _: _encode(1.5), OutOfRange),
     "not-finite": (lambda _: _encode(float("nan")), NonFiniteInput),
     "no-ledger": (no_ledger, InvalidParameter),

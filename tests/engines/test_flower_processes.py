@@ -21,6 +21,7 @@ from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE
 from bqsgd.ledger import Ledger
 from bqsgd.ledger._entries import EntryKind
 from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd.records.folder import read_rounds
 from bqsgd.run import Run
 from bqsgd.tasks import settings_of
 
@@ -97,8 +98,11 @@ def model_in(folder):
 
 
 def records_in(folder):
-    path = folder / "rounds.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list(read_rounds(folder))
+
+
+def as_dicts(records):
+    return [record.to_dict() for record in records]
 
 
 def test_simulation_of_four_gives_the_bits_of_one_process(tmp_path):
@@ -256,7 +260,12 @@ def test_faults_of_clients(deployment, fault_book):
     found = deployment.books("faults")
     assert [entry["sent"] for entry in found] == [3, 1, 3, 3]
     explained = {(1, 0), (1, 1), (1, 2), (2, 0), (3, 1), (3, 2)}
-    run = {"engine": ENGINE, "injected": 1, "run": together(found), "others_not_ok": not_ok(records, explained)}
+    run = {
+        "engine": ENGINE,
+        "injected": 1,
+        "run": together(found),
+        "others_not_ok": not_ok(as_dicts(records), explained),
+    }
     assert run["others_not_ok"] == 0
     fault_book.row(fault="frame damaged on its way", line=damaged, client=found[1], **run)
     fault_book.row(fault="frame in another client's name", line=foreign, client=found[2], **run)
@@ -298,5 +307,5 @@ def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deploy
         line=line,
         client=None,
         run=together(found),
-        others_not_ok=not_ok(records_in(server)),
+        others_not_ok=not_ok(as_dicts(records_in(server))),
     )

@@ -3,7 +3,9 @@
 import copy
 import os
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 from private_loops import EXACT, LOSS, recorded
@@ -274,6 +276,20 @@ class Remembering(nn.Module):
         return self.head(x)
 
 
+class Renaming(nn.Module):
+    """The same with new tensors in the place of the old, and a buffer more."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen = x[0].clone()
+        self.register_buffer("more", x[0].clone())
+        return self.head(x)
+
+
 class Rewriting(nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,6 +305,10 @@ def test_buffers_of_the_released_model_do_not_remember_the_data(private):
     made = private(Remembering())
     for batch in made.loader:
         made.step(batch)
+    assert torch.equal(made.model.seen, torch.zeros(4))
+    made = private(Renaming())
+    made.step(next(iter(made.loader)))
+    assert {name for name, _ in made.model.named_buffers()} == {"seen"}
     assert torch.equal(made.model.seen, torch.zeros(4))
     with pytest.raises(InvalidParameter, match="changes its parameters"):
         private(Rewriting())
@@ -328,18 +348,175 @@ def test_noise_of_the_operating_system_needs_a_ledger(private):
     assert made.steps == 0
 
 
+class Drawing(Dataset):
+    """Augments its samples with every generator that a data set may use."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, number):
+        return torch.stack([torch.tensor(value) for value in drawn()]), 0
+
+
+def drawn():
+    return float(torch.rand(())), np.random.rand(), random.random()  # noqa: NPY002
+
+
+def known_seeds():
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_whoever_knows_the_seeds_of_a_program_does_not_know_its_masks_and_augmentation(private, workers):
+    """Which mask a sample meets depends on those before it: with known masks one sample would move all the others."""
+    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5), nn.Linear(50, 2))
+    seen = []
+    model[1].register_forward_hook(lambda layer, inputs, outputs: seen.append((inputs[0] != 0) & (outputs == 0)))
+    model[0].register_forward_hook(lambda layer, inputs, outputs: seen.append(inputs[0].clone()))
+    loader = DataLoader(Drawing(), batch_size=96, num_workers=workers, generator=torch.Generator().manual_seed(0))
+    made = private(model, loader=loader, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(2):
+        known_seeds()
+        made.step(next(iter(made.loader)))
+        after = drawn()
+        known_seeds()
+        assert after == drawn()  # the program's own draws are left alone
+    (first, mask), (second, other) = seen[-4:-2], seen[-2:]
+    assert first.shape == second.shape
+    assert mask.any()
+    assert not torch.equal(mask, other)
+    assert not (first[:, 0] == second[:, 0])[:90].any()
+    assert not (first[:, 1] == second[:, 1])[:90].any()
+    assert not (first[:, 2] == second[:, 2])[:90].any()
+
+
+def test_a_number_that_no_tensor_holds_costs_that_sample_and_no_more(private, points):
+    samples = [(x, int(y)) for x, y in zip(*points, strict=True)]
+    samples[7] = (samples[7][0], 2**70)
+    made = private(dataset=samples, seed=0, batch_size=96)
+    gradient(made, next(iter(made.loader)))
+    assert made.dropped == 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_one_epoch_at_a_time(private, persistent, points):
+    """Workers that stay read for the newest iteration alone: an older one would take its samples for its own."""
+    loader = DataLoader(
+        TensorDataset(*points), batch_size=32, num_workers=int(persistent), persistent_workers=persistent
+    )
+    made = private(loader=loader, micro_batch=8)
+    old = iter(made.loader)
+    stale = next(old)
+    made.step(next(iter(made.loader)))
+    with pytest.raises(InvalidParameter, match="one step"):
+        made.step(stale)
+    with pytest.raises(InvalidParameter, match="one epoch at a time"):
+        next(old)
+    assert made.steps == 1
+
+
+def test_what_the_plan_was_made_for_cannot_be_set_by_hand(private):
+    made, other = private(seed=0), private(seed=0, batch_size=8)
+    with pytest.raises(AttributeError):
+        made.loader.batch_size = 1
+    made.loader = other.loader
+    with pytest.raises(InvalidParameter, match="planned for"):
+        made.step(next(iter(made.loader)))
+    assert made.steps == 0
+
+
+def test_a_gradient_of_the_data_on_a_frozen_parameter_is_not_stepped_on(private, points):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    LOSS(model(points[0]), points[1]).mean().backward()
+    model[0].requires_grad_(False)
+    model[1].zero_grad()
+    made = private(model, optimizer=optimizer)
+    with pytest.raises(InvalidParameter, match="leave out loss"):
+        made.backward(next(iter(made.loader)))
+    assert made.steps == 0
+
+
+CHANGES = {
+    "a layer": lambda model: model.__setitem__(1, Mixing(nn.Identity())),
+    "a forward hook": lambda model: model[1].register_forward_hook(lambda layer, given, out: out - out.mean(0)),
+    "a backward hook": lambda model: model[1].register_full_backward_hook(lambda layer, g, _: (g[0] - g[0].mean(0),)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_begins_to_mix_samples_is_refused(private, change):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    made = private(model, seed=0)
+    batches = iter(made.loader)
+    made.step(next(batches))
+    CHANGES[change](model)
+    with pytest.raises(InvalidParameter, match=r"mixes samples|other samples"):
+        made.step(next(batches))
+    assert made.steps == 1
+
+
+def test_every_loss_is_tried_with_a_model(private):
+    model = nn.Linear(4, 2)
+    private(model, seed=0)
+    with pytest.raises(InvalidParameter, match="mixes samples"):
+        private(model, seed=0, loss=lambda outputs, targets: LOSS(outputs - outputs.mean(0), targets))
+
+
+NOTES = {
+    "a range that outweighs all": {"range": 1e30},
+    "no number": {"range": "1"},
+    "more bits": {"mechanism": {"levels": 2**19, "trials": 0}},
+    "no mechanism": {"mechanism": [1]},
+    "fields of another kind": {"mechanism": {"levels": 1, "trials": 20, "rounds": 3}},
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_rank_gets_no_more_say_than_the_settings_give_it(private, note):
+    made = private(seed=0)
+    honest = {"mechanism": made.plan.mechanism.to_dict(), "range": made.range, "step": 0}
+    assert made._frames_of(1, honest) == (made.plan.mechanism, made.range)
+    with pytest.raises(InvalidParameter, match=r"rank 1|range"):
+        made._frames_of(1, honest | NOTES[note])
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([])
 
 
 class Mixing(nn.Module):
-    def __init__(self):
+    def __init__(self, head=None):
         super().__init__()
-        self.head = nn.Linear(4, 2)
+        self.head = head or nn.Linear(4, 2)
 
     def forward(self, x):
         return self.head(x - x.mean(dim=0))
+
+
+class MixingInTraining(Mixing):
+    """As a batch norm of one's own does."""
+
+    def forward(self, x):
+        return super().forward(x) if self.training else self.head(x)
+
+
+class RememberingInTraining(nn.Module):
+    """Samples of one pass touch those of the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x):
+        out = self.head(x - self.centre)
+        if self.training:
+            self.centre.mul_(0.9).add_(0.1 * x.mean(dim=0))
+        return out
 
 
 def frozen():
@@ -353,6 +530,9 @@ def loads(loader):
 REFUSED = {
     "batch norm": ({"model": lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))}, "GroupNorm"),
     "a model that centres its batch": ({"model": Mixing}, "mixes samples"),
+    "a model that centres its batch in training": ({"model": MixingInTraining}, "other samples of its batch"),
+    "a model that remembers its samples in training": ({"model": RememberingInTraining}, "other samples of its batch"),
+    "a compiled model": ({"model": lambda: torch.compile(nn.Linear(4, 2), backend="eager")}, "torch.compile"),
     "a reduced loss": ({"loss": nn.CrossEntropyLoss()}, "reduction='none'"),
     "a loss per token": ({"loss": lambda out, y: out}, "one loss a sample"),
     "a model of another shape": ({"model": lambda: nn.Linear(5, 2)}, "fails on samples of the shapes"),

@@ -11,7 +11,7 @@ from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Assumption, Relation, Scheme, Unit
-from bqsgd.training.client import Declined
+from bqsgd.training.client import Client, Declined
 from bqsgd.training.draws import Purpose
 from bqsgd.training.settings import BudgetChange
 from bqsgd.training.values import clip_update
@@ -214,3 +214,31 @@ def test_packed_rows_do_not_matter_to_a_whole_client_s_update(settings, make_cli
     client = make_client(settings(unit="client", local_steps=2, packed_rows=True, trials=50))
     client.update(MODEL, 0)
     assert client.spending.guarantee(delta=1e-5).assumption == ""
+
+
+class Remembering(torch.nn.Module):
+    """Draws at random, and keeps what it saw last in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(2))
+        self.masks = []
+
+    def forward(self, x):
+        self.seen = x[0].detach().clone()
+        self.masks.append(torch.rand(4).tolist())
+        return self.head(x)
+
+
+def test_nothing_of_the_data_stays_in_the_model_and_known_seeds_tell_no_masks(settings, tmp_path):
+    config = settings(seed=None, trials=2000, levels=20, epsilon=50.0)
+    model, share = Remembering(), (torch.rand(60, 2), torch.arange(60) % 2)
+    loss = torch.nn.CrossEntropyLoss(reduction="none")
+    with Ledger.open(tmp_path / "a", client=0, budget_epsilon=50.0, budget_delta=1e-5) as ledger:
+        client = Client(client=0, model=model, loss=loss, samples=share, config=config, ledger=ledger)
+        for round in range(2):
+            torch.manual_seed(0)
+            client.update(MODEL, round)
+    assert torch.equal(model.seen, torch.zeros(2))
+    assert model.masks[-1] != model.masks[-2]

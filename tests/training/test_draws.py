@@ -1,9 +1,11 @@
 """Draws: the right law, nothing shared between purposes, clients and rounds."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
+import torch
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
@@ -51,7 +53,7 @@ def test_edges():
 def test_derived_seeds_differ_by_everything_and_are_stable():
     keys = itertools.product((0, 1), Purpose, (0, 1), (0, 1))
     seeds = [seed_for(seed, purpose, client=client, round=round) for seed, purpose, client, round in keys]
-    assert len(set(seeds)) == len(seeds) == 32
+    assert len(set(seeds)) == len(seeds) == 8 * len(Purpose)
     assert seed_for(7, Purpose.NOISE, client=2, round=9) == 9171505494486856468
 
 
@@ -61,3 +63,37 @@ def test_sources_by_seed_repeat_and_by_the_system_never_do():
     private = Sources(seed=None, client=3)
     assert not private.seeded
     assert not np.array_equal(private.at(Purpose.BATCH, 4).words(4), private.at(Purpose.BATCH, 4).words(4))
+
+
+def from_every_generator():
+    return float(torch.rand(())), np.random.rand(), random.random()  # noqa: NPY002
+
+
+def test_lent_generators_repeat_by_seed_only_and_the_programs_own_go_on():
+    def lent(sources, round=0):
+        torch.manual_seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        random.seed(1)
+        with sources.lent(Purpose.FORWARD, round):
+            found = from_every_generator()
+        return found, from_every_generator()
+
+    seeded, private = Sources(seed=1, client=0), Sources(seed=None, client=0)
+    (first, own), (second, same) = lent(seeded), lent(seeded)
+    assert first == second
+    assert own == same
+    for other in (lent(seeded, 1), lent(private), lent(private)):
+        assert all(a != b for a, b in zip(other[0], first, strict=True))
+        assert other[1] == own
+
+
+def test_the_whole_state_of_torchs_generator_is_drawn():
+    """Of a seed it would use 32 bits, few enough to try them all."""
+    state = Sources.torch_generator(seeded_rng(seed=1)).get_state()
+    other = state.clone()
+    other[24 + 8 * 623] ^= 1  # the last of 624 words
+    found = [torch.rand(1000, generator=torch.Generator().set_state(each)) for each in (state, other)]
+    assert not torch.equal(*found)
+    whole = state[24 : 24 + 8 * 624].numpy().view(np.uint64)
+    assert len(np.unique(whole)) == 624
+    assert whole.max() < 2**32

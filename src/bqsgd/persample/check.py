@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -31,8 +33,9 @@ def check_samples_apart(
     of its own (`x - x.mean(0)`), or that moves the batch dimension away from the front, would have the wrong gradients
     clipped. Second, a row of a full pass must come out the same to the last bit whatever stands in the other rows; in a
     model of row-wise operations, or with `packed` (no indices given to `clipped_gradients`), also whichever row it is.
-    Both are tried on a copy of the model in evaluation mode with random weights, so that weights which hide a
-    difference do not pass.
+    Both are tried on a copy of the model with random weights, so that weights which hide a difference do not pass: in
+    evaluation mode, and the second in the model's own mode too, every pass with the same random draws, so that a layer
+    which mixes samples, or remembers them, in training alone is found.
 
     Args:
         batch: inputs and targets of a few samples; floating-point values only lend their shape to the second check.
@@ -44,15 +47,18 @@ def check_samples_apart(
     probe = _randomised(model, generator)
     _check_norms(probe, loss_fn, *batch)
     rows = packed_rows_for(batch_size)
+    own, any_row, seen = copy.deepcopy(model), True, _seen_row_wise
     try:
-        _seen_row_wise(
-            copy.deepcopy(model), loss_fn, _company(batch, rows, generator), False
-        )  # in the model's own mode
+        seen(own, loss_fn, _company(batch, rows, generator), False)
     except (NotRowWise, NoRule):
-        rows = rows if packed else rows_for(batch_size)
-        _check_rows(partial(_seen, probe, loss_fn), batch, rows, generator, any_row=packed)
-    else:
-        _check_rows(partial(_seen_row_wise, probe, loss_fn), batch, rows, generator, any_row=True)
+        rows, any_row, seen = rows if packed else rows_for(batch_size), packed, _seen
+    _check_rows(partial(seen, probe, loss_fn), batch, rows, generator, any_row=any_row)
+    if any(layer.training for layer in own.modules()):
+        with torch.no_grad():
+            for parameter, value in zip(own.parameters(), probe.parameters(), strict=True):
+                parameter.copy_(value)
+        # Rows that are alike meet different random draws there, so whether a row matters is a question to `probe`.
+        _check_rows(partial(seen, own, loss_fn), batch, rows, generator, any_row=False)
 
 
 def _check_rows(
@@ -65,11 +71,14 @@ def _check_rows(
 ) -> None:
     """Of full passes of so many rows; seen(pass, whether all its rows are alike) is all that gradients are made of."""
     first, second = (_company(batch, rows, generator) for _ in range(2))
-    before = seen(first, False)
+    with _same_draws():
+        before = seen(first, False)
     for parity in (0, 1):
         kept = torch.arange(rows) % 2 == parity
         mixed = [torch.where(kept.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(first, second, strict=True)]
-        for old, new in zip(before, seen(mixed, False), strict=True):
+        with _same_draws():
+            after = seen(mixed, False)
+        for old, new in zip(before, after, strict=True):
             if not _same_bits(old[kept], new[kept]):
                 raise InvalidParameter(
                     "the gradient of a sample changes in its last bits with the other samples of its batch on this "
@@ -83,6 +92,28 @@ def _check_rows(
                     "the gradient of a sample changes in its last bits with its row in the batch on this machine: "
                     "no sensitivity can be stated for rows as they come"
                 )
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the state of torch's, NumPy's and Python's generators back at the end."""
+    numbers, python = np.random.get_state(), random.getstate()  # noqa: NPY002  (the ones that models and data use)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            np.random.set_state(numbers)  # noqa: NPY002
+            random.setstate(python)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """What is drawn at random is the same every time."""
+    with generators_kept():
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        random.seed(0)
+        yield
 
 
 def samples_like(values: Tensor) -> Tensor:

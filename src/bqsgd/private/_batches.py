@@ -38,9 +38,9 @@ class PoissonLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources) -> None:
-        self.batch_size = check_loader(loader)
+        self._batch_size = check_loader(loader)
         self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn))
-        self.samples = len(self._reader)
+        self._samples = len(self._reader)
         if self.batch_size > self.samples:
             raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
         self.steps = math.ceil(self.samples / self.batch_size)
@@ -50,8 +50,22 @@ class PoissonLoader:
         """The batch that may be used for a step."""
         self._drawn: deque[tuple[int, int, int]] = deque()
         self._pieces: DataLoader[list[Part]] = DataLoader(
-            cast(Any, self._reader), batch_sampler=_Draws(self), collate_fn=self._reader.collate, **_workers_of(loader)
+            cast(Any, self._reader),
+            batch_sampler=_Draws(self),
+            collate_fn=self._reader.collate,
+            generator=sources.torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
+            **_workers_of(loader),
         )
+
+    @property
+    def batch_size(self) -> int:
+        """L, the public batch size; the plan is made for it."""
+        return self._batch_size
+
+    @property
+    def samples(self) -> int:
+        """How many samples the data set had when training was planned."""
+        return self._samples
 
     @property
     def dataset(self) -> Any:
@@ -71,18 +85,26 @@ class PoissonLoader:
         pieces = iter(self._pieces)
         drawn = self._drawn  # of this iteration: it began with a call of `draw`
         for _ in range(self.steps):
-            first = next(pieces)
+            if drawn is not self._drawn:
+                raise InvalidParameter(
+                    "the loader was iterated over anew meanwhile, and its workers now read for that iteration: go "
+                    "through one epoch at a time"
+                )
+            with self._sources.lent(Purpose.READ, self.next_draw):
+                first = next(pieces)
             number, size, count = drawn.popleft()
             reading = _reading(first, pieces, count - 1)
             self._fresh = Batch(number, size, reading)
             yield self._fresh
-            self._fresh = None
-            for _ in reading:  # samples of a batch that was not used must not be taken for those of the next
-                pass
+            if drawn is self._drawn:
+                self._fresh = None
+                with self._sources.lent(Purpose.READ, number):
+                    for _ in reading:  # samples of a batch that was not used must not be taken for the next one's
+                        pass
 
     def draw(self) -> Iterator[list[int]]:
         """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
-        self._drawn = deque()
+        self._drawn, self._fresh = deque(), None
         return self._draw(self._drawn)
 
     def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
@@ -139,7 +161,7 @@ def _reading(first: list[Part], pieces: Iterator[list[Part]], more: int) -> Iter
 
 def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """How a loader reads its samples; what it draws and pins is not taken over."""
-    how: dict[str, Any] = {"num_workers": loader.num_workers, "generator": loader.generator}
+    how: dict[str, Any] = {"num_workers": loader.num_workers}
     if loader.num_workers:
         names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout")
         how |= {name: getattr(loader, name) for name in names}

@@ -8,7 +8,6 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +39,7 @@ from bqsgd.release import Release, Scheme, Spent, Unit
 from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
 from bqsgd.training.samples import Forward, Objective, Part
+from bqsgd.training.values import buffers_kept
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES
 
@@ -173,7 +173,7 @@ class Private:
         self._range, self._mechanism = range, mechanism
         self._refusal: BudgetExhausted | None = None
         self._plan: Plan | None = None
-        self._settings: list[dict[str, Any]] | None = None
+        self._settings: list[tuple[Mechanism, float]] | None = None
         """Mechanism and range of every rank."""
         self._given: list[Tensor | None] = [None] * len(self._parameters)
         """The gradients this object has put into the model."""
@@ -289,26 +289,25 @@ class Private:
                 "and counted; freeze before make_private, or begin anew with it"
             )
         refuse_mixing(self.model)
-        for parameter, given in zip(found, self._given, strict=True):
-            if parameter.grad is not None and parameter.grad is not given:
+        given = {id(gradient) for gradient in self._given}
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for parameter in (*self.model.parameters(), *held):
+            if parameter.grad is not None and id(parameter.grad) not in given:
                 raise InvalidParameter(
                     "the model holds a gradient that did not come from here and would not be private: call "
                     "optimizer.zero_grad() first, and leave out loss.backward()"
                 )
+        for parameter in found:
             if not bool(parameter.isfinite().all()):
                 raise NonFiniteInput("the model holds NaN or infinity; lower the learning rate and resume")
         self.loader.check_size()
+        if self._setting().release(self.plan.mechanism) != self.plan.release:
+            raise InvalidParameter("loader or clip are not those that training was planned for; begin anew")
         self._check_objective()
 
     def _check_objective(self) -> None:
-        versions = [parameter._version for parameter in self.model.parameters()]
         with torch.autocast("cpu", enabled=False):
             self._objective.check(self._first, clip=self._clip, batch_size=self.loader.batch_size)
-        if versions != [parameter._version for parameter in self.model.parameters()]:
-            raise InvalidParameter(
-                "the model changes its parameters in its forward: what it writes there would not be private; do it "
-                "outside of the forward, from public values"
-            )
 
     def _frame(self, samples: Iterator[Part], drawn: int) -> bytearray | None:
         """Record the step, then encode its clipped mean; None when the budget is spent."""
@@ -322,7 +321,12 @@ class Private:
                 raise
             self._refusal = reason
             return None  # the others are told, so that all stop in the same step
-        with torch.autocast("cpu", enabled=False), warnings.catch_warnings(), _buffers_kept(self.model):
+        with (
+            torch.autocast("cpu", enabled=False),
+            warnings.catch_warnings(),
+            buffers_kept(self.model),
+            self._sources.lent(Purpose.FORWARD, self.steps),
+        ):
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
             mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
         if lost and not self.dropped:
@@ -344,33 +348,46 @@ class Private:
     def _settle(self) -> None:
         """Tell the other ranks, once, how this rank's frames are to be read."""
         if self._settings is None:
-            mechanism = self.plan.mechanism
-            size = HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(self.dimension)
-            own = {"mechanism": mechanism.to_dict(), "range": self.range, "bytes": size, "step": self.steps}
+            own = {"mechanism": self.plan.mechanism.to_dict(), "range": self.range, "step": self.steps}
             told = self._peers.tell(own)
             if any(note["step"] != self.steps for note in told):
                 raise InvalidParameter(
                     f"the ranks are at steps {[note['step'] for note in told]}; resume all from the same checkpoint"
                 )
-            self._settings = told
+            self._settings = [self._frames_of(rank, note) for rank, note in enumerate(told)]
+
+    def _frames_of(self, rank: int, note: dict[str, Any]) -> tuple[Mechanism, float]:
+        """How to read the frames of a rank, if it asks for no more than an honest rank with these settings may.
+
+        Raises:
+            InvalidParameter: its range or its codes would give it more of a say than the others have.
+        """
+        try:
+            mechanism, reach = Mechanism.from_dict(note["mechanism"]), check_positive("range", note["range"])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidParameter(f"rank {rank} sent something that is not a note of make_private") from error
+        most, bits = max(self.range, self._clip.norm), (mechanism.code_count - 1).bit_length()
+        if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
+            raise InvalidParameter(
+                f"rank {rank} sends {bits} bits a coordinate within +-{reach:g}; here at most {self.budget.bits} bits "
+                f"within +-{most:g} are taken: give every rank the same bits, clip_norm and range"
+            )
+        return mechanism, reach
 
     def _exchange(self, frame: bytearray | None) -> npt.NDArray[np.float32]:
         """The mean of all ranks' frames, each of the same weight: none gains by a claim. Each is read as hostile."""
         assert self._settings is not None
-        sizes = [check_int("bytes", note["bytes"], 1, 2**53) for note in self._settings]
+        sizes = [
+            HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(self.dimension)
+            for mechanism, _ in self._settings
+        ]
         frames = self._peers.gather(frame or bytearray(sizes[self._peers.rank]), sizes)
         spent = [rank for rank, content in enumerate(frames) if not content.any()]
         if spent:
             raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here") from self._refusal
         total = Accumulator(self.dimension)
-        for rank, (content, note) in enumerate(zip(frames, self._settings, strict=True)):
-            total.add(
-                content,
-                range=check_positive("range", note["range"]),
-                mechanism=Mechanism.from_dict(note["mechanism"]),
-                client=rank,
-                round=self.steps - (frame is not None),
-            )
+        for rank, (content, (mechanism, reach)) in enumerate(zip(frames, self._settings, strict=True)):
+            total.add(content, range=reach, mechanism=mechanism, client=rank, round=self.steps - (frame is not None))
         return total.mean().astype(np.float32)
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
@@ -444,6 +461,8 @@ def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse what no plan can make private, each with what to do instead."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InvalidParameter("give the module itself (model.module): make_private joins the ranks")
+    if hasattr(model, "_orig_mod"):
+        raise InvalidParameter("give the module itself, not what torch.compile made of it: layers are taken one by one")
     refuse_mixing(model)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = trainable(model)
@@ -475,15 +494,3 @@ def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
         yield from samples
     except Exception:
         _log.warning("reading a batch failed; the rest of it counts as zero", exc_info=True)
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers back: what a forward writes into them depends on the data, and the model is released with them."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

@@ -31,7 +31,7 @@ from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.samples import Forward, Objective, reader_of
 from bqsgd.training.settings import Config
-from bqsgd.training.values import Values, client_values
+from bqsgd.training.values import Values, buffers_kept, client_values
 from bqsgd.wire.model_message import read_model
 
 PrivateLog = Callable[[dict[str, Any]], None]
@@ -144,7 +144,7 @@ class Client:
                 self.spending.spend(release, round=round, last_round=self._last_round(round), within=asked)
         except BudgetExhausted:
             return Declined(reason="the privacy budget is spent")
-        with self._timed("gradients"):
+        with self._timed("gradients"), self.sources.lent(Purpose.FORWARD, round), buffers_kept(self.model):
             values = self._values(round)
         with self._timed("encode"):
             frame = encode_frame(

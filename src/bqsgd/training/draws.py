@@ -5,21 +5,27 @@ engine draw the same. Seeded noise carries no privacy claim; the initial model a
 decide nothing private, so their seed may be known.
 
 Batches are drawn here too, from the cryptographic generator: amplification by sampling needs a draw that the server
-cannot predict.
+cannot predict. So does what a model or a data set draws while a message is made (dropout masks, augmentation): which
+draw a sample meets depends on the samples before it, so whoever knows the draws sees one sample move all the others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd.params import check_int
+from bqsgd.persample.check import generators_kept
 from bqsgd.release import Scheme
 
 
@@ -30,6 +36,8 @@ class Purpose(StrEnum):
     SHARES = "shares"
     BATCH = "batch"
     NOISE = "noise"
+    READ = "read"
+    FORWARD = "forward"
 
 
 def seed_for(seed: int, purpose: Purpose, *, client: int = 0, round: int = 0) -> int:
@@ -61,6 +69,36 @@ class Sources:
             return self._private
         assert self.seed is not None
         return seeded_rng(seed=seed_for(self.seed, purpose, client=self.client, round=round))
+
+    @contextmanager
+    def lent(self, purpose: Purpose, round: int) -> Iterator[None]:
+        """Meanwhile the generators of torch, NumPy and Python draw from here, whatever seeds a program has given them;
+        afterwards they go on as if nothing had been drawn."""
+        rng = self.at(purpose, round)
+        with generators_kept():
+            torch.set_rng_state(self.torch_generator(rng).get_state())
+            np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
+            random.seed(rng.words(_KEY_WORDS).tobytes())
+            yield
+
+    @staticmethod
+    def torch_generator(rng: NoiseSource) -> torch.Generator:
+        """One of torch's generators in a state of `rng`'s: of a seed, torch would use 32 bits."""
+        generator = torch.Generator()
+        state = generator.get_state()
+        state[_TORCH_WORDS] = torch.from_numpy(_halves(rng.words(_MERSENNE // 2)).astype("<u8").view(np.uint8))
+        return generator.set_state(state)
+
+
+_KEY_WORDS = 4
+_MERSENNE = 624
+"""32-bit words in the state of a Mersenne twister."""
+_TORCH_WORDS = slice(24, 24 + 8 * _MERSENNE)
+"""Where torch keeps them, eight bytes for each."""
+
+
+def _halves(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    return words.view(np.uint32)
 
 
 Rows = npt.NDArray[np.int64]

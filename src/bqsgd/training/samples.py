@@ -35,7 +35,7 @@ from bqsgd.models import dimension_of
 from bqsgd.persample import BatchMean, Clip
 from bqsgd.persample.functional import LossFunction
 from bqsgd.release import Unit
-from bqsgd.training.values import Values, check_model, sample_values
+from bqsgd.training.values import Values, check_model, made_of, sample_values
 
 _log = logging.getLogger("bqsgd.samples")
 Collate = Callable[[list[Any]], Any]
@@ -106,10 +106,8 @@ class Reader:
             numbers, members = groups.setdefault(key, ([], []))
             numbers.append(number)
             members.append(made)
-        parts = [
-            Part(numbers=np.asarray(numbers, np.int64), data=default_collate(members) if together else _joined(members))
-            for numbers, members in groups.values()
-        ]
+        join = default_collate if together else _joined
+        parts = [part for numbers, members in groups.values() for part in _parts(numbers, members, join)]
         return parts + ([Part(numbers=np.asarray(lost, np.int64), data=None)] if lost else [])
 
     def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
@@ -127,6 +125,18 @@ class Reader:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise InvalidParameter(f"collate_fn gives {got} for one sample; {_STRUCTURE}")
         return data
+
+
+def _parts(numbers: list[int], members: list[Any], join: Callable[[list[Any]], Any]) -> list[Part]:
+    """The samples in one part; each by itself if that fails, so that only the one that cannot be joined is lost."""
+    try:
+        return [Part(numbers=np.asarray(numbers, np.int64), data=join(members))]
+    except Exception:
+        if len(members) > 1:
+            pairs = zip(numbers, members, strict=True)
+            return [part for number, member in pairs for part in _parts([number], [member], join)]
+        _log.warning("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
+        return [Part(numbers=np.asarray(numbers, np.int64), data=None)]
 
 
 def _key(made: Any) -> object:
@@ -261,7 +271,7 @@ class Objective:
         data, *settings = asked
         leaves, spec = tree_flatten(data)
         form = tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        return str(spec), form, *settings, torch.get_num_threads(), self.model.training
+        return str(spec), form, *settings, torch.get_num_threads(), made_of(self.model)
 
     def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
         """Run model and loss on zeros and made-up samples of the shapes of `data`, whose values are not read.
@@ -342,7 +352,7 @@ class Objective:
         if question not in self._passed:
             try:
                 self.check(data, clip=clip, batch_size=batch_size, packed=packed)
-            except InvalidParameter as error:
+            except Exception as error:
                 _log.warning("samples of a new shape count as zero (keep this line private): %s", error)
         return self._passed[question]
 

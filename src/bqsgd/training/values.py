@@ -7,7 +7,8 @@ update. Only what follows from the model and the settings is refused, and that b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,8 +28,19 @@ from bqsgd.release import Unit
 
 Values = npt.NDArray[np.floating]
 _TRIAL_ROWS = 2
-_apart: WeakKeyDictionary[nn.Module, set[tuple[object, ...]]] = WeakKeyDictionary()
-"""What was checked of each model, which many clients may share."""
+_apart: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], LossFunction]] = WeakKeyDictionary()
+"""What was checked of each model, which many clients may share, and with which loss."""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def made_of(model: nn.Module) -> object:
+    """What a program can change of a model in mid-training: its layers, their modes and hooks."""
+    return tuple(
+        (id(layer), type(layer), layer.training, *(id(hook) for kind in _HOOKS for hook in vars(layer)[kind].values()))
+        for layer in model.modules()
+    )
 
 
 def check_model(
@@ -51,22 +63,45 @@ def check_model(
     made_up: the samples to try; made from the shapes of `batch` unless given.
     """
     x, y = (torch.zeros((_TRIAL_ROWS, *rows.shape[1:]), dtype=rows.dtype, device=rows.device) for rows in batch)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    parameters = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
     with torch.random.fork_rng(devices=[]):
-        if unit is Unit.CLIENT:
-            torch.autograd.grad(loss(model(x), y).mean(), trainable(model), allow_unused=True)
-        else:
-            clipped_gradients(model, loss, (x, y), indices=None, clip=clip, batch_size=1)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        with buffers_kept(model):
+            if unit is Unit.CLIENT:
+                torch.autograd.grad(loss(model(x), y).mean(), trainable(model), allow_unused=True)
+            else:
+                clipped_gradients(model, loss, (x, y), indices=None, clip=clip, batch_size=1)
+        if not all(p._version == version and torch.equal(p, before) for p, version, before in parameters):
+            raise InvalidParameter(
+                "the model changes its parameters in its forward: what it writes there would not be private; do it "
+                "outside of the forward, from public values"
+            )
         if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
-            question = (packed, batch_size, torch.get_num_threads(), x.shape, y.shape, x.dtype, y.dtype)
-            answered = _apart.setdefault(model, set())
-            if question not in answered:
+            form = x.shape, y.shape, x.dtype, y.dtype
+            question = (packed, batch_size, torch.get_num_threads(), id(loss), made_of(model), *form)
+            answered = _apart.setdefault(model, {})
+            if answered.get(question) is not loss:
                 tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
                 check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
-                answered.add(question)
+                answered[question] = loss
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put buffers back, and those away that a forward has made: what it writes there depends on the data, and the model
+    is released with them, or used by the next client."""
+    before = [
+        (module, dict(module._buffers), [(b, b.clone()) for b in module._buffers.values() if b is not None])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, buffers, values in before:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                for buffer, value in values:
+                    buffer.copy_(value)
 
 
 def sample_values(
