@@ -13,7 +13,7 @@ from experiments.runs import provenance
 
 from bqsgd import data, models
 from bqsgd.data.dataset import Split
-from bqsgd.data.features import compute_features
+from bqsgd.data.features import whole_features
 from bqsgd.run import train
 from bqsgd.tasks import NamedTask, plain_settings, settings_of
 from bqsgd.training.draws import Purpose, seed_for
@@ -26,7 +26,7 @@ HELD_OUT, SPLIT_SEED = 10_000, 7
 @lru_cache(maxsize=1)
 def _training(dataset: str, features: str) -> tuple[Split, int]:
     found = data.load(dataset)
-    return compute_features(features, found.train, of=found, threads=2), found.classes
+    return whole_features(features, "train", of=found), found.classes
 
 
 def held_out_task(named: NamedTask, config: Config) -> Task:

@@ -48,7 +48,7 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
         NotWritten: the disk is full or the folder not writable; what was there before is untouched.
     """
     with draft(path) as (handle, name):
-        _write_all(handle, content)
+        write_all(handle, content)
         os.fchmod(handle, mode)
         os.fsync(handle)
         os.replace(name, path)
@@ -124,7 +124,8 @@ def _open(path: Path, flags: int) -> int:
     return handle
 
 
-def _write_all(handle: int, content: bytes) -> None:
+def write_all(handle: int, content: bytes | memoryview) -> None:
+    """Write all of it, however many calls the operating system needs."""
     view = memoryview(content)
     while view:
         view = view[os.write(handle, view) :]
@@ -168,7 +169,7 @@ class Appended:
         """
         size = os.fstat(self._handle).st_size
         try:
-            _write_all(self._handle, content)
+            write_all(self._handle, content)
         except OSError as error:
             os.ftruncate(self._handle, size)
             raise NotWritten(f"{self.path} cannot be written ({error.strerror}); it is as it was") from error

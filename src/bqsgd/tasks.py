@@ -37,9 +37,13 @@ class NamedTask(Group):
     """
 
     title = "Data and model"
-    dataset: str = setting("mnist", "mnist, fashion-mnist or digits. Default: mnist, else digits.")
+    dataset: str = setting("mnist", "mnist, fashion-mnist, cifar-10 or digits. Default: mnist, else digits.")
     data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
-    features: str = setting("none", "none, or scattering: fixed wavelet features of the images.", choices=data.FEATURES)
+    features: str = setting(
+        "none",
+        "none, scattering: fixed wavelet features, or imagenet: features of a network trained on ImageNet.",
+        choices=data.FEATURES,
+    )
     model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp or linear.")
     activation: str = setting("tanh", "tanh or relu.")
     concentration: float | None = setting(
@@ -84,7 +88,7 @@ class NamedTask(Group):
         from bqsgd.training.task import Task
 
         dataset = data.load(self.dataset, folder=self.data_folder)
-        test = data.compute_features(self.features, dataset.test, of=dataset, threads=config.clients.workers)
+        test = data.whole_features(self.features, "test", of=dataset, threads=config.clients.workers)
         shape = data.features_shape(self.features, dataset.input_shape)
         return Task(make_model=self._make_model(shape, dataset.classes), test=(test.inputs, test.labels), source=self)
 

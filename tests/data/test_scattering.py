@@ -104,7 +104,7 @@ def test_torch_threads_are_left_as_they_were_and_progress_counts_every_image():
     [
         (images(2, 10, 8), InvalidParameter, "height must be a multiple of 4"),
         (images(2, 8, 2), InvalidParameter, "width"),
-        (images(2, 3, 8, 8), InvalidParameter, "one channel"),
+        (images(2, 2, 8, 8), InvalidParameter, "one or three channels"),
         (images(2, 8, 8).astype(np.float64), InvalidParameter, "float32"),
         (images(2, 8, 8) * 2, InvalidParameter, r"pixels must lie in \[0, 1\]"),
         (images(2, 8, 8) - 1, InvalidParameter, r"pixels must lie in \[0, 1\]"),
@@ -124,6 +124,14 @@ def test_a_transform_takes_its_own_shape_only():
         Scattering(2048, 2048)
 
 
+def test_a_colour_image_is_three_grey_ones_normalised_together(oracle):
+    pixels = images(3, 3, 12, 8)
+    planes = oracle(J=2, shape=(12, 8))(torch.from_numpy(pixels)).reshape(3, 243, 3, 2)
+    expected = torch.nn.functional.group_norm(planes, 27)
+    np.testing.assert_allclose(features(pixels), expected.numpy(), rtol=0, atol=2e-3)
+    np.testing.assert_array_equal(features(pixels[1:2])[0], features(pixels, threads=2)[1])
+
+
 def test_filters_have_no_mean_and_the_low_pass_keeps_a_constant():
     for scale in (0, 1):
         assert np.abs(wavelet_spectra(36, 20, scale=scale)[:, 0, 0]).max() < 1e-12
@@ -134,8 +142,11 @@ def test_filters_have_no_mean_and_the_low_pass_keeps_a_constant():
 def test_shape_of_features_and_what_they_refuse():
     assert features_shape("none", (3, 5)) == (3, 5)
     assert features_shape("scattering", (1, 8, 12)) == (81, 2, 3)
-    with pytest.raises(InvalidParameter, match="one channel"):
-        features_shape("scattering", (3, 32, 32))
+    assert features_shape("scattering", (3, 32, 32)) == (243, 8, 8)
+    with pytest.raises(InvalidParameter, match="one or three channels"):
+        features_shape("scattering", (2, 32, 32))
+    with pytest.raises(InvalidParameter, match="colour images"):
+        features_shape("imagenet", (1, 28, 28))
     with pytest.raises(InvalidParameter, match="features must be one of none, scattering"):
         features_shape("fourier", (1, 8, 8))
     with pytest.raises(InvalidParameter, match="features must be one of none, scattering"):

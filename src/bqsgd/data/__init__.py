@@ -1,12 +1,13 @@
 """Data sets to train on, checked by hash, and the ways to divide them among clients."""
 
 from bqsgd.data.dataset import DATASETS, Dataset, Split, load
-from bqsgd.data.features import FEATURES, compute_features, features_shape
+from bqsgd.data.features import FEATURES, PUBLIC_DATA, compute_features, features_shape, whole_features
 from bqsgd.data.shares import Shares, dirichlet, iid, load_shares, partition
 
 __all__ = [
     "DATASETS",
     "FEATURES",
+    "PUBLIC_DATA",
     "Dataset",
     "Shares",
     "Split",
@@ -17,4 +18,5 @@ __all__ = [
     "load",
     "load_shares",
     "partition",
+    "whole_features",
 ]

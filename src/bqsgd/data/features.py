@@ -1,27 +1,49 @@
-"""Features: what a model sees of the inputs, the inputs themselves or a fixed transform that costs no privacy."""
+"""Features: what a model sees of the inputs, the inputs themselves or a fixed transform that costs no privacy.
+
+The features of a whole data set of the catalogue are computed once and kept in a file of the cache.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from bqsgd.data._catalogue import CATALOGUE
+from bqsgd.data._sources import cache_folder
 from bqsgd.data.dataset import Dataset, Split
-from bqsgd.errors import InvalidParameter
+from bqsgd.errors import InvalidParameter, NotWritten, UnsafeFile
+from bqsgd.storage import draft, open_regular, write_all
 
-FEATURES = ("none", "scattering")
+FEATURES = ("none", "scattering", "imagenet")
+PUBLIC_DATA = {"imagenet": "ImageNet"}
+"""Data that the features were made with; a guarantee takes them as public."""
+_FILES = {"scattering": "scattering-1", "imagenet": "imagenet-1"}
+"""Names of the kept files; the number changes when the values do."""
 _WORTH_SHOWING = 2000
+_BLOCK = 1 << 24
+_SUM_BYTES = 16
 
 
 def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
     """`split`, a part of the data set `of`, as the features `name`; for "none" the split itself.
 
     A sample's features depend on that sample only, so each client transforms its own share and nobody else's.
+
+    Raises:
+        DataUnavailable: the features are those of a network whose weights are not to be had.
     """
     _check(name)
     if name == "none":
         return split
-    from bqsgd.data.scattering import features  # torch and compiled loops: only where they are needed
-
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -31,8 +53,8 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, 
         disable=quiet or len(split) < _WORTH_SHOWING,
         transient=True,
     ) as bar:
-        task = bar.add_task(f"scattering {of.name}", total=len(split))
-        inputs = features(
+        task = bar.add_task(f"{name} features of {of.name}", total=len(split))
+        inputs = _transform(name)(
             split.inputs,
             mean=of.mean,
             deviation=of.deviation,
@@ -42,21 +64,97 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, 
     return Split(inputs=inputs, labels=split.labels)
 
 
+def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
+    """The features of a whole split of `of`, "train" or "test": those that were kept, else computed and then kept.
+
+    The file holds the values and their checksum; one of another size or with another checksum is computed again. A
+    cache that cannot be written costs time, not the run. Nobody may write into the array: it may be the file.
+    """
+    kept = kept_features(name, part, of=of)
+    if kept is not None:
+        return kept
+    split = compute_features(name, getattr(of, part), of=of, threads=threads, quiet=quiet)
+    if name != "none" and of.name in CATALOGUE:
+        with contextlib.suppress(OSError, NotWritten, UnsafeFile):
+            _keep(_place(name, part, of), split.inputs)
+    return split
+
+
+def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
+    """The kept features of a whole split, read from the file where they are used; None when there are none."""
+    _check(name)
+    split: Split = getattr(of, part)
+    if name == "none":
+        return split
+    if of.name not in CATALOGUE:
+        return None
+    shape = (len(split), *features_shape(name, of.input_shape))
+    size = 4 * math.prod(shape)
+    try:
+        file = open_regular(_place(name, part, of), limit=size + _SUM_BYTES)
+    except UnsafeFile:
+        return None
+    if file is None:
+        return None
+    with file:
+        if os.fstat(file.fileno()).st_size != size + _SUM_BYTES:
+            return None
+        values = np.memmap(file, dtype="<f4", mode="r", shape=shape)
+        file.seek(size)
+        if file.read(_SUM_BYTES) != xxhash.xxh3_128_digest(values.data.cast("B")):
+            return None
+    return Split(inputs=values, labels=split.labels)
+
+
+def _place(name: str, part: str, of: Dataset) -> Path:
+    return cache_folder() / "features" / f"{of.name}-{part}-{_FILES[name]}.f32"
+
+
+def _keep(place: Path, values: npt.NDArray[np.float32]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    content = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
+    with draft(place) as (handle, name):
+        for start in range(0, len(content), _BLOCK):
+            write_all(handle, content[start : start + _BLOCK])
+        write_all(handle, xxhash.xxh3_128_digest(content))
+        os.replace(name, place)
+
+
 def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of one sample's features.
 
-    >>> features_shape("scattering", (1, 28, 28))
-    (81, 7, 7)
+    >>> features_shape("scattering", (1, 28, 28)), features_shape("imagenet", (3, 32, 32))
+    ((81, 7, 7), (1280,))
     """
     _check(name)
     if name == "none":
         return input_shape
-    from bqsgd.data.scattering import CHANNELS, REDUCTION, transform_for
+    channels = input_shape[0] if len(input_shape) == 3 else 0
+    if name == "imagenet":
+        from bqsgd.data.pretrained import WIDTH
 
-    if len(input_shape) != 3 or input_shape[0] != 1:
-        raise InvalidParameter(f"scattering features need images of one channel, (1, height, width), got {input_shape}")
+        if channels != 3:
+            raise InvalidParameter(f"ImageNet features need colour images, (3, height, width), got {input_shape}")
+        return (WIDTH,)
+    from bqsgd.data.scattering import CHANNELS, IMAGE_CHANNELS, REDUCTION, transform_for
+
+    if channels not in IMAGE_CHANNELS:
+        raise InvalidParameter(
+            f"scattering features need images of one or three channels, (channels, height, width), got {input_shape}"
+        )
     height, width = transform_for(*input_shape[1:]).shape
-    return CHANNELS, height // REDUCTION, width // REDUCTION
+    return CHANNELS * channels, height // REDUCTION, width // REDUCTION
+
+
+def _transform(name: str) -> Callable[..., npt.NDArray[np.float32]]:
+    """Torch and compiled loops are imported only where they are needed."""
+    if name == "imagenet":
+        from bqsgd.data import pretrained
+
+        return pretrained.features
+    from bqsgd.data import scattering
+
+    return scattering.features
 
 
 def _check(name: str) -> None:

@@ -4,9 +4,9 @@ Order 2 at two scales and eight directions (Bruna and Mallat 2013), as kymatio's
 
     S0 = x * phi,   S1 = |x * psi_1| * phi,   S2 = ||x * psi_1| * psi_2| * phi,
 
-1 + 16 + 64 = 81 channels, each read at every fourth pixel; then each sample is normalised by itself in 27 groups of
-three channels (Tramer and Boneh 2021). Nothing is learnt or measured from data: a sample's features depend on that
-sample alone, so the transform costs no privacy and a client may apply it before anything else.
+1 + 16 + 64 = 81 channels for each channel of the image, read at every fourth pixel; then each sample is normalised by
+itself in 27 groups of channels (Tramer and Boneh 2021). Nothing is learnt or measured from data: a sample's features
+depend on that sample alone, so the transform costs no privacy and a client may apply it before anything else.
 
 Speed: what is subsampled is folded in the Fourier domain before the inverse transform, the Gaussian mean is two small
 matrix products. Images are taken one at a time: what libraries do to an image may depend on how many there are and on
@@ -15,7 +15,6 @@ its place among them, and a bit that depends on the others would be a leak.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -27,7 +26,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.data._pixels import check_pixels
+from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 
 SCALES = 2
@@ -39,10 +39,9 @@ _PI_OF_KYMATIO = 3.1415
 """In the norm of its Gaussians; kept, so that the coefficients agree."""
 CHANNELS = 1 + 2 * DIRECTIONS + DIRECTIONS**2
 GROUPS = 27
+IMAGE_CHANNELS = (1, 3)
 _MARGIN = REDUCTION
 _MOST_PIXELS = 1 << 20
-_PIXEL_SLACK = 1e-4
-"""What normalising and undoing it may have rounded."""
 _CHUNK = 32
 """Images a thread takes at a time."""
 
@@ -117,7 +116,11 @@ def features(
     threads: int = 1,
     progress: Callable[[int], Any] = lambda done: None,
 ) -> _Floats:
-    """Normalised coefficients (n, 81, height / 4, width / 4) of images (n, height, width) or (n, 1, height, width).
+    """Normalised coefficients (n, 81 channels, height / 4, width / 4) of images (n, channels, height, width), or of
+    grey ones (n, height, width).
+
+    Each channel is transformed by itself. Then an image's coefficients are normalised in 27 groups: of three for a grey
+    image, of nine of one colour for one with three channels.
 
     Args:
         images: float32. Pixels lie in [0, 1], or did so before they became (pixel - mean) / deviation. The scale is
@@ -130,31 +133,26 @@ def features(
         NonFiniteInput, InvalidParameter: before anything is computed.
     """
     check_int("threads", threads, 1, 1024)
-    found = images[:, 0] if images.ndim == 4 and images.shape[1] == 1 else images
-    if found.ndim != 3 or found.dtype != np.float32:
+    found = images[:, None] if images.ndim == 3 else images
+    if found.ndim != 4 or found.shape[1] not in IMAGE_CHANNELS or found.dtype != np.float32:
         raise InvalidParameter(
-            f"images must be float32 with one channel, (n, height, width), got {images.dtype} {images.shape}"
+            "images must be float32, (n, height, width) or with one or three channels (n, channels, height, width), "
+            f"got {images.dtype} {images.shape}"
         )
-    if len(found):
-        low, high = float(found.min()) * deviation + mean, float(found.max()) * deviation + mean
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise NonFiniteInput("images hold NaN or infinity; clean them before the transform")
-        if low < -_PIXEL_SLACK or high > 1 + _PIXEL_SLACK:
-            raise InvalidParameter(
-                f"pixels must lie in [0, 1], these reach from {low:.4g} to {high:.4g}; "
-                "scale them, or give the mean and deviation they were normalised with"
-            )
-    transform = transform_for(*found.shape[1:])
+    check_pixels(found, mean=mean, deviation=deviation)
+    channels = found.shape[1]
+    transform = transform_for(*found.shape[2:])
     height, width = transform.shape
-    out = np.empty((len(found), CHANNELS, height // REDUCTION, width // REDUCTION), dtype=np.float32)
+    out = np.empty((len(found), CHANNELS * channels, height // REDUCTION, width // REDUCTION), dtype=np.float32)
 
     def one(start: int) -> None:
-        part = found[start : start + _CHUNK]
+        part = found[start : start + _CHUNK].reshape(-1, height, width)
         padded = transform.padded(torch.from_numpy(part * np.float32(deviation) + np.float32(mean)))
-        for row in range(len(part)):  # each by itself: one shape, one alignment, so one result wherever it stands
-            alone = torch.nn.functional.group_norm(transform.coefficients(padded[row : row + 1]), GROUPS)
-            out[start + row] = alone[0].numpy()
-        progress(len(part))
+        for row in range(0, len(part), channels):  # each by itself: one shape and alignment, so one result anywhere
+            planes = [transform.coefficients(padded[plane : plane + 1]) for plane in range(row, row + channels)]
+            alone = torch.nn.functional.group_norm(torch.cat(planes, dim=1), GROUPS)
+            out[start + row // channels] = alone[0].numpy()
+        progress(len(part) // channels)
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the threads are ours

