@@ -151,7 +151,7 @@ def _transform(name: str) -> Callable[..., npt.NDArray[np.float32]]:
     if name == "imagenet":
         from bqsgd.data import pretrained
 
-        return pretrained.features
+        return pretrained.imagenet_features
     from bqsgd.data import scattering
 
     return scattering.features

@@ -123,7 +123,7 @@ def network() -> EfficientNetLite0:
     return EfficientNetLite0(weights).eval()
 
 
-def features(
+def imagenet_features(
     images: npt.NDArray[np.float32],
     *,
     mean: float = 0.0,
