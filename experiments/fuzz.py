@@ -228,8 +228,9 @@ def rosters(folder: Path) -> Reader:
 def configs(folder: Path) -> Reader:
     """Settings files."""
     from bqsgd.cli.train import _flat
+    from bqsgd.storage import read_toml
     from bqsgd.tasks import NamedTask
-    from bqsgd.training.settings import Config, group_to_dict, read_toml
+    from bqsgd.training.settings import Config, group_to_dict
 
     changed = Config.of(clients=10, epsilon=2.0, clip="l2", bits=8, schedule="cosine", seed=3, momentum=0.9)
     corpus = [

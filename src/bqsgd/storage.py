@@ -12,15 +12,16 @@ import errno
 import fcntl
 import os
 import stat
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
-from bqsgd.errors import FolderInUse, NotWritten, UnsafeFile
+from bqsgd.errors import FolderInUse, InvalidParameter, NotWritten, UnsafeFile
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-LOCK = ".lock"
+_LOCK = ".lock"
 """The file that the one writer of a folder holds locked; it names the process."""
 
 
@@ -73,7 +74,7 @@ def draft(path: Path) -> Iterator[tuple[int, Path]]:
             if _same(handle, name):
                 name.unlink(missing_ok=True)
             os.close(handle)
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
     except OSError as error:
         raise NotWritten(f"{path} cannot be written ({error.strerror or error}); it is as it was") from error
 
@@ -131,7 +132,7 @@ def write_all(handle: int, content: bytes | memoryview) -> None:
         view = view[os.write(handle, view) :]
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make the names in a folder durable: a rename or a new link is not, until its folder is synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -200,7 +201,7 @@ def one_writer(folder: Path) -> Iterator[None]:
     Raises:
         FolderInUse: another process, or another part of this one, writes it.
     """
-    path = folder / LOCK
+    path = folder / _LOCK
     try:
         handle = _locked(path, wait=False)
     except BlockingIOError as error:
@@ -251,3 +252,19 @@ def read_regular(path: Path, *, limit: int) -> bytes | None:
     if len(content) > limit:
         raise UnsafeFile(f"{path} must be a regular file of at most {limit} bytes")
     return content
+
+
+def read_toml(path: str | Path, *, limit: int = 1 << 20, kind: str = "TOML file") -> dict[str, Any]:
+    """The tables of a TOML file of at most `limit` bytes, not yet checked; `kind` names it in the error.
+
+    Raises:
+        InvalidParameter: there is no such file, or it is not TOML.
+    """
+    try:
+        content = read_regular(Path(path), limit=limit)
+        tables = None if content is None else tomllib.loads(content.decode())
+    except (OSError, UnsafeFile, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
+        raise InvalidParameter(f"{path} is not a readable {kind}: {str(error)[:200]}") from error
+    if tables is None:
+        raise InvalidParameter(f"{path} is not a readable {kind}: there is no such file")
+    return tables

@@ -9,8 +9,9 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.planner.plan import Budget
+from bqsgd.storage import read_toml
 from bqsgd.tasks import NamedTask
-from bqsgd.training.settings import CONFIG_GROUPS, BudgetChange, Config, read_toml
+from bqsgd.training.settings import CONFIG_GROUPS, BudgetChange, Config
 
 
 def test_toml_round_trip(tmp_path):

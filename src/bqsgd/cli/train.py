@@ -206,8 +206,9 @@ def _begin(
 def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None) -> tuple[NamedTask | OwnTask, Config]:
     """The settings of a new run: defaults for the federation, then the preset, then the file, then what is given."""
     from bqsgd import tasks
+    from bqsgd.storage import read_toml
     from bqsgd.training.defaults import fitted
-    from bqsgd.training.settings import Config, read_toml
+    from bqsgd.training.settings import Config
 
     settings = {} if preset is None else tasks.preset(preset)
     if file is not None:

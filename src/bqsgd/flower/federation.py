@@ -133,11 +133,11 @@ class LoggedHandshake(ssl.SSLObject):
             raise  # not failed, only not finished
         except ssl.SSLError as error:
             if self.server_side:
-                logger.warning("%s", line_for(error))
+                logger.warning("%s", _line_for(error))
             raise
 
 
-def line_for(error: ssl.SSLError) -> str:
+def _line_for(error: ssl.SSLError) -> str:
     """What the log says of a failed handshake."""
     if error.reason == "HTTP_REQUEST":
         return "refused at the TLS port: plain HTTP; nothing of it was read"

@@ -117,7 +117,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[
     given = {name: value for name, value in run_config.items() if value != ""}
     known = Config().flat()
     if "budgets" in given:
-        given["budgets"] = read_budgets(given["budgets"])
+        given["budgets"] = _read_budgets(given["budgets"])
     settings = {name: given.pop(name) for name in list(given) if name in known}
     service = {field.name: given.pop(field.name) for field in fields(Service) if field.name in given}
     for name in ("join_seconds", "round_seconds"):
@@ -131,10 +131,10 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[
     return config, Service(**service), given
 
 
-def read_budgets(text: object) -> list[Any]:
+def _read_budgets(text: object) -> list[Any]:
     """Budgets that differ by client or round, as Flower's flat configuration carries them: a TOML list of tables.
 
-    >>> read_budgets('[{client = 2, epsilon = 1.0}]')
+    >>> _read_budgets('[{client = 2, epsilon = 1.0}]')
     [{'client': 2, 'epsilon': 1.0}]
     """
     try:

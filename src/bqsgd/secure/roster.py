@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from bqsgd.errors import BadSignature, ForeignClient, InvalidParameter, UnsafeFile
 from bqsgd.params import check_int
-from bqsgd.storage import open_regular, read_regular, write_atomic
+from bqsgd.storage import open_regular, read_toml, write_atomic
 
 MAX_CLIENTS = 100_000
 _KEY_BYTES = 32
@@ -93,13 +92,7 @@ def read_roster(path: str | Path) -> Roster:
     Raises:
         InvalidParameter: the file is not a roster.
     """
-    try:
-        content = read_regular(Path(path), limit=_MAX_ROSTER_FILE)
-        tables = None if content is None else tomllib.loads(content.decode())
-    except (OSError, UnsafeFile, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
-        raise InvalidParameter(f"{path} is not a roster: {error}") from error
-    if tables is None:
-        raise InvalidParameter(f"{path} is not a roster: there is no such file")
+    tables = read_toml(path, limit=_MAX_ROSTER_FILE, kind="roster")
     entries = tables.get("clients")
     if set(tables) != {"clients"} or not isinstance(entries, dict):
         raise InvalidParameter(f"{path} is not a roster: it must have the table [clients] and nothing else")

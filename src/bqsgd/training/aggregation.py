@@ -8,16 +8,15 @@ exclude secure aggregation. Every rule refuses NaN and infinity.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput, UnsafeFile
+from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.params import check_int, shown
-from bqsgd.storage import open_regular
+from bqsgd.storage import read_toml
 
 _Array = npt.NDArray[np.float64]
 
@@ -129,7 +128,7 @@ def aggregate(rule: str, updates: npt.ArrayLike, *, weights: Sequence[float] | N
 
 
 WEIGHTS = ("equal", "size")
-MAX_SAMPLES = 2**40
+_MAX_SAMPLES = 2**40
 _MAX_SIZES_BYTES = 4 << 20
 
 
@@ -139,14 +138,7 @@ def read_sizes(path: str | Path) -> dict[int, int]:
     Raises:
         InvalidParameter: no such file, or not a table of client numbers and sizes.
     """
-    try:
-        file = open_regular(Path(path), limit=_MAX_SIZES_BYTES)
-        if file is None:
-            raise InvalidParameter(f"{path} is not a readable list of sizes: there is none")
-        with file:
-            found = tomllib.loads(file.read(_MAX_SIZES_BYTES).decode())
-    except (OSError, UnsafeFile, ValueError, RecursionError) as error:
-        raise InvalidParameter(f"{path} is not a readable list of sizes: {str(error)[:200]}") from error
+    found = read_toml(path, limit=_MAX_SIZES_BYTES, kind="list of sizes")
     listed = found.get("samples")
     if set(found) != {"samples"} or not isinstance(listed, dict) or not listed:
         raise InvalidParameter(f"{path} must hold one table, [samples], with a line for each client: 0 = 1200")
@@ -154,7 +146,7 @@ def read_sizes(path: str | Path) -> dict[int, int]:
     for client, samples in listed.items():
         if not (client.isascii() and client.isdecimal() and len(client) <= 18):
             raise InvalidParameter(f"{path}: a client is named by its number, got {shown(client)}")
-        sizes[int(client)] = check_int(f"samples of client {client}", samples, 1, MAX_SAMPLES)
+        sizes[int(client)] = check_int(f"samples of client {client}", samples, 1, _MAX_SAMPLES)
     return sizes
 
 

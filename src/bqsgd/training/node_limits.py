@@ -24,9 +24,10 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_delta, check_int, check_positive, shown
 from bqsgd.privacy.guarantee import as_given
 from bqsgd.release import SAMPLINGS, Unit
-from bqsgd.training.settings import CLIPS, Config, read_toml
+from bqsgd.storage import read_toml
+from bqsgd.training.settings import CLIPS, Config
 
-MAX_DIMENSION = 2**53
+_MAX_DIMENSION = 2**53
 
 
 def _limit(default: Any, meaning: str, *, words: tuple[str, ...] = ()) -> Any:
@@ -87,7 +88,7 @@ class NodeLimits:
             check_delta("delta", self.delta)
         for name in ("least_clip", "largest_clip", "largest_parameter", "planning_seconds"):
             check_positive(key_of(name), getattr(self, name))
-        check_int("largest-dimension", self.largest_dimension, 1, MAX_DIMENSION)
+        check_int("largest-dimension", self.largest_dimension, 1, _MAX_DIMENSION)
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "bool" and not isinstance(value, bool):
@@ -136,7 +137,7 @@ class NodeLimits:
             allow_no_privacy=True,
             allow_private_metrics=True,
             allow_packed_rows=True,
-            largest_dimension=MAX_DIMENSION,
+            largest_dimension=_MAX_DIMENSION,
         )
 
     def refusal(self, config: Config, *, client: int) -> str | None:

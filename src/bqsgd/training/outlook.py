@@ -119,7 +119,7 @@ def foresee(
         dimension=dimension,
         rounds=config.run.rounds,
         noise=math.sqrt(variance) if found else None,
-        signal=longest_signal(config, samples, dimension=dimension),
+        signal=_longest_signal(config, samples, dimension=dimension),
         without_plan=dict(reasons),
     )
 
@@ -151,7 +151,7 @@ def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) 
     raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force runs it all the same.")
 
 
-def longest_signal(config: Config, samples: Mapping[int, int], *, dimension: int) -> float:
+def _longest_signal(config: Config, samples: Mapping[int, int], *, dimension: int) -> float:
     """G: clipped gradients that all point the same way, as many as a batch holds on average; clamped to the range."""
     clip, privacy = config.clip, config.privacy
     every_coordinate = math.sqrt(dimension)
@@ -163,7 +163,7 @@ def longest_signal(config: Config, samples: Mapping[int, int], *, dimension: int
     return min(longest, config.range * every_coordinate)
 
 
-def expected_noise(config: Config, *, samples: int, dimension: int) -> float:
+def _expected_noise(config: Config, *, samples: int, dimension: int) -> float:
     """The deviation of the noise that a client of so many samples adds to a coordinate, if it were Gaussian."""
     setting = client_setting(config, dimension=dimension, dataset_size=samples)
     moved = setting.linf if setting.l2 is None else setting.l2
@@ -176,7 +176,7 @@ def expected_noise(config: Config, *, samples: int, dimension: int) -> float:
 
 def fitting_range(config: Config, *, samples: int, dimension: int) -> float:
     """Twice the deviation of the noise that a client adds: wider or narrower made no difference (docs/frontier.md)."""
-    return float(f"{2 * expected_noise(config, samples=samples, dimension=dimension):.2g}")
+    return float(f"{2 * _expected_noise(config, samples=samples, dimension=dimension):.2g}")
 
 
 def nearest_settings(config: Config, samples: Mapping[int, int], *, dimension: int) -> Iterator[dict[str, float | int]]:
@@ -237,12 +237,12 @@ def _changes(
 
 def _expected_outlook(config: Config, samples: Mapping[int, int], *, dimension: int) -> Outlook:
     """The outlook with Gaussian noise for the mechanism's: in no time, and nearly the same."""
-    noise = expected_noise(config, samples=round(sum(samples.values()) / len(samples)), dimension=dimension)
+    noise = _expected_noise(config, samples=round(sum(samples.values()) / len(samples)), dimension=dimension)
     return Outlook(
         clients=len(samples),
         dimension=dimension,
         rounds=config.run.rounds,
         noise=noise / math.sqrt(len(samples)),
-        signal=longest_signal(config, samples, dimension=dimension),
+        signal=_longest_signal(config, samples, dimension=dimension),
         without_plan={},
     )

@@ -38,7 +38,7 @@ from bqsgd.release import Unit
 from bqsgd.training.values import Values, check_model, made_of, sample_values
 
 _log = logging.getLogger("bqsgd.samples")
-Collate = Callable[[list[Any]], Any]
+_Collate = Callable[[list[Any]], Any]
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, batch as the collate_fn made it) -> (outputs, targets), which the loss takes."""
 _MADE_UP = 16
@@ -73,7 +73,7 @@ class Reader:
             `default_collate`, which is known to keep samples apart.
     """
 
-    def __init__(self, dataset: Any, collate: Collate = default_collate) -> None:
+    def __init__(self, dataset: Any, collate: _Collate = default_collate) -> None:
         self.dataset, self.collate_fn = dataset, collate
 
     def __len__(self) -> int:
@@ -187,7 +187,7 @@ def reader_of(share: Any) -> Reader:
         return _Arrays(share[0], share[1])
     if isinstance(share, DataLoader):
         check_loader(share)
-        return Reader(share.dataset, cast(Collate, share.collate_fn))
+        return Reader(share.dataset, cast(_Collate, share.collate_fn))
     if isinstance(share, (tuple, list)) and share and all(_is_array(part) for part in share):
         raise InvalidParameter(
             f"a share of {len(share)} arrays: give (inputs, targets), or torch.utils.data.TensorDataset(...) for more"

@@ -7,23 +7,19 @@ the table of its group.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from bqsgd.errors import InvalidParameter, UnsafeFile
+from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.planner.plan import Budget
 from bqsgd.release import SAMPLINGS, Scheme, Unit
-from bqsgd.storage import read_regular
 from bqsgd.training.aggregation import RULES, WEIGHTS, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
 
 _CODINGS = ("fixed", "entropy")
-_MAX_CONFIG_BYTES = 1 << 20
 _NO_OPTION = "no option"
 
 
@@ -419,15 +415,3 @@ def group_from_dict(kind: type[Group], name: str, table: Any) -> Any:
 def options(kind: type[Group]) -> Iterator[tuple[str, Field[Any]]]:
     """The settings of a group that have an option on the command line, by name."""
     return ((name, each) for name, each in kind.settings().items() if not each.metadata[_NO_OPTION])
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file of at most 1 MiB, not yet checked."""
-    try:
-        content = read_regular(Path(path), limit=_MAX_CONFIG_BYTES)
-        tables = None if content is None else tomllib.loads(content.decode())
-    except (OSError, UnsafeFile, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
-        raise InvalidParameter(f"{path} is not a readable TOML file: {error}") from error
-    if tables is None:
-        raise InvalidParameter(f"{path} is not a readable TOML file: there is none")
-    return tables
