@@ -169,7 +169,7 @@ def sampler_tv_distance(trials: int) -> float:
 
 _ZEROS = memoryview(bytes(1 << 18))
 _SEEDED_FORK = "a seeded noise source does not survive a fork; make one in each process"
-_BEFORE_FORK = "this noise was reserved before a fork and belongs to the process that reserved it; encode anew"
+_BEFORE_FORK = "this noise was reserved before a fork and belongs to the process that reserved it; encode again"
 
 
 _forks = 0
@@ -284,6 +284,6 @@ def privacy_rng() -> NoiseSource:
 
 
 def seeded_rng(*, seed: int) -> NoiseSource:
-    """A reproducible noise source. Whoever knows the seed can remove the noise: no privacy claim."""
+    """A reproducible noise source. Anyone who knows the seed can remove the noise: no privacy claim."""
     check_int("seed", seed, 0, 2**63 - 1)
     return NoiseSource(hashlib.sha256(b"bqsgd.seeded.v1" + seed.to_bytes(8, "little")).digest(), seeded=True)

@@ -408,7 +408,7 @@ def named(config: Config) -> Config:
 
 
 def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
-    """The settings of the run in `folder`, and those of its named task (empty for a task of one's own).
+    """The settings of the run in `folder`, and those of its named task (empty for your own task).
 
     Raises:
         InvalidParameter: the folder holds no run.

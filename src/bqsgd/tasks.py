@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTask(Group):
-    """A task that the settings name; a `Task` of one's own has none of these.
+    """A task that the settings name; your own `Task` has none of these.
 
     init_seed: of the initial model and of who holds which samples; both are public.
 
@@ -64,7 +64,7 @@ class NamedTask(Group):
 
         client: the only one whose share is wanted, in a process that works for one; client 0 has the test data too.
         """
-        from bqsgd.training.task import Task  # torch: only for whoever trains
+        from bqsgd.training.task import Task  # torch: only needed for training
 
         found = data.load_shares(
             self.dataset,
@@ -102,7 +102,7 @@ class NamedTask(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask(Group):
-    """A `Task` of one's own, found by module and name. Only what is typed here is ever imported, never what a server
+    """Your own `Task`, found by module and name. Only what is typed here is ever imported, never what a server
     or a file from elsewhere names.
 
     load_from: "module:name" of a `Task`, or of a function (config) -> Task; the current folder comes first.

@@ -89,7 +89,7 @@ def test_a_hopeless_run_is_refused_with_settings_that_work():
     config = run_of(EVEN, dimension=40_000, epsilon=0.2)
     outlook = foresee(config, EVEN, dimension=40_000)
     assert outlook.hopeless
-    with pytest.raises(CannotLearn, match=r"nothing can be learnt\. This would do: .*--epsilon .*--force"):
+    with pytest.raises(CannotLearn, match=r"nothing can be learnt\. Settings that work: .*--epsilon .*--force"):
         check_outlook(outlook, config, EVEN)
     offered = list(nearest_settings(config, EVEN, dimension=40_000))
     assert offered

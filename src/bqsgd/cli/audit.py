@@ -42,8 +42,9 @@ def audit(
 ) -> None:
     """Bound epsilon from below by running the encoder on worst-case inputs with and without a record.
 
-    With --end-to-end everything before the encoder is run too: data, sampling, clip, frame. Exit code 1 means a
-    violation: what was run is less private than claimed. Passing proves nothing.
+    With --end-to-end everything before the encoder runs too: data, sampling,
+    clip and frame. Exit code 1 means a violation: what ran is less private
+    than claimed. Passing proves nothing.
 
     Example: bqsgd audit --levels 2 --trials 251 --dimension 61706 --batch-size 32 --dataset-size 15000 --delta 1e-5
     --sampling none

@@ -50,10 +50,11 @@ def demo(
     limit_seconds: Annotated[float, typer.Option(help="Give up after this long.")] = 900.0,
     json: Json = False,
 ) -> None:
-    """Train on a Flower federation on this machine, and take everything down again.
+    """Train on a Flower federation on this machine, then stop all its processes.
 
-    Without --tls: Flower's simulation. With it: a SuperLink that accepts TLS and registered node keys only, and one
-    SuperNode process per client, each with its own key and its own ledger.
+    Without --tls: Flower's simulation. With --tls: a SuperLink that accepts
+    TLS and registered node keys only, and one SuperNode process per client,
+    each with its own key and its own ledger.
 
     Example: bqsgd flower demo --tls
     """
@@ -77,7 +78,7 @@ def run(
     app: Annotated[Path, typer.Argument(help="Folder of the app.")],
     run_config: Annotated[str, typer.Option(help="Settings that differ from the app's: 'rounds=20 epsilon=2.0'.")] = "",
 ) -> None:
-    """`flwr run` with the settings checked first: a wrong key or value is named, with those that would do.
+    """`flwr run` with the settings checked first: a wrong key or value is named, with the valid ones.
 
     Example: bqsgd flower run my-app my-superlink --stream --run-config 'schedule="cosine"'
     """
@@ -95,7 +96,7 @@ def run(
 
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def superlink(context: typer.Context) -> None:
-    """Flower's SuperLink, which also logs connections that fail the TLS handshake; options of `flower-superlink`.
+    """Run Flower's SuperLink with failed TLS handshakes in its log; takes the options of flower-superlink.
 
     Example: bqsgd flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
     """

@@ -74,8 +74,9 @@ def plan(
 ) -> None:
     """Choose levels and trials: the least error within a budget of bits and privacy.
 
-    With few bits the noised codes are coarsened to 2^bits points, which costs error but no privacy. Without
-    --batch-size or --rounds the plan proposes them, together with an L2 clip and its range.
+    With few bits the noised codes are coarsened to 2^bits points, which costs
+    error but no privacy. Without --batch-size or --rounds the plan proposes
+    them, together with an L2 clip and its range.
 
     Examples: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dimension 39700 --dataset-size 15000
               bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dimension 61706 --batch-size 512 --dataset-size 15000

@@ -89,11 +89,11 @@ def train(
     engine: Annotated[
         str, typer.Option(help="in-process, or torch-distributed (start it with torchrun; each rank is a client).")
     ] = "in-process",
-    backend: Annotated[str, typer.Option(help="Of torch.distributed: gloo, nccl or mpi.")] = "gloo",
+    backend: Annotated[str, typer.Option(help="Backend of torch.distributed: gloo, nccl or mpi.")] = "gloo",
     preset: Annotated[
         str | None, typer.Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings; options win over it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings; options override it.")] = None,
     task: Annotated[
         str | None,
         typer.Option(help="Your own data and model: module:name of a bqsgd.Task, or of a function (config) -> Task."),
@@ -101,10 +101,10 @@ def train(
     out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     node_limits: Annotated[
-        Path | None, typer.Option(help="TOML file of what this rank agrees to as a client (torch-distributed).")
+        Path | None, typer.Option(help="TOML file with the limits of this rank as a client (torch-distributed).")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Begin even if the noise leaves nothing to be learnt.")
+        bool, typer.Option("--force", help="Start even if the noise leaves nothing to be learnt.")
     ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
     nominal: Annotated[
@@ -113,11 +113,12 @@ def train(
     json: Json = False,
     **settings: Any,
 ) -> None:
-    """Train a model across clients that each keep a differential privacy guarantee of their own.
+    """Train a model over clients, each with its own differential privacy guarantee.
 
-    The defaults give every client a proven total epsilon of at most 3 at delta 1e-5. Batch size, rate, rounds, range
-    and learning rate follow from the number of clients and samples where they are not given. A run that cannot learn
-    is not begun. Ctrl-C stops after the current round; --resume continues.
+    By default each client's proven total epsilon is at most 3 at delta 1e-5.
+    Batch size, rate, rounds, range and learning rate are fitted to the number
+    of clients and samples unless given. A run that cannot learn does not
+    start. Ctrl-C stops after the current round; --resume continues.
 
     Examples: bqsgd train --preset mnist-eps3
               bqsgd train --dataset mnist --epsilon 3 --out runs/first
@@ -146,7 +147,7 @@ def train(
             shown=shown,
         )
     elif node_limits is not None:
-        raise InvalidParameter("--node-limits are those of a rank of --engine torch-distributed; here you set the run")
+        raise InvalidParameter("--node-limits applies to a rank of --engine torch-distributed only")
     elif resume and out is not None:
         named, chosen = _resumed(out, given)
         _lead(named, chosen, folder=out, resuming=True, shown=shown)
@@ -176,7 +177,7 @@ def demo(
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """How a run is begun and what is shown of it besides its progress."""
+    """How a run starts and what is shown of it besides its progress."""
 
     tensorboard: bool = False
     nominal: bool = False
@@ -198,7 +199,7 @@ def _begin(
     named, chosen = new_settings(given, preset=preset, file=file)
     folder = out or _new_folder(named.dataset)
     _refuse_run_in(folder)
-    if isinstance(named, NamedTask):  # that of a task of one's own is looked at when the run starts
+    if isinstance(named, NamedTask):  # your own task is checked when the run starts
         _foresee_run(named, chosen, force=shown.force)
     _lead(named, chosen, folder=folder, resuming=False, shown=shown)
 
@@ -243,7 +244,7 @@ def _foresee_run(named: NamedTask, chosen: Config, *, force: bool) -> None:
 
 
 def _own_settings(settings: dict[str, Any]) -> tuple[OwnTask, Config]:
-    """The settings of a run with a task of one's own: as many clients as it has shares, unless said otherwise."""
+    """The settings of a run with your own task: as many clients as it has shares, unless said otherwise."""
     from bqsgd.tasks import NamedTask, OwnTask
     from bqsgd.training.settings import Config
 

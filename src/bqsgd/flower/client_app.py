@@ -152,5 +152,5 @@ def _plan(client: Client, state: MutableMapping[str, Any]) -> None:
     try:
         mechanism = client.release(0).mechanism
     except (Infeasible, PlanningTooLong):
-        return  # the client says so itself when it comes to send
+        return  # the client reports it when it is to send
     state[_PLAN] = ConfigRecord({"digest": digest, "mechanism": json.dumps(mechanism.to_dict())})

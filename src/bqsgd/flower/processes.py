@@ -227,7 +227,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def ray_on_loopback() -> dict[str, str]:
-    """Environment variables for a Ray of one's own: loopback only, and a token that was drawn just now."""
+    """Environment variables that keep Ray on loopback, behind a token drawn just now."""
     return {_CLUSTER: "0", _MODE: "token", _TOKEN: secrets.token_hex(32)}
 
 
@@ -241,7 +241,7 @@ def keep_ray_on_loopback() -> None:
 
 
 def _family(mark: str, sessions: set[int] | None = None) -> list[psutil.Process]:
-    """The living processes that carry the mark, their descendants and whoever is in their sessions.
+    """The living processes that carry the mark, their descendants and every process in their sessions.
 
     The latter two find those that have lost the mark. Every session here is one of the family's own; `sessions` keeps
     them from one call to the next.

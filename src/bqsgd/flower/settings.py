@@ -112,7 +112,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[
     """The run's settings, the server's own, and what is left for the app's task.
 
     Raises:
-        InvalidParameter: a value that its setting does not take; the message names both and what would do.
+        InvalidParameter: a value that its setting does not take; the message names both and the valid ones.
     """
     given = {name: value for name, value in run_config.items() if value != ""}
     known = Config().flat()
@@ -152,7 +152,7 @@ def _read_budgets(text: object) -> list[Any]:
 
 
 def check_overrides(app_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise InvalidParameter, with key, value and what would do, where Flower or the run would refuse an override."""
+    """Raise InvalidParameter, with key, value and the valid ones, where Flower or the run would refuse an override."""
     for key in overrides:
         if key not in app_config:
             near = get_close_matches(key, app_config, n=1)

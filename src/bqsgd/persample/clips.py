@@ -23,7 +23,7 @@ SMALLEST = 1e-12
 """Below this a squared norm would leave the normal float32 numbers, and a norm read too low is a bound not kept."""
 
 _Range = float | Sequence[float] | npt.NDArray[np.float64]
-"""The encoder's range: one number, one a parameter tensor, or one a coordinate."""
+"""The encoder's range: one number, one per parameter tensor, or one per coordinate."""
 
 
 def _bound(name: str, value: object) -> float:
@@ -44,7 +44,7 @@ def _ranges(value: _Range) -> tuple[float, ...]:
 def _sensitivity(
     *, linf: float, l2: float | None, range: tuple[float, ...], batch_size: int, relation: Relation
 ) -> Sensitivity:
-    """Of a mean of vectors with max-norm <= linf and norm <= l2, clamped to +-range (1-Lipschitz a coordinate)."""
+    """Of a mean of vectors with max-norm <= linf and norm <= l2, clamped to +-range (1-Lipschitz per coordinate)."""
     moves = (2 if Relation(relation) is Relation.REPLACE else 1) / check_int("batch_size", batch_size, 1, 2**53)
     return Sensitivity(
         linf=min(2.0, moves * linf / min(range)),  # two values in [-R, R] are at most 2R apart
@@ -104,7 +104,7 @@ class Clamp:
         return self.bound
 
     def vector(self, model: nn.Module) -> npt.NDArray[np.float64]:
-        """One C a coordinate of the flat gradient: the range to give the encoder when C differs between tensors."""
+        """One C per coordinate of the flat gradient: the range to give the encoder when C differs between tensors."""
         sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         return np.repeat(np.asarray(self.bounds(len(sizes)), dtype=np.float64), sizes)
 

@@ -139,7 +139,7 @@ def _letters(trials: int, shift: float, dimension: int) -> _Letters:
 def _log_transform(pair: Pair, points: int, dimension: int) -> Complexes:
     """log of the characteristic function of the P-law at the frequencies 2 pi k / points.
 
-    The transform is off by 1e-16 a coordinate, which d = 10^8 coordinates turn into 1e-8: the few low frequencies that
+    The transform errs by 1e-16 per coordinate, which d = 10^8 coordinates turn into 1e-8: the few low frequencies that
     survive the d-th power are summed again as sum p (e^(i w l) - 1), which is exact relative to its own small size.
     """
     used = np.flatnonzero(pair.major)

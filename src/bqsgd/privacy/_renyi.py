@@ -48,7 +48,7 @@ class MomentRates:
     """per_square[i] bounds psi_k(u) / u^2, k = ORDERS[i], for both orders of laws and all shifts.
 
     psi_3 >= cubic psi_2 and psi_4 <= quartic psi_2 for every shift, but for the tails. `tail` is the mass moved to
-    delta a coordinate, `drift` what cutting the tails adds to psi_k in first order: at most k * drift * u.
+    delta per coordinate, `drift` what cutting the tails adds to psi_k in first order: at most k * drift * u.
     """
 
     per_square: Floats
@@ -256,7 +256,7 @@ TAIL_SHARE = 1e-3
 """Share of delta that the tails may use up."""
 LEAST_TAIL, MOST_TAIL = 1e-250, 1e-9
 SPLITS = np.concatenate([[0.0], 1 - 0.5 ** np.arange(1, 11)])
-"""Likelihood ratios below which the remainder of the "add" expansion is bounded apart; 0 is no split."""
+"""Likelihood ratios below which the remainder of the "add" expansion is bounded separately; 0 is no split."""
 FLOAT_MARGIN = 1e-9
 """Relative error allowed for in sums of moments: logarithms of binomial coefficients of order 2^15 are off by 1e-10."""
 _EVERY_ORDER = np.arange(MAX_ORDER + 1)
@@ -272,7 +272,7 @@ def _message_log_moments(release: Release, rates: MomentRates) -> tuple[Floats, 
     spread = math.sqrt(release.dimension)
     length = release.shift_l2 + spread * ROUNDING_SLACK_STEPS
     drift = rates.drift * spread * length
-    # The law is symmetric but for a relative `uneven`, which moves a moment by (1 + uneven)^(2k) a coordinate.
+    # The law is symmetric but for a relative `uneven`, which moves a moment by (1 + uneven)^(2k) per coordinate.
     uneven = mirror_distance(release.mechanism.trials) * release.dimension
     with np.errstate(over="ignore", invalid="ignore"):
         known = rates.per_square * length**2 + ORDERS * (drift + 2 * uneven)

@@ -71,7 +71,7 @@ class Guarantee:
     """(epsilon, delta)-differential privacy of everything one client has sent, worst case over data.
 
     epsilon is an upper bound (infinity when nothing finite is proven); `delta_floor` is the least delta at which the
-    method can give a finite epsilon; `seeded` marks noise that whoever knows the seed can remove;
+    method can give a finite epsilon; `seeded` marks noise that anyone who knows the seed can remove;
     `assumption` is what it rests on besides its proof, empty for nothing.
 
     >>> found = Guarantee(

@@ -1,4 +1,4 @@
-"""An ordinary PyTorch loop made private: a model, an optimiser and a loader of one's own, and a proven guarantee.
+"""An ordinary PyTorch loop made private: your own model, optimiser and loader, and a proven guarantee.
 
     private = bqsgd.make_private(model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"),
                                  epsilon=3, delta=1e-5, bits=8, epochs=20, ledger="me.ledger")

@@ -32,7 +32,7 @@ class Batch:
 class PoissonLoader:
     """Poisson batches of a loader's data set: iterate over it once per epoch, as over the loader itself.
 
-    Every sample is drawn by itself with probability L / n from the cryptographic generator; a batch may be empty or
+    Every sample is drawn independently with probability L / n from the cryptographic generator; a batch may be empty or
     larger than L. Which samples are drawn is secret. Whatever a program does with a batch besides `step` is outside the
     guarantee: a printed training loss, or skipping batches for what is in them.
     """
@@ -139,7 +139,7 @@ class PoissonLoader:
         if len(self._reader) != self.samples:
             raise InvalidParameter(
                 f"the data set has {len(self._reader)} samples now and had {self.samples} when training was planned, "
-                "so the sampling rate would be another; begin anew with make_private"
+                "so the sampling rate would differ; call make_private again"
             )
 
 

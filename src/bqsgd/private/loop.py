@@ -76,7 +76,7 @@ def make_private(
         model: an ordinary module. Only parameters that require a gradient are clipped, encoded and counted.
         optimizer: any torch optimiser of those parameters; use schedulers and `state_dict` as usual.
         loader: its data set, collate_fn and workers are used, and its batch_size is the public batch size L; the
-            batches themselves are drawn anew: every sample by itself with probability L / len(dataset).
+            batches are drawn afresh: every sample independently with probability L / len(dataset).
         loss: (outputs, targets) -> one loss per sample.
         epsilon, delta: what all steps may spend together.
         epochs: passes of ceil(len(dataset) / L) steps that the budget is planned for.
@@ -88,8 +88,8 @@ def make_private(
         range: what the mean is clamped to before it is encoded; chosen from the plan unless given.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
         micro_batch: samples that are read and differentiated at a time; the result does not depend on it.
-        mechanism: levels and trials to use instead of planned ones; the ledger's budget holds all the same.
-        seed: reproducible noise and batches; whoever knows it can remove the noise: no privacy claim.
+        mechanism: levels and trials to use instead of planned ones; the ledger still enforces the budget.
+        seed: reproducible noise and batches; anyone who knows it can remove the noise: no privacy claim.
 
     Raises:
         InvalidParameter: something cannot be private (BatchNorm, a reduced loss, a weighted sampler); the message says
@@ -253,7 +253,7 @@ class Private:
         self.optimizer.step()
 
     def backward(self, batch: Batch) -> None:
-        """Add the private gradient of a batch to `.grad`, in the place of `loss.backward()`; each call is counted.
+        """Add the private gradient of a batch to `.grad`, instead of `loss.backward()`; each call is counted.
 
         Once the spend is recorded there is a gradient whatever the data are: a sample that cannot be read, raises an
         error in the model or the loss, or has a gradient that is not finite, counts as zero.
@@ -286,7 +286,7 @@ class Private:
         if [id(p) for p in found] != [id(p) for p in self._parameters] or [p.shape for p in found] != self._shapes:
             raise InvalidParameter(
                 "other parameters require gradients now than when training was planned: they are what is clipped, sent "
-                "and counted; freeze before make_private, or begin anew with it"
+                "and counted; freeze before make_private, or call it again"
             )
         refuse_mixing(self.model)
         given = {id(gradient) for gradient in self._given}

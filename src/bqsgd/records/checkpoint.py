@@ -61,7 +61,7 @@ def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
             arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a dict)
         state = json.loads(metadata["state"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); start the run anew in another folder") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); start the run again in another folder") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no state object")
     return arrays, state

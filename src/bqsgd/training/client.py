@@ -256,4 +256,4 @@ class Client:
                 found = self.objective.mean_loss(self.samples.read(rows))
             return 0.0 if found is None else float(found)
         except Exception:
-            return None  # as in `training.values`: there is a frame all the same
+            return None  # as in `training.values`: there is a frame in any case

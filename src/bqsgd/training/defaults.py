@@ -3,8 +3,8 @@
 Let N be the samples of all K clients, d the coordinates, mu the total shift that the budget allows. A run of T rounds
 at rate q has noise to signal (`training.outlook`) of sqrt(d K) / (mu N) sqrt(x / log(1 + x)), x = mu^2 / (q^2 T). A
 larger rate lowers it, with ever less effect, and costs work. So the rate is the smallest that either wastes little or
-leaves little noise, and no smaller than one that draws a batch worth the name over all clients. What a client divides
-by is its batch on average. Where the noise is larger, steps are smaller.
+leaves little noise, but draws at least about a thousand samples per round over all clients. A client divides by its
+average batch size. Where the noise is larger, steps are smaller.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Sources:
 
     @property
     def seeded(self) -> bool:
-        """True when whoever knows the seed can remove the noise."""
+        """True when anyone who knows the seed can remove the noise."""
         return self.seed is not None
 
     def at(self, purpose: Purpose, round: int) -> NoiseSource:

@@ -1,4 +1,4 @@
-"""What a client agrees to, whoever serves: its operator's limits on everything that changes what it reveals.
+"""What a client agrees to, whoever runs the server: its operator's limits on everything that changes what it reveals.
 
 The keys are the same in `flower-supernode --node-config` and in the TOML file of `bqsgd train --node-limits`:
 
@@ -42,7 +42,7 @@ class NodeLimits:
     """
 
     epsilon: float | None = _limit(
-        10.0, "budget of its ledger, the total of all runs; a run that asks for more by itself is declined"
+        10.0, "budget of its ledger, the total of all runs; a run that asks for more is declined"
     )
     delta: float | None = _limit(1e-5, "delta of that budget, and the most a run may ask for")
     units: tuple[str, ...] = _limit(("sample",), "units of privacy: sample, client", words=tuple(Unit))
@@ -149,7 +149,7 @@ class NodeLimits:
         privacy, clip = config.privacy, config.clip
         reasons: list[str] = []
         if not self.allow_no_privacy and (privacy.noiseless or privacy.seed is not None):
-            what = "has no noise" if privacy.noiseless else "has seeded noise, which whoever knows the seed can remove"
+            what = "has no noise" if privacy.noiseless else "has seeded noise, which the seed removes"
             reasons.append(f"the run {what}; this node takes part in it only with allow-no-privacy=true")
         if config.clients.packed_rows and not self.allow_packed_rows:
             reasons.append(

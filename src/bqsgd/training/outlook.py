@@ -24,7 +24,7 @@ from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.settings import Config
 
 _DROWNED = 1.0
-"""Noise to signal of a whole run above which it is not begun."""
+"""Noise to signal of a whole run above which it does not start."""
 _NOISY = 0.3
 _SUGGESTED = 3
 _MOST_EPSILON = 100.0
@@ -75,7 +75,7 @@ class Outlook:
         if self.noise is None:
             return
         yield (
-            f"the mean of a round carries noise of {self.noise:.2g} a coordinate, {self.noise_length:.2g} in length; "
+            f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
             f"a clipped gradient is at most {self.signal:.2g} long"
         )
         if self.hopeless or self.noise_to_signal > _NOISY:
@@ -132,7 +132,7 @@ def _variance(mechanism: Mechanism) -> float:
 
 
 def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) -> None:
-    """Raise where nothing can be learnt, naming the nearest settings that would do.
+    """Raise where nothing can be learnt, naming the nearest settings that work.
 
     Raises:
         CannotLearn: nothing was spent.
@@ -145,10 +145,10 @@ def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) 
     ]
     if config.privacy.unit == Unit.CLIENT:
         nearest.append("--unit sample, whose noise is divided by the batch size")
-    advice = (
-        f"This would do: {'; or '.join(nearest)}." if nearest else "Use more data, a smaller model or more epsilon."
-    )
-    raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force runs it all the same.")
+    advice = "Use more data, a smaller model or a larger epsilon."
+    if nearest:
+        advice = f"Settings that work: {'; or '.join(nearest)}."
+    raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force runs it anyway.")
 
 
 def _longest_signal(config: Config, samples: Mapping[int, int], *, dimension: int) -> float:

@@ -195,7 +195,7 @@ def reader_of(share: Any) -> Reader:
     if isinstance(share, IterableDataset) or not (hasattr(share, "__len__") and hasattr(share, "__getitem__")):
         raise InvalidParameter(
             f"{type(share).__name__} cannot be read by sample number: give (inputs, targets), a map-style Dataset or "
-            "its DataLoader; Poisson sampling draws every sample by itself"
+            "its DataLoader; Poisson sampling draws every sample independently"
         )
     if len(share) == 0:
         raise InvalidParameter("a share holds no samples")
@@ -215,7 +215,7 @@ def check_loader(loader: DataLoader[Any]) -> int:
     dataset, batches = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise InvalidParameter(
-            f"{type(dataset).__name__} has no sample numbers, so no sample can be drawn by itself with a known "
+            f"{type(dataset).__name__} has no sample numbers, so no sample can be drawn independently with a known "
             "probability; give a map-style Dataset (with __len__ and __getitem__)"
         )
     if type(batches) is not BatchSampler:

@@ -90,7 +90,7 @@ def _inside(group: type[Group], values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetChange:
-    """From `from_round` on, client `client` has this budget instead of the run's; what is left out stays the run's."""
+    """From `from_round` on, client `client` has this budget; a field that is None keeps the run's value."""
 
     client: int
     from_round: int = 0
@@ -241,7 +241,7 @@ class ServerSettings(Group):
         None, "Weights in the mean: equal or size. Default: size in one process, else equal.", choices=WEIGHTS
     )
     sizes: str | None = setting(
-        None, "TOML file of the clients' sizes, written by whoever serves; other clients are refused."
+        None, "TOML file of the clients' sizes, written by the server's operator; clients not in it are refused."
     )
     byzantine: int = setting(0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20))
     quorum: int = setting(1, "Fewest frames for a round to count.", between=(1, 2**20))

@@ -53,10 +53,10 @@ class Task:
             client may hold that share alone, and a server without clients of its own none.
         test: public test data, in any of the same forms; without it nothing is evaluated.
         loss: (outputs, targets) -> one loss per sample.
-        metric: (all outputs, all targets) of the test data -> a number, in the place of accuracy; named by its
+        metric: (all outputs, all targets) of the test data -> a number that replaces accuracy; named by its
             `__name__`.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
-        source: the settings that made this task, written beside the run's own; None for a task of one's own.
+        source: the settings that made this task, written beside the run's own; None for your own task.
 
     >>> share = torch.eye(4), torch.arange(4)
     >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share, share], test=share)

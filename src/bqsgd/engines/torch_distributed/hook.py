@@ -59,7 +59,7 @@ class PrivateSteps:
         batch_size: public L; the sum of clipped gradients is divided by it, however many samples a batch happens to
             have.
         dataset_size: samples this rank holds.
-        sampling: how the caller draws its batches. Poisson: every sample by itself with probability L / dataset_size.
+        sampling: how the caller draws batches. Poisson: every sample independently with probability L / dataset_size.
             Shuffling is neither Poisson nor fixed-size sampling: say Scheme.NONE then, which claims no amplification.
         ledger: this rank's, on its own disk; None only with seeded noise, which has no claim.
         run: name of this training in the ledger.
