@@ -8,10 +8,12 @@ import pytest
 import torch
 from distributed_processes import run_ranks
 
-from bqsgd.engines.torch_distributed import BQHookState, bq_hook
+from bqsgd.engines.torch_distributed import BQHookState, PrivateSteps, bq_hook
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
+from bqsgd.persample import L2
+from bqsgd.release import Scheme
 
 SCRIPT = Path(__file__).parent / "distributed_hook_worker.py"
 
@@ -101,3 +103,40 @@ def test_arguments_are_checked():
 
     with pytest.raises(InvalidParameter, match="float32"):
         bq_hook(state, Doubles())
+
+
+class Remembering(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.seen.copy_(x[0].detach())
+        return self.head(x)
+
+
+def test_what_a_step_was_not_counted_for_is_refused_before_it_is_counted():
+    """A sample that is twice in a batch, one beyond the data, and buffers, which DDP sends to all ranks as they are."""
+    loss, batch = torch.nn.CrossEntropyLoss(reduction="none"), (torch.rand(3, 2), torch.zeros(3, dtype=torch.long))
+    model = Remembering()
+    private = PrivateSteps(
+        model=model,
+        loss=loss,
+        clip=L2(1.0),
+        batch_size=4,
+        dataset_size=8,
+        ledger=None,
+        run="a",
+        sampling=Scheme.POISSON,
+    )
+    state = BQHookState(Mechanism(levels=2, trials=4), range=1.0, rng=seeded_rng(seed=0), private=private)
+    for indices in ([0, 1, 1], [0, 1, 8]):
+        with pytest.raises(InvalidParameter, match="different numbers below"):
+            state.supply(batch, indices=torch.tensor(indices))
+    state.supply(batch, indices=torch.tensor([0, 1, 7]))
+    private.used()
+    model(batch[0])
+    with pytest.raises(InvalidParameter, match="changed its buffers"):
+        state.supply(batch, indices=torch.tensor([0, 1, 7]))
+    assert private.guarantee(delta=1e-5) is not None

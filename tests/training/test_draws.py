@@ -10,7 +10,7 @@ import torch
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.release import Scheme
-from bqsgd.training.draws import Purpose, Sources, draw_batch, seed_for
+from bqsgd.training.draws import Purpose, Sources, draw_batch, seed_for, torch_generator
 
 
 def draws(scheme, count, batch_size, dataset_size):
@@ -89,7 +89,7 @@ def test_lent_generators_repeat_by_seed_only_and_the_programs_own_go_on():
 
 def test_the_whole_state_of_torchs_generator_is_drawn():
     """Of a seed it would use 32 bits, few enough to try them all."""
-    state = Sources.torch_generator(seeded_rng(seed=1)).get_state()
+    state = torch_generator(seeded_rng(seed=1)).get_state()
     other = state.clone()
     other[24 + 8 * 623] ^= 1  # the last of 624 words
     found = [torch.rand(1000, generator=torch.Generator().set_state(each)) for each in (state, other)]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.release import Scheme
-from bqsgd.training.draws import Purpose, Sources, draw_batch
+from bqsgd.training.draws import Purpose, Sources, draw_batch, torch_generator
 from bqsgd.training.samples import Part, Reader, check_loader
 
 
@@ -53,7 +53,7 @@ class PoissonLoader:
             cast(Any, self._reader),
             batch_sampler=_Draws(self),
             collate_fn=self._reader.collate,
-            generator=sources.torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
+            generator=torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
             **_workers_of(loader),
         )
 

@@ -15,7 +15,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from fractions import Fraction
 
@@ -70,24 +70,28 @@ class Sources:
         assert self.seed is not None
         return seeded_rng(seed=seed_for(self.seed, purpose, client=self.client, round=round))
 
-    @contextmanager
-    def lent(self, purpose: Purpose, round: int) -> Iterator[None]:
-        """Meanwhile the generators of torch, NumPy and Python draw from here, whatever seeds a program has given them;
-        afterwards they go on as if nothing had been drawn."""
-        rng = self.at(purpose, round)
-        with generators_kept():
-            torch.set_rng_state(self.torch_generator(rng).get_state())
-            np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
-            random.seed(rng.words(_KEY_WORDS).tobytes())
-            yield
+    def lent(self, purpose: Purpose, round: int) -> AbstractContextManager[None]:
+        """`lent` from the source for one purpose in one round."""
+        return lent(self.at(purpose, round))
 
-    @staticmethod
-    def torch_generator(rng: NoiseSource) -> torch.Generator:
-        """One of torch's generators in a state of `rng`'s: of a seed, torch would use 32 bits."""
-        generator = torch.Generator()
-        state = generator.get_state()
-        state[_TORCH_WORDS] = torch.from_numpy(_halves(rng.words(_MERSENNE // 2)).astype("<u8").view(np.uint8))
-        return generator.set_state(state)
+
+@contextmanager
+def lent(rng: NoiseSource) -> Iterator[None]:
+    """Meanwhile the generators of torch, NumPy and Python draw from `rng`, whatever seeds a program has given them;
+    afterwards they go on as if nothing had been drawn."""
+    with generators_kept():
+        torch.set_rng_state(torch_generator(rng).get_state())
+        np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
+        random.seed(rng.words(_KEY_WORDS).tobytes())
+        yield
+
+
+def torch_generator(rng: NoiseSource) -> torch.Generator:
+    """One of torch's generators in a state of `rng`'s: of a seed, torch would use 32 bits."""
+    generator = torch.Generator()
+    state = generator.get_state()
+    state[_TORCH_WORDS] = torch.from_numpy(_halves(rng.words(_MERSENNE // 2)).astype("<u8").view(np.uint8))
+    return generator.set_state(state)
 
 
 _KEY_WORDS = 4

@@ -24,13 +24,14 @@ knows no round without one of its ranks.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real types.
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from bqsgd.codec import Accumulator, encode_frame
@@ -38,7 +39,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of, trainable
-from bqsgd.noise import NoiseSource
+from bqsgd.noise import NoiseSource, privacy_rng
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import Clip
 from bqsgd.persample.functional import LossFunction
@@ -46,7 +47,8 @@ from bqsgd.persample.rows import Numbers, check_numbers
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.client_plan import clipped_setting
-from bqsgd.training.values import Values, check_model, sample_values
+from bqsgd.training.draws import lent
+from bqsgd.training.values import Values, buffers_kept, check_model, made_of, sample_values
 
 
 class PrivateSteps:
@@ -86,7 +88,10 @@ class PrivateSteps:
         self._spending: Spending | None = None
         self._places = _places(model)
         self._mean: Values | None = None
-        self._checked: tuple[Size, ...] | None = None
+        self._checked: tuple[object, ...] | None = None
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._masks = privacy_rng()
+        """For what the model draws at random: with known masks one sample would move all the others."""
         self._sent: set[int] = set()
         """Parameters of this step that have been encoded, by id."""
         self._frames: dict[tuple[int, ...], bytearray] = {}
@@ -121,19 +126,30 @@ class PrivateSteps:
         """
         if self._mean is not None:
             raise InvalidParameter("supply was called twice before a backward; call it once per step")
-        shapes = tuple(part.shape[1:] for part in batch)
+        checked = (*(part.shape[1:] for part in batch), made_of(self.model))
         if len(batch[0]) != len(batch[1]):
             raise InvalidParameter(f"{len(batch[0])} inputs and {len(batch[1])} targets do not pair up")
-        check_numbers(indices, len(batch[0]))
-        if shapes != self._checked:
+        numbers = check_numbers(indices, len(batch[0]))
+        if len(np.unique(numbers)) < len(numbers) or (len(numbers) and int(numbers.max()) >= self.dataset_size):
+            raise InvalidParameter(
+                f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that is in a batch "
+                "twice would count twice"
+            )
+        if not all(torch.equal(buffer, before) for buffer, before in self._buffers):
+            raise InvalidParameter(
+                "the model has changed its buffers, and DDP sends them to the other ranks as they are: nothing would "
+                "make them private; take the layer out that writes them"
+            )
+        if checked != self._checked:
             check_model(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size, unit=Unit.SAMPLE)
-            self._checked = shapes
+            self._checked = checked
         if self._spending is None:
             self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
         self._spending.spend(self.release(mechanism, range=range), round=step, last_round=step)
-        self._mean, _ = sample_values(
-            self.model, self.loss, batch, indices=indices, clip=self.clip, batch_size=self.batch_size
-        )
+        with nullcontext() if seeded else lent(self._masks), buffers_kept(self.model):
+            self._mean, _ = sample_values(
+                self.model, self.loss, batch, indices=numbers, clip=self.clip, batch_size=self.batch_size
+            )
 
     def frame(self, parameters: Sequence[Tensor], bucket: int, encode: Callable[[Values], bytearray]) -> bytearray:
         """The one frame of this step that holds these parameters: encoded when first asked for, then the same bytes.
