@@ -190,7 +190,8 @@ def test_dropout_works_on_the_slow_road() -> None:
     [
         (nn.BatchNorm2d(4), "GroupNorm"),
         (nn.SyncBatchNorm(4), "GroupNorm"),
-        (nn.BatchNorm2d(4, affine=False).eval(), "GroupNorm"),
+        (nn.BatchNorm2d(4, affine=False), "evaluation mode"),
+        (nn.BatchNorm2d(4, track_running_stats=False).eval(), "GroupNorm"),
         (nn.InstanceNorm2d(4, track_running_stats=True), "track_running_stats=False"),
         (nn.Embedding(4, 4, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
         (nn.Embedding(4, 4, max_norm=1.0), "max_norm=None"),

@@ -483,6 +483,23 @@ def test_a_rank_gets_no_more_say_than_the_settings_give_it(private, note):
         made._frames_of(1, honest | NOTES[note])
 
 
+def test_a_frozen_backbone_with_batch_norm_in_evaluation_mode_is_taken(private, points):
+    """Its statistics are fixed then, so that samples stay apart; `model.train()` would change that in mid-run."""
+    backbone = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).requires_grad_(False).eval()
+    model = nn.Sequential(backbone, nn.Linear(3, 2))
+    made = private(model, mechanism=EXACT, seed=0, batch_size=96)
+    found = gradient(made, next(iter(made.loader)))
+    expected = torch.zeros(8)
+    for x, y in zip(*points, strict=True):
+        parts = torch.autograd.grad(LOSS(model(x[None]), y[None]).sum(), model[1].parameters())
+        own = torch.cat([part.flatten() for part in parts])
+        expected += own * min(1, 1 / own.norm()) / 96
+    assert (found - expected).abs().max() <= 0.6e-3
+    model.train()
+    with pytest.raises(InvalidParameter, match="evaluation mode"):
+        made.step(next(iter(made.loader)))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([])

@@ -115,8 +115,11 @@ def refuse_mixing(model: nn.Module) -> None:
     """Raise for a layer whose output for one sample depends on the others: no per-sample clip can bound that."""
     for name, layer in model.named_modules():
         reason = None
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            reason = f"use nn.GroupNorm(num_groups, {layer.num_features}) instead"
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            reason = (
+                f"use nn.GroupNorm(num_groups, {layer.num_features}) instead; in a frozen backbone keep it in "
+                "evaluation mode, with .eval() after every model.train()"
+            )
         elif isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
             reason = "set track_running_stats=False or use nn.GroupNorm"
         elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:

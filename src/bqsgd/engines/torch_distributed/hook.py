@@ -132,8 +132,8 @@ class PrivateSteps:
         numbers = check_numbers(indices, len(batch[0]))
         if len(np.unique(numbers)) < len(numbers) or (len(numbers) and int(numbers.max()) >= self.dataset_size):
             raise InvalidParameter(
-                f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that is in a batch "
-                "twice would count twice"
+                f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that stands in a "
+                "batch twice would count twice"
             )
         if not all(torch.equal(buffer, before) for buffer, before in self._buffers):
             raise InvalidParameter(
