@@ -180,13 +180,13 @@ class EncoderRuns:
     def scores(self, runs: int, *, present: bool) -> Scores:
         """The score of each run, the sum over its messages, in the world where the record is `present` or not."""
         rate, dimension, total = self.release.sampling.rate, self.release.dimension, runs * self.rounds
-        taking_part = np.full(total, present) if rate == 1 or not present else uniforms(total, rng=self.rng) < rate
+        included = np.full(total, present) if rate == 1 or not present else uniforms(total, rng=self.rng) < rate
         chunk = max(1, _CHUNK_VALUES // dimension)
         found: Scores = np.empty(total)
         values = np.empty((min(chunk, total), dimension))
         filled: npt.NDArray[np.bool_] | None = None
         for start in range(0, total, chunk):
-            part = taking_part[start : start + chunk]
+            part = included[start : start + chunk]
             rows = values[: part.size]
             if filled is None or not np.array_equal(filled, part):
                 rows[:] = np.where(part[:, None], self.inputs.with_record, self.inputs.without)

@@ -87,7 +87,7 @@ Complexes = npt.NDArray[np.complex128]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Letters:
+class _CoordinatePairs:
     """Grid pairs A, B, E of one coordinate, and the window of grid points -half .. half for d of them."""
 
     pairs: tuple[Pair, Pair, Pair]
@@ -119,7 +119,7 @@ def _step(atoms: Atoms, reach: float, dimension: int) -> float:
     return float(max(min(fraction * atoms.loss_deviation, 2 * reach / FINE_POINTS), 2 * reach / MOST_POINTS))
 
 
-def _letters(trials: int, shift: float, dimension: int) -> _Letters:
+def _coordinate_pairs(trials: int, shift: float, dimension: int) -> _CoordinatePairs:
     atoms = coordinate_atoms(trials, shift)
     if atoms.loss.size == 0 or atoms.loss_deviation == 0:
         raise AccountingError(f"shift {shift} leaves nothing in common between neighbours with {trials} trials")
@@ -133,7 +133,7 @@ def _letters(trials: int, shift: float, dimension: int) -> _Letters:
         q_only=atoms.q_only,
     )
     b = a.reversed()
-    return _Letters(pairs=(a, b, envelope(a, b)), half=int(np.ceil(reach / step)) + 2, dimension=dimension)
+    return _CoordinatePairs(pairs=(a, b, envelope(a, b)), half=int(np.ceil(reach / step)) + 2, dimension=dimension)
 
 
 def _log_transform(pair: Pair, points: int, dimension: int) -> Complexes:
@@ -195,14 +195,14 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
     edge = coordinate_atoms(trials, shift).p_only
     if edge == 1 or dimension * np.log1p(-edge) < np.log(NOTHING_HIDDEN):
         return Pair(step=1.0, first=0, major=np.zeros(1), p_only=1.0, q_only=1.0)
-    letters = _letters(trials, shift, dimension)
-    points = fft.next_fast_len(2 * letters.half, real=True)
-    logs = [_log_transform(pair, points, dimension) for pair in letters.pairs]
+    coordinate = _coordinate_pairs(trials, shift, dimension)
+    points = fft.next_fast_len(2 * coordinate.half, real=True)
+    logs = [_log_transform(pair, points, dimension) for pair in coordinate.pairs]
 
     def upper_half(k1: int, k2: int) -> Floats:
         """P-mass at losses 0, step, 2 step, ... of A^k1 B^(d-k2) E^(k2-k1)."""
         power = k1 * logs[0] + (dimension - k2) * logs[1] + (k2 - k1) * logs[2]
-        mass: Floats = fft.irfft(np.conj(np.exp(power)), points)[: letters.half]
+        mass: Floats = fft.irfft(np.conj(np.exp(power)), points)[: coordinate.half]
         return np.maximum(mass, 0.0)
 
     halves: dict[tuple[int, int], Floats] = {}
@@ -215,10 +215,10 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
                 halves[block] = upper_half(*block)
         above, below = halves[k1, k2], halves[dimension - k2, dimension - k1]
         counts = (k1, dimension - k2, k2 - k1)
-        p_only = -np.expm1(sum(n * np.log1p(-x.p_only) for n, x in zip(counts, letters.pairs, strict=True)))
-        q_only = -np.expm1(sum(n * np.log1p(-x.q_only) for n, x in zip(counts, letters.pairs, strict=True)))
+        p_only = -np.expm1(sum(n * np.log1p(-x.p_only) for n, x in zip(counts, coordinate.pairs, strict=True)))
+        q_only = -np.expm1(sum(n * np.log1p(-x.q_only) for n, x in zip(counts, coordinate.pairs, strict=True)))
         major = np.concatenate([below[:0:-1], above])
-        pair = Pair(step=letters.pairs[0].step, first=1 - letters.half, major=major, p_only=p_only, q_only=q_only)
+        pair = Pair(step=coordinate.pairs[0].step, first=1 - coordinate.half, major=major, p_only=p_only, q_only=q_only)
         return charged(pair, uneven)
 
     if attained:

@@ -149,7 +149,7 @@ def sampled_message(release: Release, *, attained: int = 0) -> Sampled:
 def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> bool:
     """True when a cheap look shows that epsilon at `delta` is above MEANINGLESS_EPSILON: no effort is spent then.
 
-    A message in which the record moves n coordinates has a loss of mean n KL and variance n Var; unless taking part is
+    A message in which the record moves n coordinates has a loss of mean n KL and variance n Var; unless being drawn is
     too rare to matter at `delta`, epsilon exceeds (mean - 10 deviations + log rate), and is infinite when outcomes that
     only one of two neighbours can produce are likelier than delta.
     """
@@ -159,8 +159,8 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
     atoms = coordinate_atoms(release.mechanism.trials, shift + ROUNDING_SLACK_STEPS)
     if atoms.loss.size == 0:
         return True
-    taking_part = -math.expm1(rounds * math.log1p(-release.sampling.rate)) if release.sampling.rate < 1 else 1.0
-    if taking_part <= 2 * delta:
+    drawn = -math.expm1(rounds * math.log1p(-release.sampling.rate)) if release.sampling.rate < 1 else 1.0
+    if drawn <= 2 * delta:
         return False
     mean = copies * float(atoms.p @ atoms.loss)
     deviation = math.sqrt(copies) * atoms.loss_deviation
@@ -171,7 +171,7 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
     revealed = -math.expm1(copies * math.log1p(-min(atoms.p_only, 0.5)))
     if release.sampling.rate == 1 and revealed > 1 - NOTHING_HIDDEN:
         return True
-    return delta > 0 and taking_part * revealed > 2 * delta
+    return delta > 0 and drawn * revealed > 2 * delta
 
 
 def _dense(pair: Pair) -> Any:
