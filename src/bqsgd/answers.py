@@ -280,7 +280,7 @@ def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> d
         "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
         **tight,
         "neighbours": guarantee.neighbours,
-        "trust": str(guarantee.trust),
+        "trust": guarantee.trust_text,
         "sampling": guarantee.sampling,
         "method": guarantee.method,
         **({"assuming": f"that {guarantee.assumption}"} if guarantee.assumption else {}),

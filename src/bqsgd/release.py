@@ -106,7 +106,10 @@ class Sensitivity:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One message of one client: everything an epsilon depends on, and nothing else."""
+    """One message of one client: everything an epsilon depends on, and nothing else.
+
+    colluders: where only sums are seen, how many clients may tell the server all they know.
+    """
 
     mechanism: Mechanism
     dimension: int
@@ -115,6 +118,7 @@ class Release:
     unit: Unit = Unit.SAMPLE
     trust: Trust = Trust.EACH_CLIENT
     assumption: Assumption | None = None
+    colluders: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", Unit(self.unit))
@@ -122,6 +126,8 @@ class Release:
         if self.assumption is not None:
             object.__setattr__(self, "assumption", Assumption(self.assumption))
         check_int("dimension", self.dimension, 1, 2**53)
+        if check_int("colluders", self.colluders, 0, 2**53) and self.trust is not Trust.SUMS_ONLY:
+            raise InvalidParameter(f"colluders are those of a sum over clients, not where the {self.trust}")
         scheme, relation = self.sampling.scheme, self.sensitivity.relation
         if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
             raise InvalidParameter("Poisson sampling is accounted under add/remove; give the add/remove sensitivity")
@@ -144,7 +150,7 @@ class Release:
         bound = math.sqrt(self.dimension) * self.shift
         return bound if self.sensitivity.l2 is None else min(bound, self.mechanism.levels * self.sensitivity.l2)
 
-    def summed(self, honest_clients: int) -> Release:
+    def summed(self, honest_clients: int, *, colluders: int = 0) -> Release:
         """What the sum over n honest clients reveals of one of them, when secure aggregation hides the summands.
 
         Their noises add up to Bin(n m, 1/2) and the others' values are a constant, so the pair is the same with n m
@@ -154,13 +160,14 @@ class Release:
         check_int("honest_clients", honest_clients, 1, 2**53)
         trials = self.mechanism.trials * honest_clients
         mechanism = replace(self.mechanism, trials=trials)
-        return replace(self, mechanism=mechanism, trust=Trust.SUMS_ONLY)
+        return replace(self, mechanism=mechanism, trust=Trust.SUMS_ONLY, colluders=colluders)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, the inverse of `from_dict`. Without an assumption there is no field for one."""
+        """Plain JSON types, the inverse of `from_dict`. What is not assumed and who does not collude has no field."""
         fields = {**asdict(self), "mechanism": self.mechanism.to_dict()}
-        if self.assumption is None:
-            del fields["assumption"]
+        for name in ("assumption", "colluders"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     @classmethod

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -48,17 +49,20 @@ from bqsgd.records.checkpoint import (
 from bqsgd.records.folder import CONFIG, RunWriter, read_config, read_rounds
 from bqsgd.records.record import ClientRecord, RoundRecord, Summary, one_line
 from bqsgd.reports.page import write_report
+from bqsgd.secure.client import EpochFile
 from bqsgd.storage import one_writer
 from bqsgd.training.aggregation import client_weights, read_sizes
 from bqsgd.training.client_plan import client_setting
 from bqsgd.training.outlook import check_outlook, foresee
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
+from bqsgd.training.sums import SumRounds, SumSetup, with_roster
 from bqsgd.training.task import Evaluation, Task
 
 _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
+_EPOCH = "secure.epoch"
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32")
 _MOST_NAMED = 10
 STILL_ROUNDS = 10
@@ -106,14 +110,25 @@ class Run:
         self._resources = resources
         listed = config.server.sizes
         sizes = None if listed is None else read_sizes(listed)
-        setup = Setup(task=task, config=config, folder=folder, resuming=resuming, dimension=initial.size, sizes=sizes)
+        self.config = config = with_roster(config)
+        sums = SumSetup.of(config, run=config.run.name or "run", dimension=initial.size)
+        setup = Setup(
+            task=task,
+            config=config,
+            folder=folder,
+            resuming=resuming,
+            dimension=initial.size,
+            sizes=sizes,
+            sums=sums,
+        )
         self.engine = engine(setup)
         self._resources.callback(self.engine.close)
         choice = config.server.weights
-        if choice is None and config.privacy.rate is not None:
+        if choice is None and (config.privacy.rate is not None or config.secure.on):
             choice = "equal"  # at one rate a batch grows with the client's samples: every sample counts alike
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
         self.server = Server(model=initial, weights=weights, config=config)
+        self._sums = None if sums is None else self._sum_rounds(sums)
         self._nominal = None if nominal is None else nominal(config, self.setting(min(self.engine.samples)))
         self._started = time.monotonic()
         self.last: RoundRecord | None = None
@@ -123,6 +138,14 @@ class Run:
         """Rounds that moved the model."""
         self._still = 0
         self._writer: RunWriter | None = None
+
+    def _sum_rounds(self, sums: SumSetup) -> SumRounds:
+        return SumRounds(
+            sums.agreement,
+            rounds=self.config.run.rounds,
+            key_rounds=self.config.secure.key_rounds,
+            last_epoch=None if self.folder is None else EpochFile(self.folder / _EPOCH),
+        )
 
     @classmethod
     def start(
@@ -248,7 +271,7 @@ class Run:
             yield record
             if self.round % settings.checkpoint_every == 0 or self.round == settings.rounds:
                 self.checkpoint()
-            left, needed = len(self.engine.samples) - len(self.engine.lost), self.config.server.fewest_frames
+            left, needed = len(self.engine.samples) - len(self.engine.lost), self._fewest_frames
             if left < needed:
                 _log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
                 return
@@ -259,13 +282,18 @@ class Run:
                 return
 
     @property
+    def _fewest_frames(self) -> int:
+        fewest = self.config.server.fewest_frames
+        return fewest if self._sums is None else max(fewest, self._sums.agreement.rule.fewest)
+
+    @property
     def stalled(self) -> bool:
         """Whether the last STILL_ROUNDS rounds all left the model as it was."""
         return self._still >= STILL_ROUNDS
 
     def _one_round(self) -> RoundRecord:
         """One round, evaluated where that is due."""
-        record = run_round(self.server, self.engine)
+        record = run_round(self.server, self.engine, sums=self._sums)
         found, epsilon = None, None
         if self.config.run.evaluated_after(self.round):
             found, epsilon = self.evaluate(), self._epsilon()
@@ -364,13 +392,20 @@ def closing_on_error() -> Iterator[ExitStack]:
         raise
 
 
-def run_round(server: Server, engine: Engine) -> RoundRecord:
-    """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller."""
+def run_round(server: Server, engine: Engine, *, sums: SumRounds | None = None) -> RoundRecord:
+    """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller.
+
+    sums: takes the round through the steps of a secure sum.
+    """
     began = time.perf_counter()
     message = server.open_round()
     writing = time.perf_counter() - began
-    for answer in engine.exchange(dict.fromkeys(server.weights, message), round=server.round):
-        _deliver(server, answer)
+    if sums is None:
+        for answer in engine.exchange(dict.fromkeys(server.weights, message), round=server.round):
+            _deliver(server, answer)
+    else:
+        carry = partial(engine.exchange, round=server.round)
+        server.receive_sum(sums.round(message, round=server.round, carry=carry))
     record = server.close_round()
     seconds = dict(engine.seconds())
     for stage, elapsed in {**record.seconds, "frame": writing}.items():

@@ -21,11 +21,13 @@ from torch import nn
 from bqsgd.errors import InvalidParameter, LedgerError
 from bqsgd.ledger import Ledger
 from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.secure.client import SumClient
 from bqsgd.storage import Appended, private_folder
 from bqsgd.training.aggregation import client_weights
 from bqsgd.training.client import Client, PrivateLog
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
+from bqsgd.training.sums import SumSetup
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.frame import Buffer
 
@@ -91,7 +93,7 @@ class Setup:
     """What an engine is made from.
 
     folder: where ledgers go, None to keep none. resuming: the ledgers must exist. sizes: client -> samples as whoever
-    serves has them, None without.
+    serves has them, None without. sums: what the run's secure sums need, where it has them.
     """
 
     task: Task
@@ -100,6 +102,7 @@ class Setup:
     resuming: bool
     dimension: int
     sizes: Mapping[int, int] | None = None
+    sums: SumSetup | None = None
 
     def check_weights(self) -> None:
         """Raise where the weights would rest on what clients say of themselves."""
@@ -143,7 +146,23 @@ def make_client(
         resume=setup.resuming,
         private_log=_private_log(setup.config, setup.folder, number=number),
         limits=limits,
+        sums=_client_sums(setup, number=number, limits=limits),
     )
+
+
+def _client_sums(setup: Setup, *, number: int, limits: NodeLimits | None) -> SumClient | None:
+    if setup.sums is None:
+        return None
+    place = _ledger_folder(setup.folder, limits)
+    if place is not None:
+        private_folder(place)
+    return setup.sums.client(number, folder=place, seed=setup.config.privacy.seed)
+
+
+def _ledger_folder(folder: Path | None, limits: NodeLimits | None) -> Path | None:
+    """Where a client keeps what must outlast its process: its own folder where its limits name one."""
+    own = None if limits is None else limits.ledger_folder
+    return own if own is not None or folder is None else folder / "ledgers"
 
 
 def client_ledger(
@@ -153,8 +172,7 @@ def client_ledger(
 
     A run that continues must find the one it had. The budget is the client's own where it has one; no run changes it.
     """
-    own = None if limits is None else limits.ledger_folder
-    place = own if own is not None or folder is None else folder / "ledgers"
+    place = _ledger_folder(folder, limits)
     if place is None or config.privacy.noiseless:
         return None
     path = ledger_path(place, number)

@@ -22,6 +22,11 @@ def in_process(setup: Setup) -> InProcess:
         raise InvalidParameter(
             f"clients={config.clients.count}, but the task has {len(task.shares)} shares of data: one share per client"
         )
+    if setup.sums is not None and not setup.sums.simulated:
+        raise InvalidParameter(
+            "roster and identity are for clients in processes of their own; in one process the keys are made as they "
+            "are needed: leave both out"
+        )
     models = [task.make_model() for _ in range(min(config.clients.workers, config.clients.count))]
     clients = [
         make_client(setup, number=number, model=models[number % len(models)], share=share)

@@ -57,6 +57,7 @@ class ClientSetting:
     unit: Unit = Unit.SAMPLE
     trust: Trust = Trust.EACH_CLIENT
     assumption: Assumption | None = None
+    colluders: int = 0
 
     def release(self, mechanism: Mechanism) -> Release:
         """What one message made by `mechanism` reveals.
@@ -83,6 +84,7 @@ class ClientSetting:
             unit=self.unit,
             trust=self.trust,
             assumption=self.assumption,
+            colluders=self.colluders,
         )
 
 

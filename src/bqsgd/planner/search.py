@@ -40,7 +40,7 @@ from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.release import Release
 
-_LEAST_FINE_BITS = 8
+LEAST_FINE_BITS = 8
 """A mechanism that will be coarsened is planned with at least this many bits; more gain next to nothing."""
 _TRIED = 32
 """How many widths are tried across the remaining range, until every one in it can be tried."""
@@ -71,7 +71,7 @@ def _check_time() -> None:
 
 def _fine_bits(needed: int) -> int:
     """Bits of the mechanism before coarsening: the first of 8, 10, 12, ... that is enough."""
-    return max(_LEAST_FINE_BITS, needed + needed % 2)
+    return max(LEAST_FINE_BITS, needed + needed % 2)
 
 
 def largest_reach(bits: int) -> float:
@@ -79,7 +79,7 @@ def largest_reach(bits: int) -> float:
 
     At one level, b bits reach (2^b - 1) / 2. A coarsened mechanism reaches no further than 8 bits would.
     """
-    return ((1 << max(bits, _LEAST_FINE_BITS)) - 1) / 2
+    return ((1 << max(bits, LEAST_FINE_BITS)) - 1) / 2
 
 
 def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
@@ -162,7 +162,7 @@ def least_error_mechanism(
         return least_error_uncoarsened(replace(budget, bits=bits), make_release, rounds=rounds, spent=spent)
 
     try:
-        found = fine(min(max(budget.bits, _LEAST_FINE_BITS), _ENOUGH_BITS))
+        found = fine(min(max(budget.bits, LEAST_FINE_BITS), _ENOUGH_BITS))
     except TooFewBits as error:
         if error.needed is None:
             raise
@@ -221,7 +221,7 @@ def least_error_uncoarsened(
     if quick and found is not None:
         found = _settled(proven, budget.epsilon, found, top=top)
     if found is None:
-        raise _too_few_bits(proven, budget, _least_trials(proven, 1, ratio, budget.epsilon, cap=cap))
+        raise _too_few_bits(proven, budget, least_trials(proven, 1, ratio, budget.epsilon, cap=cap))
     return found
 
 
@@ -230,7 +230,7 @@ def _least_error(figure: _Figure, target: float, *, ratio: float, top: int) -> M
     most = _most_levels(lambda s: figure(s, top - 2 * s) <= target, _largest_levels(ratio, top), cap=(top - 1) // 2)
     if most == 0:
         return None
-    trials = _least_trials(figure, most, ratio * most**2, target, cap=top - 2 * most)
+    trials = least_trials(figure, most, ratio * most**2, target, cap=top - 2 * most)
     assert trials is not None  # top - 2 most trials hold
     best = Mechanism(levels=most, trials=trials)
     # Fewer levels need at least as many trials per level squared: where the whole number of trials may fit better.
@@ -242,7 +242,7 @@ def _least_error(figure: _Figure, target: float, *, ratio: float, top: int) -> M
     for s in sorted(range(1, most), key=hoped)[:_OTHER_LEVELS]:
         if hoped(s) >= _WORTH_TRYING * noise_variance(best):
             break
-        trials = _least_trials(figure, s, exact * s**2, target, cap=top - 2 * s)
+        trials = least_trials(figure, s, exact * s**2, target, cap=top - 2 * s)
         if trials is not None:
             best = min(best, Mechanism(levels=s, trials=trials), key=noise_variance)
     return best
@@ -252,7 +252,7 @@ def _settled(proven: _Figure, target: float, found: Mechanism, *, top: int) -> M
     """What a lower bound on epsilon `found`, with as many trials as the proven figure needs; else with fewer levels."""
     for s in range(found.levels, max(0, found.levels - _SETTLED), -1):
         guess = found.trials * (s / found.levels) ** 2
-        trials = _least_trials(proven, s, guess, target, cap=top - 2 * s)
+        trials = least_trials(proven, s, guess, target, cap=top - 2 * s)
         if trials is not None:
             return Mechanism(levels=s, trials=trials)
     return _least_error(proven, target, ratio=found.trials / found.levels**2, top=top)
@@ -292,7 +292,7 @@ def _largest_levels(ratio: float, top: int) -> int:
     return max(1, min(math.floor((math.sqrt(1 + ratio * top) - 1) / ratio), (top - 1) // 2))
 
 
-def _least_trials(figure: _Figure, levels: int, guess: float, target: float, *, cap: int) -> int | None:
+def least_trials(figure: _Figure, levels: int, guess: float, target: float, *, cap: int) -> int | None:
     """The smallest m in 1 .. cap with figure(levels, m) <= target, from a guess; None if even `cap` fails.
 
     Above 2,000 trials it may be a two-thousandth too many. It keeps `low` failing and `high` holding, and steps by the

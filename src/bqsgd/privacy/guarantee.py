@@ -72,7 +72,8 @@ class Guarantee:
 
     epsilon is an upper bound (infinity when nothing finite is proven); `delta_floor` is the least delta at which the
     method can give a finite epsilon; `seeded` marks noise that anyone who knows the seed can remove;
-    `assumption` is what it rests on besides its proof, empty for nothing.
+    `assumption` is what it rests on besides its proof, empty for nothing; `colluders` is how many clients may tell the
+    server all they know, where it sees only sums.
 
     >>> found = Guarantee(
     ...     epsilon=0.33175, delta=1e-5, relation=Relation.ADD_REMOVE, unit=Unit.SAMPLE, trust=Trust.EACH_CLIENT,
@@ -91,6 +92,7 @@ class Guarantee:
     delta_floor: float
     seeded: bool = False
     assumption: str = ""
+    colluders: int = 0
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
@@ -106,6 +108,14 @@ class Guarantee:
         return rounded_up(self.epsilon)
 
     @property
+    def trust_text(self) -> str:
+        """What the adversary sees; where only sums are seen, also how many clients may help it."""
+        if self.trust is not Trust.SUMS_ONLY:
+            return str(self.trust)
+        helpers = f"at most {self.colluders} clients collude" if self.colluders else "no client colludes"
+        return f"{self.trust}; {helpers} with it"
+
+    @property
     def neighbours(self) -> str:
         """Which data sets cannot be told apart. The number of records is public, so a null record takes the place."""
         if self.relation is Relation.ADD_REMOVE:
@@ -114,7 +124,7 @@ class Guarantee:
 
     def __str__(self) -> str:
         text = (
-            f"epsilon {self.epsilon_text} at delta {self.delta:g} ({self.neighbours}; {self.trust}; "
+            f"epsilon {self.epsilon_text} at delta {self.delta:g} ({self.neighbours}; {self.trust_text}; "
             f"{self.sampling}; {self.method})"
         )
         if self.assumption:
@@ -134,6 +144,7 @@ class Guarantee:
             "delta_floor": self.delta_floor,
             "seeded": self.seeded,
             **({"assumption": self.assumption} if self.assumption else {}),
+            **({"colluders": self.colluders} if self.colluders else {}),
         }
 
     @classmethod
@@ -156,6 +167,7 @@ class Guarantee:
                 delta_floor=_figure("delta_floor", fields["delta_floor"]),
                 seeded=_flag("seeded", fields.get("seeded", False)),
                 assumption=_words("assumption", fields.get("assumption", "")),
+                colluders=_count("colluders", fields.get("colluders", 0)),
             )
         except InvalidParameter:
             raise
@@ -171,6 +183,12 @@ def _figure(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > _LARGEST:
         raise InvalidParameter(f"not a guarantee: {name} must be a number or 'inf'")
     return float(value)
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        raise InvalidParameter(f"not a guarantee: {name} must be a whole number")
+    return value
 
 
 def _words(name: str, value: object) -> str:

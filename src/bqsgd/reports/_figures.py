@@ -68,7 +68,7 @@ def loss(run: History) -> Chart:
 
 def terms(claim: Guarantee) -> str:
     """What an epsilon must be stated with, in one line."""
-    stated = (claim.relation, f"unit: {claim.unit}", claim.trust, f"sampling: {claim.sampling}", claim.method)
+    stated = (claim.relation, f"unit: {claim.unit}", claim.trust_text, f"sampling: {claim.sampling}", claim.method)
     return ", ".join((f"δ = {short(claim.delta)}", *stated))
 
 

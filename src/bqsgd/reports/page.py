@@ -99,7 +99,7 @@ def _claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
     return [
         ("neighbours", claim.relation),
         ("unit", claim.unit),
-        ("trust", claim.trust),
+        ("trust", claim.trust_text),
         ("sampling", claim.sampling),
         ("method", claim.method),
         *([("assuming", claim.assumption)] if claim.assumption else []),
@@ -297,7 +297,7 @@ def _differing_terms(runs: Sequence[History]) -> list[str]:
         "delta": {claim.delta for claim in claims},
         "neighbours": {claim.relation for claim in claims},
         "unit": {claim.unit for claim in claims},
-        "trust": {claim.trust for claim in claims},
+        "trust": {claim.trust_text for claim in claims},
     }
     return [name for name, stated in terms.items() if len(stated) > 1]
 

@@ -87,6 +87,22 @@ def message_kind(message: Bytes) -> Kind:
     return Kind(message[6])
 
 
+def sender_of(message: Bytes) -> int:
+    """Which client a message claims to come from.
+
+    Raises:
+        BadSecureMessage: it is no message of a sum.
+    """
+    message_kind(message)
+    client: int = _HEADER.unpack_from(message)[-1]
+    return client
+
+
+def is_sum_message(message: Bytes) -> bool:
+    """Whether the bytes are for the reader of sums, and not a model or a frame."""
+    return bytes(message[: len(_MAGIC)]) == _MAGIC
+
+
 def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
     """The header of a message that must be of this kind and of this session."""
     if len(message) < HEADER_BYTES:

@@ -84,6 +84,12 @@ class SumServer:
         """The last round of the batch, -1 before the first."""
         return -1 if self._batch is None else self._batch.first_round + self._batch.count - 1
 
+    def check_sender(self, message: Bytes, client: int) -> None:
+        """Raise ForeignClient unless the message is in the name of the client that it came from."""
+        claimed = messages.sender_of(message)
+        if claimed != client:
+            raise ForeignClient(f"client {client} sent a message in the name of client {claimed}")
+
     # Keys and shares.
 
     def request(self, client: int) -> bytes:

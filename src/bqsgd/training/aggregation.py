@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.params import check_int, shown
+from bqsgd.planner.sums import SumPlan
 from bqsgd.storage import read_toml
 
 _Array = npt.NDArray[np.float64]
@@ -219,6 +220,17 @@ def one_liar_words(moves: tuple[float, float] | None, *, rule: str, clients: int
     return (
         f"One lying client can move a coordinate of the {rule} by up to {_up(moves[0])} R when all {clients} clients "
         f"answer{fewer}; R is the encoder's range."
+    )
+
+
+def one_liar_in_sum(plan: SumPlan) -> str:
+    """How far one lying client can move a secure sum: under a mask any vector looks alike."""
+    moves = 2.0 ** (plan.width - 1) / plan.levels
+    all_clients, fewest = plan.rule.clients, plan.rule.fewest
+    fewer = "" if fewest == all_clients else f", {_up(moves / fewest)} R if only {fewest} of them are in the sum"
+    return (
+        f"One lying client can move a coordinate of the mean by up to {_up(moves / all_clients)} R when all "
+        f"{all_clients} clients answer{fewer}; R is the encoder's range."
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bqsgd.codec import encode_frame
-from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter
+from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter, SecureSumError
 from bqsgd.ledger import Ledger, PrivacyBudget
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of, load_vector
@@ -26,7 +26,10 @@ from bqsgd.persample.functional import LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd.release import Release, Scheme, Unit
-from bqsgd.training.client_plan import client_setting, release_in
+from bqsgd.secure.client import SumClient
+from bqsgd.secure.messages import is_sum_message
+from bqsgd.secure.noise_shares import encode_base
+from bqsgd.training.client_plan import client_setting, release_in, sum_plan
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.samples import Forward, Objective, reader_of
@@ -61,6 +64,7 @@ class Client:
         limits: what its operator agrees to; None where that is who set up the run. Where they name an epsilon it is
             the budget of the ledger, and no run changes it.
         forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
+        sums: its side of the run's secure sums, where the settings have them; it then sends masked vectors.
     """
 
     def __init__(
@@ -77,7 +81,11 @@ class Client:
         private_log: PrivateLog | None = None,
         limits: NodeLimits | None = None,
         forward: Forward | None = None,
+        sums: SumClient | None = None,
     ) -> None:
+        if config.secure.on != (sums is not None):
+            raise InvalidParameter("a run with secure sums needs clients that take part in them, and no other does")
+        self.sums = sums
         self.client, self.model, self.config, self.limits = client, model, config, limits
         if limits is not None:
             refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension_of(model))
@@ -95,16 +103,25 @@ class Client:
         self.sources = Sources(seed=config.privacy.seed, client=client)
         self.clip, self.range = config.clip.make(), config.range
         self.setting = client_setting(config, dimension=dimension_of(model), dataset_size=len(self.samples))
-        self.spending = Spending(
-            ledger, run=run, seeded=self.sources.seeded, ahead=config.clients.reserve_rounds, resume=resume
-        )
+        # A sum is lost with one crash too many, and what was reserved for it with it: nothing is reserved ahead then.
+        ahead = 1 if config.secure.on else config.clients.reserve_rounds
+        self.spending = Spending(ledger, run=run, seeded=self.sources.seeded, ahead=ahead, resume=resume)
         self.seconds: dict[str, float] = {}
         """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
         self._first: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
 
-    def answer(self, message: bytes | bytearray | memoryview) -> bytearray | Declined:
-        """Read the server's message and answer it; a damaged one raises ModelMessageError and costs nothing."""
+    def answer(self, message: bytes | bytearray | memoryview) -> bytes | bytearray | Declined:
+        """Read the server's message and answer it: a model with a frame, a step of a secure sum with the next.
+
+        A model message that is damaged raises ModelMessageError and costs nothing. A step of a sum that is refused is
+        declined, and nothing was revealed; the reason depends on messages alone.
+        """
+        if self.sums is not None and is_sum_message(message):
+            try:
+                return self.sums.answer(message)
+            except SecureSumError as error:
+                return Declined(reason=f"{type(error).__name__}: {error}")
         started = time.perf_counter()
         received = read_model(message, dimension=self.setting.dimension)
         elapsed = time.perf_counter() - started
@@ -122,10 +139,13 @@ class Client:
                 trained privately; nothing was recorded.
         """
         self.seconds = {}
-        if self._last is not None and self._last[0] == round and np.array_equal(self._last[1], model):
+        again = self._last is not None and self._last[0] == round and np.array_equal(self._last[1], model)
+        if again and self._last is not None and not (self.sums is not None and self.sums.ready(round)):
             return self._last[2]  # asked again: the same bytes reveal nothing new and cost nothing
         if round >= self.config.run.rounds:
             return Declined(reason=f"round {round} is beyond the {self.config.run.rounds} rounds planned")
+        if self.sums is not None and not self.sums.ready(round):
+            return Declined(reason=f"no keys for the sum of round {round}, or they were used before")
         refusal = None if self.limits is None else self.limits.parameters_refusal(model)
         if refusal is not None:
             return Declined(reason=refusal)
@@ -147,18 +167,32 @@ class Client:
         with self._timed("gradients"), self.sources.lent(Purpose.FORWARD, round), buffers_kept(self.model):
             values = self._values(round)
         with self._timed("encode"):
-            frame = encode_frame(
+            frame = self._encoded(values, release, round)
+        self._last = (round, model.copy(), frame)
+        return frame
+
+    def _encoded(self, values: Values, release: Release, round: int) -> bytearray:
+        """The frame, or the masked vector of a secure sum.
+
+        Values are clamped: a Poisson batch can exceed L. The clamp is 1-Lipschitz, so the sensitivity stands.
+        """
+        rng = self.sources.at(Purpose.NOISE, round)
+        if self.sums is None:
+            return encode_frame(
                 values,
                 release.mechanism,
                 range=self.range,
-                rng=self.sources.at(Purpose.NOISE, round),
+                rng=rng,
                 client=self.client,
                 round=round,
                 coding=self.config.clients.coding,
-                clamp=True,  # a Poisson batch can exceed L; the clamp is 1-Lipschitz, so the sensitivity stands
+                clamp=True,
             )
-        self._last = (round, model.copy(), frame)
-        return frame
+        plan = sum_plan(self.config, dimension=self.setting.dimension)
+        codes = encode_base(
+            values, plan.levels, plan.noise.cuts[0], width=plan.width, range=self.range, rng=rng, clamp=True
+        )
+        return self.sums.mask(round, codes)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -15,9 +15,11 @@ from bqsgd.params import Mechanism
 from bqsgd.persample.clips import Clip
 from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import least_error_mechanism
+from bqsgd.planner.sums import SumPlan, plan_sum, width_of
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
-from bqsgd.release import Assumption, Relation, Release, Scheme, Spent, Unit
+from bqsgd.release import Assumption, Relation, Release, Scheme, Spent, Trust, Unit
+from bqsgd.secure.graph import Thresholds
 from bqsgd.training.settings import Config
 
 _ANY = Mechanism(levels=1, trials=1)
@@ -42,6 +44,8 @@ def client_setting(config: Config, *, dimension: int, dataset_size: int) -> Clie
     if setting.scheme is Scheme.POISSON:
         few = 1.0 if dataset_size < config.privacy.batch_size else None
         setting = replace(setting, rate=few if config.privacy.rate is None else config.privacy.rate)
+    if config.secure.on:
+        setting = replace(setting, trust=Trust.SUMS_ONLY, colluders=config.secure.colluders)
     packed = config.clients.packed_rows and setting.unit is Unit.SAMPLE
     return replace(setting, assumption=Assumption.PACKED_ROWS) if packed else setting
 
@@ -78,6 +82,8 @@ def release_in(config: Config, setting: ClientSetting, *, client: int, round: in
     Raises:
         Infeasible: no integers meet the budget.
     """
+    if config.secure.on:
+        return setting.release(sum_plan(config, dimension=setting.dimension).mechanism)
     if config.privacy.mechanism is not None:
         return setting.release(config.privacy.mechanism)
     starts = sorted({0, *(change.from_round for change in config.privacy.budgets if change.client == client)})
@@ -94,6 +100,45 @@ def release_in(config: Config, setting: ClientSetting, *, client: int, round: in
         if round < stop:
             return release
     raise InvalidParameter(f"round {round} is beyond the {config.run.rounds} rounds planned")
+
+
+def sum_plan(config: Config, *, dimension: int) -> SumPlan:
+    """What all clients of a run with secure sums use; it follows from the settings alone.
+
+    Raises:
+        Infeasible: no integers meet the budget.
+        InvalidParameter: clients of different sizes would need different plans.
+    """
+    privacy, rule, window = config.privacy, config.secure.rule(config.clients.count), config.secure.window
+    fixed = privacy.mechanism
+    if fixed is not None:
+        width = width_of(rule, fixed.levels, fixed.trials, window=window)
+        return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width, window=window)
+    if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.FIXED_SIZE:
+        raise InvalidParameter(
+            "fixed-size batches have a rate that depends on the client's samples, and all clients of a secure sum need "
+            "one plan: use Poisson batches with a rate, or give levels and trials"
+        )
+    if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and privacy.rate is None:
+        raise InvalidParameter(
+            "all clients of a secure sum need one plan, so their sampling rate must be known to all: set rate, the "
+            "chance of every sample to be in a round's batch (or levels and trials)"
+        )
+    any_client = client_setting(config, dimension=dimension, dataset_size=privacy.batch_size)
+    found = _planned_sum(any_client, privacy.budget(client=0, round=0), rule, config.run.rounds, window)
+    if isinstance(found, Infeasible):
+        raise Infeasible(str(found))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _planned_sum(
+    setting: ClientSetting, budget: Budget, rule: Thresholds, rounds: int, window: float | None
+) -> SumPlan | Infeasible:
+    try:
+        return plan_sum(budget, setting, rule, rounds=rounds, window=window)
+    except Infeasible as error:
+        return error
 
 
 def plan_release(setting: ClientSetting, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:

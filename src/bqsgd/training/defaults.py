@@ -51,8 +51,9 @@ def fitted(given: Mapping[str, Any], *, samples: int, dimension: int) -> dict[st
         return settings
     rounds = settings.setdefault("rounds", _ROUNDS)
     mu = total_shift(privacy.budget(client=0, round=0))
-    least = math.sqrt(dimension * clients) / (mu * samples)
-    """Noise to signal where nothing is wasted."""
+    noises = 1 if config.secure.on else clients
+    least = math.sqrt(dimension * noises) / (mu * samples)
+    """Noise to signal where nothing is wasted; the clients of a secure sum share one noise."""
     if privacy.rate is None and "batch_size" not in settings:
         rate = mu / math.sqrt(rounds * max(_WASTE, _excess(_LITTLE_NOISE / least)))
         rate = min(1.0, max(rate, _LEAST_DRAWN / samples))

@@ -20,7 +20,7 @@ from bqsgd.mechanism.coarsening import noise_to_signal, variance_at_zero
 from bqsgd.params import Mechanism
 from bqsgd.planner.search import shift_per_round
 from bqsgd.release import Release, Scheme, Unit
-from bqsgd.training.client_plan import client_setting, release_in
+from bqsgd.training.client_plan import client_setting, release_in, sum_plan
 from bqsgd.training.settings import Config
 
 _DROWNED = 1.0
@@ -109,6 +109,16 @@ def foresee(
             found[client] = release_in(config, setting, client=client, round=0)
         except Infeasible as error:
             reasons[str(error)] += 1
+    if config.secure.on:  # one noise in all
+        variance = sum_plan(config, dimension=dimension).variance() * config.range**2 if found else 0.0
+        return Outlook(
+            clients=len(samples),
+            dimension=dimension,
+            rounds=config.run.rounds,
+            noise=math.sqrt(variance) if found else None,
+            signal=_longest_signal(config, samples, dimension=dimension),
+            without_plan=dict(reasons),
+        )
     total = sum(weights[client] for client in found)
     used = {mechanism: _variance(mechanism) for mechanism in {release.mechanism for release in found.values()}}
     variance = sum(
@@ -242,7 +252,7 @@ def _expected_outlook(config: Config, samples: Mapping[int, int], *, dimension: 
         clients=len(samples),
         dimension=dimension,
         rounds=config.run.rounds,
-        noise=noise / math.sqrt(len(samples)),
+        noise=noise / (len(samples) if config.secure.on else math.sqrt(len(samples))),
         signal=_longest_signal(config, samples, dimension=dimension),
         without_plan={},
     )

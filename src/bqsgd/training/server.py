@@ -22,9 +22,12 @@ from bqsgd.planner.plan import MAX_BITS
 from bqsgd.planner.search import largest_reach
 from bqsgd.records.checkpoint import Arrays, CheckpointError, take
 from bqsgd.records.record import ClientRecord, RoundRecord, Status
-from bqsgd.training.aggregation import aggregate, one_liar_moves, one_liar_words
+from bqsgd.secure.server import Total
+from bqsgd.training.aggregation import aggregate, one_liar_in_sum, one_liar_moves, one_liar_words
+from bqsgd.training.client_plan import sum_plan
 from bqsgd.training.optimisers import State, average, schedule
 from bqsgd.training.settings import Config
+from bqsgd.training.sums import SumOutcome
 from bqsgd.wire.frame import Buffer, Frame, Header, read_frame
 from bqsgd.wire.model_message import write_model
 
@@ -45,6 +48,7 @@ class _OpenRound:
     refused: list[ClientRecord] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "aggregate": 0.0})
     bytes_up: int = 0
+    total: Total | None = None
 
     def records(self) -> tuple[ClientRecord, ...]:
         """Clients in order. One whose only frame was refused is refused, not missing; further frames come last."""
@@ -90,6 +94,8 @@ class Server:
         self.optimiser = config.server.make_optimiser()
         self.state: State = self.optimiser.init(model.size)
         self.averaged = model.astype(np.float64) if config.server.average else None
+        self.sums = sum_plan(config, dimension=model.size) if config.secure.on else None
+        """The plan of the secure sums, where the run has them."""
         self.largest_code_count = self._largest_code_count()
         self._clock = clock
         self._open: _OpenRound | None = None
@@ -112,6 +118,8 @@ class Server:
     def one_liar(self) -> str:
         """How far one lying client can move the aggregate, from the settings."""
         settings, fixed = self.config.server, self.config.privacy.mechanism
+        if self.sums is not None:
+            return one_liar_in_sum(self.sums)
         bits = (self.largest_code_count - 1).bit_length()
         moves = one_liar_moves(
             settings.aggregation,
@@ -201,6 +209,30 @@ class Server:
             current.frames[header.client] = Frame(header=header, payload=checked.payload.copy())
         return header
 
+    def receive_sum(self, found: SumOutcome) -> None:
+        """Take in the secure sum of this round, and what became of each client in it."""
+        current, plan = self._current(), self.sums
+        assert plan is not None
+        current.total = found.total
+        current.bytes_up += found.bytes_up
+        current.bytes_down = found.bytes_down
+        current.seconds["secure sum"] = found.seconds
+        survivors = () if found.total is None else found.total.survivors
+        for client in survivors:
+            current.answers[client] = ClientRecord(
+                client=client,
+                status=Status.OK,
+                frame_bytes=found.masked[client],
+                levels=plan.levels,
+                trials=plan.trials,
+            )
+        for client, (declined, reason) in found.trouble.items():
+            if client in self.weights:
+                self._note(client, Status.DECLINED if declined else Status.MISSING, reason)
+        for client in self.weights:
+            reason = "it has no keys in this batch of rounds" if found.lost is None else f"no sum: {found.lost}"
+            self._note(client, Status.MISSING, reason)
+
     def decline(self, client: int, reason: str) -> ClientRecord:
         """A client said that it sends nothing this round."""
         return self._note(client, Status.DECLINED, reason)
@@ -222,7 +254,8 @@ class Server:
         started = time.perf_counter()
         for client in self.weights:
             current.answers.setdefault(client, ClientRecord(client=client, status=Status.MISSING, reason="no answer"))
-        stepped = len(current.headers) >= self.config.server.fewest_frames
+        used = len(current.headers) if current.total is None else len(current.total.survivors)
+        stepped = used >= self.config.server.fewest_frames
         if stepped:
             self._step(current)
         current.seconds["aggregate"] += time.perf_counter() - started
@@ -230,10 +263,11 @@ class Server:
             round=self.round,
             stepped=stepped,
             clients=current.records(),
-            seeded=any(header.seeded for header in current.headers.values()),
+            seeded=any(header.seeded for header in current.headers.values())
+            or (current.total is not None and current.total.seeded),
             bytes_up=current.bytes_up,
             bytes_down=current.bytes_down,
-            bytes_up_float32=4 * self.model.size * len(current.headers),
+            bytes_up_float32=4 * self.model.size * used,
             seconds=current.seconds,
         )
         self._open = None
@@ -242,7 +276,10 @@ class Server:
 
     def _step(self, current: _OpenRound) -> None:
         settings = self.config.server
-        if current.sum is not None:
+        if current.total is not None and self.sums is not None:
+            survivors = len(current.total.survivors)
+            gradient = self.sums.mean(current.total.lanes, survivors=survivors) * self.config.range
+        elif current.sum is not None:
             gradient = current.sum.mean()
         else:
             order = sorted(current.frames)
@@ -262,6 +299,8 @@ class Server:
 
     def _noise_variance(self, current: _OpenRound) -> float:
         """The noise's variance per coordinate of the mean: sum p_i^2 (C / s_i)^2 m_i / 4 (not coarsened); public."""
+        if current.total is not None and self.sums is not None:
+            return self.sums.variance(len(current.total.survivors)) * self.config.range**2
         total = sum(self.weights[client] for client in current.headers)
         return sum(
             (self.weights[client] / total * self.config.range / header.mechanism.levels) ** 2

@@ -15,7 +15,9 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.planner.plan import Budget
+from bqsgd.planner.search import LEAST_FINE_BITS
 from bqsgd.release import SAMPLINGS, Scheme, Unit
+from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.training.aggregation import RULES, WEIGHTS, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
 
@@ -266,6 +268,42 @@ class ServerSettings(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecureSettings(Group):
+    """Secure sums: the server learns the sum over the clients and no single message, and they share one noise."""
+
+    title = "Secure sums"
+    on: bool = setting(False, "Sum the clients' messages under masks, so that they share one noise.", name="secure")
+    dropouts: int | None = setting(
+        None, "Most clients that may be missing from a sum. Default: a tenth of them.", between=(0, 100_000)
+    )
+    colluders: int = setting(0, "Most clients that may tell the server all they know.", between=(0, 100_000))
+    key_rounds: int = setting(10, "Rounds whose keys travel together.", between=(1, 4096))
+    window: float | None = setting(
+        None,
+        "Share of the range that the sum has room for: fewer bits, and means beyond it wrap. Default: none ever wraps.",
+        positive=True,
+    )
+    roster: str | None = setting(None, "TOML file of the clients' identity keys; not for one process.")
+    identity: str | None = setting(None, "This client's identity key file (bqsgd secure keygen).")
+    roster_digest: str | None = setting(None, "Of the roster that the run began with.", option=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("dropouts", "window", "roster", "identity") if getattr(self, name) is not None]
+        if not self.on and (given or self.colluders):
+            raise InvalidParameter(f"{(given or ['colluders'])[0]} is a setting of secure sums: set secure as well")
+
+    def rule(self, clients: int) -> Thresholds:
+        """What every client of a sum insists on.
+
+        Raises:
+            Infeasible: so many dropouts and colluders cannot be borne.
+        """
+        dropouts = clients // 10 if self.dropouts is None else self.dropouts
+        return thresholds(clients=clients, dropouts=dropouts, colluders=self.colluders)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings(Group):
     """The length of a run and what it writes down when."""
 
@@ -293,6 +331,7 @@ class Config:
     clip: ClipSettings = field(default_factory=ClipSettings)
     clients: ClientSettings = field(default_factory=ClientSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    secure: SecureSettings = field(default_factory=SecureSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
@@ -313,6 +352,35 @@ class Config:
         for change in privacy.budgets:
             check_int("budgets.client", change.client, 0, clients.count - 1)
             check_int("budgets.from_round", change.from_round, 0, self.run.rounds - 1)
+        if self.secure.on:
+            self._check_secure()
+
+    def _check_secure(self) -> None:
+        """Raise where a setting needs what a sum does not have: single messages, or clients that differ."""
+        privacy, server = self.privacy, self.server
+        self.secure.rule(self.clients.count)
+        if server.aggregation != "mean":
+            raise InvalidParameter(
+                f"aggregation = {server.aggregation!r} compares single messages, and with secure sums the server sees "
+                "none: use the mean"
+            )
+        if self.clients.coding != "fixed":
+            raise InvalidParameter(
+                "coding = 'entropy' makes likely codes short, and under a mask all codes are equally likely: with "
+                "secure sums the coding is fixed"
+            )
+        if server.weights == "size":
+            raise InvalidParameter(
+                "weights = 'size' needs messages that can be told apart: a sum adds all clients alike. Set one rate "
+                "for clients of all sizes, at which every sample counts alike"
+            )
+        if privacy.bits < LEAST_FINE_BITS:
+            raise InvalidParameter(
+                f"bits = {privacy.bits} is reached by coarsening, and the sum of coarse codes does not follow from the "
+                "sum of fine ones: secure sums choose their own modulus; a window makes it narrower"
+            )
+        if privacy.budgets:
+            raise InvalidParameter("budgets that differ by client are no secure sum's: its clients share one noise")
 
     @property
     def range(self) -> float:
@@ -362,6 +430,7 @@ CONFIG_GROUPS: dict[str, type[Group]] = {
     "clip": ClipSettings,
     "clients": ClientSettings,
     "server": ServerSettings,
+    "secure": SecureSettings,
     "run": RunSettings,
 }
 

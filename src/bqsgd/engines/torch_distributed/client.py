@@ -42,7 +42,7 @@ class RunDeclined(InvalidParameter):
     """The run is outside this rank's limits; nothing was read or sent."""
 
 
-Answering = Callable[[memoryview], bytearray | Declined]
+Answering = Callable[[memoryview], bytes | bytearray | Declined]
 """A client's `answer`: the frame for one message, or the reason for none."""
 
 
