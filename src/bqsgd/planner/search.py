@@ -62,7 +62,7 @@ def cpu_seconds(allowed: float | None) -> Iterator[None]:
         _limit.reset(token)
 
 
-def _check_time() -> None:
+def check_time() -> None:
     """Raise where the time allowed is used up."""
     found = _limit.get()
     if found is not None and time.process_time() > found[0]:
@@ -201,7 +201,7 @@ def least_error_uncoarsened(
     top, cap = 2**budget.bits - 1, 2**MAX_BITS - 3
 
     def after(levels: int, trials: int) -> Accountant:
-        _check_time()
+        check_time()
         return base.compose(make_release(Mechanism(levels=levels, trials=trials)), rounds)
 
     @cache

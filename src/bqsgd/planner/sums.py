@@ -26,8 +26,7 @@ import numpy.typing as npt
 from bqsgd.errors import AccountingError, Infeasible, InvalidParameter
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.planner.plan import Budget, ClientSetting
-from bqsgd.planner.search import least_trials, shift_per_round
-from bqsgd.planner.time_limit import check_time
+from bqsgd.planner.search import check_time, least_trials, shift_per_round
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
 from bqsgd.secure.graph import Thresholds
