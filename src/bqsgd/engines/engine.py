@@ -108,6 +108,14 @@ class Setup:
         """Raise where the weights would rest on what clients say of themselves."""
         client_weights(self.config.server.weights, {}, claimed=True, sizes=self.sizes)
 
+    def check_roster(self) -> None:
+        """Raise where clients in processes of their own would take keys for granted that no roster names."""
+        if self.sums is not None and self.sums.simulated:
+            raise InvalidParameter(
+                "secure sums between processes need a roster of the clients' identity keys, and each client its own "
+                "key: give roster and identity (bqsgd secure keygen, bqsgd secure roster)"
+            )
+
     def check_samples(self, client: int, samples: int) -> None:
         """Raise InvalidParameter where a client is not on the list of sizes or claims more than it says."""
         if self.sizes is None:

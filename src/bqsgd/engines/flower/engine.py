@@ -155,6 +155,7 @@ def flower(grid: TrackedGrid, *, join_seconds: float, round_seconds: float) -> M
 
     def make(setup: Setup) -> FlowerEngine:
         setup.check_weights()
+        setup.check_roster()
         roster = _Roster(setup)
         roster.gather(grid, seconds=join_seconds)
         return FlowerEngine(grid, roster, run=setup.run, seconds=setup.config.server.deadline_seconds or round_seconds)

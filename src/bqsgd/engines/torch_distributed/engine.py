@@ -45,6 +45,7 @@ def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> 
 
     def make(setup: Setup) -> TorchDistributed:
         setup.check_weights()
+        setup.check_roster()
         config, share = setup.config, share_of(setup.task, setup.config, group)
         client = make_client(setup, number=SERVER, model=setup.task.make_model(), share=share, limits=limits)
         channels = [group.channel(rank) for rank in range(1, group.size)]
