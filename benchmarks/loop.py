@@ -306,7 +306,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         times = speed(given.turns, 20 * BATCH, Path(folder))
     for name, figures in times.items():
-        print(f"{name:>14}: {figures['step_ms']:7.1f} ms a step, {figures['reading_ms']:5.1f} ms reading")
+        print(f"{name:>14}: {figures['step_ms']:7.1f} ms per step, {figures['reading_ms']:5.1f} ms reading")
     lines = {name: lines_added(loop) for name, loop in LOOPS.items() if name != "plain"}
     print(f"lines: {lines}")
     reached = accuracy(given.epochs, given.repeats, list(LOOPS)) if given.epochs else {}

@@ -57,7 +57,7 @@ TABLE = {
 """l2 and linf in quantiser steps; 26,010 coordinates, Poisson batches."""
 SETTINGS, SEED, WORKERS = 200, 17, 4
 MOST_STEPS = 590.0
-"""Beyond 600 steps a coordinate the accountant refuses."""
+"""Beyond 600 steps per coordinate the accountant refuses."""
 MOST_EPSILON, LEAST_EPSILON = 100.0, 0.01
 """Random settings whose attained epsilon lies outside are drawn again: nobody would run them."""
 PRESET_CLIENT = {"dimension": 39_700, "dataset_size": 15_000}

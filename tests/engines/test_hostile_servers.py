@@ -124,7 +124,7 @@ def test_what_is_wrong_with_the_model_or_the_loss_is_raised_before_the_spend(uni
         if unit == "sample":
             reduced = make_client("linear", unit, clip, data, ledger=ledger, seed=None)
             reduced.objective.loss = mean_loss
-            with pytest.raises(InvalidParameter, match="one loss a sample"):
+            with pytest.raises(InvalidParameter, match="one loss per sample"):
                 reduced.update(np.zeros(8, np.float32), 0)
         assert ledger.spent_rounds == 0
 

@@ -207,7 +207,7 @@ def test_layers_that_mix_samples_are_refused_with_the_replacement(layer: nn.Modu
 @pytest.mark.parametrize("model", [small_net(), nn.Sequential(nn.PReLU(), nn.Flatten(), nn.Linear(36, 3))])
 @pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
 def test_a_reduced_loss_is_refused(model: nn.Module) -> None:
-    with pytest.raises(InvalidParameter, match="one loss a sample"):
+    with pytest.raises(InvalidParameter, match="one loss per sample"):
         clipped_gradients(model, nn.CrossEntropyLoss(), small_batch(), indices=None, clip=L2(1.0), batch_size=7)
 
 

@@ -551,7 +551,7 @@ REFUSED = {
     "a model that remembers its samples in training": ({"model": RememberingInTraining}, "other samples of its batch"),
     "a compiled model": ({"model": lambda: torch.compile(nn.Linear(4, 2), backend="eager")}, "torch.compile"),
     "a reduced loss": ({"loss": nn.CrossEntropyLoss()}, "reduction='none'"),
-    "a loss per token": ({"loss": lambda out, y: out}, "one loss a sample"),
+    "a loss per token": ({"loss": lambda out, y: out}, "one loss per sample"),
     "a model of another shape": ({"model": lambda: nn.Linear(5, 2)}, "fails on samples of the shapes"),
     "nothing to train": (
         {"model": frozen, "optimizer": lambda model: torch.optim.SGD(model.parameters())},

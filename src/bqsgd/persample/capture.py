@@ -117,7 +117,7 @@ def capture_row_wise(
         with _recording(ruled_layers(model)) as uses, RowWise():
             outputs = model(inputs)
         if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != len(inputs):
-            raise NotRowWise("the model's output is not one tensor with a row a sample")
+            raise NotRowWise("the model's output is not one tensor with a row per sample")
         if outputs.grad_fn is None:
             raise NotRowWise("the model's output depends on no trainable parameter")
         uses = _account_for(parameters, uses, outputs.grad_fn, len(inputs))

@@ -179,7 +179,7 @@ def _company(batch: tuple[Tensor, Tensor], rows: int, generator: torch.Generator
 
 
 def _seen_row_wise(model: nn.Module, loss_fn: LossFunction, batch: list[Tensor], alike: bool) -> list[Tensor]:
-    """All that a sample's gradient is made of, a row a sample, after a pass of row-wise operations.
+    """All that a sample's gradient is made of, a row per sample, after a pass of row-wise operations.
 
     Losses are computed in rows of the samples' own, so samples that are all alike are given the errors of one.
     """

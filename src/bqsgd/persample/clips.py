@@ -79,7 +79,7 @@ class Clamp:
     """Each coordinate of g clamped to [-C, C]: the guarantee of `Scale`, far more of the signal.
 
     Args:
-        bound: one C, or one a parameter tensor in the order of `model.parameters()` (those that require a gradient).
+        bound: one C, or one per parameter tensor in the order of `model.parameters()` (those that require a gradient).
             Only the shift in quantiser steps counts, so a C of its own for every tensor costs no privacy.
     """
 

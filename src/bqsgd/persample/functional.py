@@ -14,15 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bqsgd.errors import InvalidParameter
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""loss_fn(outputs, targets) -> one loss a sample, shape (batch,)."""
+"""loss_fn(outputs, targets) -> one loss per sample, shape (batch,)."""
 
 
 def check_losses(losses: Tensor, batch: int) -> Tensor:
-    """The losses, if there is exactly one a sample."""
+    """The losses, if there is exactly one per sample."""
     if not isinstance(losses, Tensor) or losses.shape != (batch,):
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise InvalidParameter(
-            f"loss_fn must return one loss a sample, shape ({batch},), got {got}; use reduction='none' and sum or "
+            f"loss_fn must return one loss per sample, shape ({batch},), got {got}; use reduction='none' and sum or "
             "average what is left of each sample"
         )
     return losses

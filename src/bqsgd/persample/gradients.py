@@ -72,7 +72,7 @@ def clipped_gradients(
     Args:
         model: an ordinary module whose forward treats the samples of a batch apart. Left as it was: no attribute, hook
             or `.grad` remains, and the parameters are not touched.
-        loss_fn: (outputs, targets) -> one loss a sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
+        loss_fn: (outputs, targets) -> one loss per sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
         batch: (inputs, targets), the batch dimension first. May be empty (a Poisson batch): the mean is then zero.
         indices: the number of each sample in the client's data, the same in every batch it is drawn for. It decides the
             row in which the sample goes through a model that is not made of row-wise operations, and through the loss.

@@ -369,7 +369,7 @@ class Private:
         most, bits = max(self.range, self._clip.norm), (mechanism.code_count - 1).bit_length()
         if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
             raise InvalidParameter(
-                f"rank {rank} sends {bits} bits a coordinate within +-{reach:g}; here at most {self.budget.bits} bits "
+                f"rank {rank} sends {bits} bits per coordinate within +-{reach:g}; at most {self.budget.bits} bits "
                 f"within +-{most:g} are taken: give every rank the same bits, clip_norm and range"
             )
         return mechanism, reach
