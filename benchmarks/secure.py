@@ -56,7 +56,7 @@ def least_seconds(**works: Callable[[], Any]) -> dict[str, float]:
 
 def masking() -> dict[str, Any]:
     """One vector with 99 masks, keys given."""
-    keys = [os.urandom(32) for _ in range(99)]
+    keys = [os.urandom(16) for _ in range(99)]
     codes = np.zeros(LENET5, dtype="<u2")
     scratch = scratch_for(codes)
 
@@ -68,7 +68,7 @@ def masking() -> dict[str, Any]:
     def theirs() -> None:
         vector = [codes.astype(np.int64)]
         for key in keys:
-            vector = parameters_addition(vector, pseudo_rand_gen(key, 1 << WIDTH, [(LENET5,)]))
+            vector = parameters_addition(vector, pseudo_rand_gen(key + key, 1 << WIDTH, [(LENET5,)]))
         parameters_mod(vector, 1 << WIDTH)
 
     found = least_seconds(ours=ours, flower=theirs)

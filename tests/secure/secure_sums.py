@@ -10,10 +10,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.client import SumClient
-from bqsgd.secure.graph import thresholds
+from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.secure.messages import read_unmasking
 from bqsgd.secure.roster import Roster, public_key
 from bqsgd.secure.server import SumServer, Total
+from bqsgd.secure.sparse import Sparse
 
 
 def identity(client: int, generation: int = 0) -> Ed25519PrivateKey:
@@ -21,7 +22,11 @@ def identity(client: int, generation: int = 0) -> Ed25519PrivateKey:
 
 
 def roster(clients: int) -> Roster:
-    return Roster({client: public_key(identity(client)) for client in range(clients)})
+    return Roster({client: public_key(identity(client)) for client in range(clients)}, bytes(range(32)))
+
+
+SMALL_SPARSE = Sparse(masks=4, away=2, holders=8, threshold=3, committee=6, quorum=4, checked=3, failure=1.0)
+"""A sparse graph for tests: every step of one, and no safety."""
 
 
 def agreement(
@@ -32,8 +37,13 @@ def agreement(
     dimension: int = 5,
     width: int = 8,
     trials: int = 0,
+    sparse: Sparse | None = None,
 ) -> Agreement:
-    rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+    rule = (
+        thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+        if sparse is None
+        else Thresholds(clients=clients, dropouts=dropouts, colluders=colluders, sparse=sparse)
+    )
     return Agreement(roster=roster(clients), run="test", rule=rule, dimension=dimension, width=width, trials=trials)
 
 
@@ -46,6 +56,7 @@ class Federation:
     clients: dict[int, SumClient] = field(default_factory=dict)
     revealed: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     """(round, client) -> kinds of shares that anybody revealed of it."""
+    masked: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.server = SumServer(self.agreement)
@@ -60,15 +71,21 @@ class Federation:
         rounds: int = 1,
         keys: Collection[int] | None = None,
         shares: Collection[int] | None = None,
+        stated: Collection[int] | None = None,
+        cohort: Collection[int] | None = None,
     ) -> None:
-        self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds)
-        for number in self.clients if keys is None else keys:
-            self.server.take_keys(self.clients[number].keys(epoch=epoch, first_round=first_round, rounds=rounds))
+        self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds, cohort=cohort)
+        for number in self.server.asked if keys is None else keys:
+            self.server.take_keys(self.clients[number].answer(self.server.request(number)))
         for number in self.server.keyed:
             if shares is None or number in shares:
                 self.server.take_shares(self.clients[number].shares(self.server.key_bundle(number)))
         for number in self.server.shared:
-            self.clients[number].take_shares(self.server.share_bundle(number))
+            statement = self.clients[number].take_shares(self.server.share_bundle(number))
+            if self.server.sparse and (stated is None or number in stated):
+                self.server.take_partners(statement)
+        for number in self.server.stated if self.server.sparse else ():
+            self.clients[number].take_partners(self.server.partner_bundle(number))
 
     def sum(
         self,
@@ -81,12 +98,15 @@ class Federation:
     ) -> Total:
         server = self.server
         server.open(round)
-        for number in server.shared:
+        for number in server.stated if server.sparse else server.shared:
             if masked is None or number in masked:
-                server.take_masked(self.clients[number].mask(round, codes[number]))
+                self.masked[round, number] = bytes(self.clients[number].mask(round, codes[number]))
+                server.take_masked(self.masked[round, number])
         for number in server.close():
             if signed is None or number in signed:
-                server.take_signature(self.clients[number].sign(server.survivors(number)))
+                signature = self.clients[number].sign(server.survivors(number))
+                if signature:
+                    server.take_signature(signature)
         for number in server.signed:
             if unmasked is None or number in unmasked:
                 message = self.clients[number].unmask(server.certificate(number))
@@ -95,7 +115,7 @@ class Federation:
         return server.total()
 
     def _note(self, round: int, message: bytes) -> None:
-        said = read_unmasking(message, self.agreement)
+        said = read_unmasking(message, self.server._current().agreement)
         self.revealed.setdefault((round, said.header.client), set()).add("self")
         for client in said.survivors:
             self.revealed.setdefault((round, client), set()).add("self")

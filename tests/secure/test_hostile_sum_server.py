@@ -45,7 +45,7 @@ def bundle(federation, keys, **changes):
 def refused(federation, error, keys, **changes):
     with pytest.raises(error):
         federation.clients[CLIENT].shares(bundle(federation, keys, **changes))
-    assert federation.clients[CLIENT]._batch.shares_message == b""
+    assert federation.clients[CLIENT]._state.batch.shares == b""
 
 
 def test_keys_signed_by_another_identity(federation):
@@ -68,10 +68,28 @@ def test_keys_signed_by_another_identity(federation):
 
 def test_keys_that_were_changed(federation):
     keys = key_messages(federation)
-    for place in (60, 90, len(keys[0]) - 1):
+    for place in (50, 79, len(keys[0]) - 1):
         changed = bytearray(keys[0])
         changed[place] ^= 1
         refused(federation, BadSignature, keys | {0: bytes(changed)})
+
+
+def test_a_nonce_that_was_changed_gives_another_channel(federation):
+    """The nonce is not signed: what its client seals does not open, and nobody else can seal anything."""
+    keys = key_messages(federation)
+    changed = bytearray(keys[0])
+    changed[85] ^= 1
+    client, other = federation.clients[CLIENT], federation.clients[0]
+    client.shares(bundle(federation, keys | {0: bytes(changed)}))
+    for_other = messages.write_key_bundle(
+        SumHeader(kind=Kind.KEY_BUNDLE, epoch=1, round=0, client=0),
+        federation.agreement,
+        {number: message for number, message in keys.items() if number != 0},
+    )
+    sealed = messages.read_shares(other.shares(for_other), federation.agreement).sealed[CLIENT]
+    with pytest.raises(BadShares):
+        client.take_shares(share_bundle(federation, {0: sealed, 1: sealed, 3: sealed}))
+    assert client._state.batch.partners is None
 
 
 def test_keys_of_another_client_in_its_place(federation):
@@ -137,9 +155,8 @@ def test_the_session_depends_on_everything_agreed(change):
 
 
 def share_bundle(federation, sealed, client=CLIENT):
-    return messages.write_shares(
-        SumHeader(kind=Kind.SHARE_BUNDLE, epoch=1, round=0, client=client), federation.agreement, sealed
-    )
+    header = SumHeader(kind=Kind.SHARE_BUNDLE, epoch=1, round=0, client=client)
+    return messages.write_share_bundle(header, federation.agreement, sealed)
 
 
 def sealed_for_client(federation):
@@ -149,7 +166,7 @@ def sealed_for_client(federation):
         server.take_keys(message)
     for number in server.keyed:
         server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
-    return {number: server._batch.sealed[number][CLIENT] for number in range(N) if number != CLIENT}
+    return {number: server._batch.said[number].sealed[CLIENT] for number in range(N) if number != CLIENT}
 
 
 def test_shares_that_were_changed_exchanged_or_held_back(federation):
@@ -158,13 +175,13 @@ def test_shares_that_were_changed_exchanged_or_held_back(federation):
     for wrong, error in (
         (sealed | {0: changed}, BadShares),
         (sealed | {0: sealed[1]}, BadShares),
-        (sealed | {0: federation.server._batch.sealed[0][1]}, BadShares),  # made for client 1
+        (sealed | {0: federation.server._batch.said[0].sealed[1]}, BadShares),  # made for client 1
         ({0: sealed[0], 1: sealed[1]}, TooFewClients),
         (sealed | {CLIENT: sealed[0]}, ForeignClient),
     ):
         with pytest.raises(error):
             client.take_shares(share_bundle(federation, wrong))
-        assert client._batch.partners is None
+        assert client._state.batch.partners is None
         with pytest.raises(WrongRound):
             client.mask(0, np.zeros(4, dtype=np.uint8))
     client.take_shares(share_bundle(federation, sealed))
@@ -249,7 +266,7 @@ def test_certificates_that_are_too_short_or_on_another_list(federation):
     ):
         with pytest.raises(error):
             client.unmask(certificate(federation, wrong))
-        assert client._batch.rounds[0].unmasking == b""
+        assert client._state.batch.rounds[0].unmasking == b""
     revealed = client.unmask(certificate(federation, good))
     assert client.unmask(certificate(federation, good)) == revealed
     said = messages.read_unmasking(revealed, federation.agreement)
@@ -297,8 +314,8 @@ def test_an_identity_that_is_not_in_the_roster(federation):
 def test_public_keys_of_low_order_are_no_partners(federation):
     """A colluder's cipher key that gives everybody the same secret: it gets no shares, and takes no part."""
     keys = key_messages(federation)
-    forged = bytearray(keys[0][:-64])
+    forged = bytearray(keys[0])
     forged[48:80] = bytes(32)
-    forged += identity(0).sign(messages.keys_statement(forged))
+    forged[-64:] = identity(0).sign(messages.keys_statement(federation.agreement, 0, bytes(32)))
     message = federation.clients[CLIENT].shares(bundle(federation, keys | {0: bytes(forged)}))
-    assert set(messages.read_shares(message, federation.agreement, Kind.SHARES)[1]) == {1, 3, 4}
+    assert set(messages.read_shares(message, federation.agreement).sealed) == {1, 3, 4}

@@ -49,20 +49,24 @@ def test_every_purpose_of_a_key_is_on_the_page():
     named = {row[0].strip("`") for row in table(WIRE, "| purpose | secret | context | gives |")}
     folder = Path(masks.__file__).parent
     source = "".join(path.read_text() for path in folder.glob("*.py"))
-    used = set(re.findall(r'derive\([^"\n]*"([\w-]+)"', source))
+    used = set(re.findall(r'(?:derive|_channel)\([^"\n]*"([\w-]+)"', source))
     assert used == named
 
 
 def test_the_thresholds_of_the_page():
-    for row in table(PAGE, "| n | f | t | shares that open a secret | signatures |"):
-        n, f, t, share, quorum = (int(re.sub(r"\D", "", cell)) for cell in row)
+    for row in table(
+        PAGE, "| n | f | t | neighbours | shares that open a secret | signatures | of which each client verifies |"
+    ):
+        n, f, t, near, share, quorum, checked = (int(re.sub(r"\D", "", cell)) for cell in row)
         rule = thresholds(clients=n, dropouts=f, colluders=t)
-        assert (rule.share_threshold, rule.quorum) == (share, quorum)
+        masks = n - 1 if rule.sparse is None else rule.sparse.masks
+        assert (masks, rule.share_threshold, rule.quorum, rule.checked) == (near, share, quorum, checked)
+        assert rule.failure <= 2**-40
 
 
 def test_lengths_follow_from_what_was_agreed():
     agreed = agreement(10, dropouts=2, colluders=2, dimension=1000, width=11, trials=60)
-    assert messages.share_sizes(agreed, 3) == {16 + 3 * 17 * (2 + agreed.noise.parts)}
+    assert messages.sealed_size(agreed, 3) == 16 + 3 * 16 * (2 + agreed.noise.parts)
 
 
 def test_keys_and_roster_from_the_command_line(tmp_path, capsys):

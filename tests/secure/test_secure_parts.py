@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 from secure_sums import identity, roster
 
 from bqsgd.errors import BadShares, Infeasible, InvalidParameter
@@ -13,7 +12,7 @@ from bqsgd.noise import binomial_pmf, seeded_rng
 from bqsgd.secure.graph import thresholds
 from bqsgd.secure.noise_shares import PIECE, NoiseParts, add_binomial
 from bqsgd.secure.roster import Roster, public_key, read_identity, read_roster, write_identity
-from bqsgd.secure.sharing import PRIME, combine, split
+from bqsgd.secure.sharing import _product, _scaled, combine, split
 
 
 def test_what_is_opened_is_the_sum_over_all_honest_survivors():
@@ -41,45 +40,67 @@ def test_infeasible_thresholds_name_feasible_ones():
     thresholds(clients=10, dropouts=3, colluders=3)
 
 
-def test_any_threshold_of_the_shares_opens_the_secret_and_fewer_fit_every_secret():
-    secret, points = bytes(range(16)), [1, 2, 4, 7, 9]
+def test_any_threshold_of_the_shares_opens_the_secret():
+    secret, points = bytes(range(48)), [1, 2, 4, 7, 255]
     shares = dict(zip(points, split(secret, points, threshold=3, rng=seeded_rng(seed=1)), strict=True))
     for chosen in itertools.combinations(points, 3):
         assert combine({point: shares[point] for point in chosen}, threshold=3) == secret
     with pytest.raises(BadShares):
         combine({1: shares[1], 2: shares[2]}, threshold=3)
-    # Two shares and any other secret lie on a polynomial of degree two: at a third point it takes one value for each.
-    values = {point: int.from_bytes(shares[point], "little") for point in (1, 2)}
-    thirds = set()
-    for guess in range(50):
-        known = {0: guess, **values}
-        thirds.add(sum(value * _basis(list(known), at, 4) for at, value in known.items()) % PRIME)
-    assert len(thirds) == 50
+    changed = {**shares, 2: bytes([shares[2][0] ^ 1]) + shares[2][1:]}
+    assert combine({point: changed[point] for point in (1, 2, 4)}, threshold=3) != secret
 
 
-def _basis(points, at, x):
-    value = 1
-    for other in points:
-        if other != at:
-            value = value * (x - other) * pow(at - other, -1, PRIME) % PRIME
-    return value
+class _Every:
+    """In the place of random words: every byte of word i has one value."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = values
+
+    def words(self, count):
+        assert count == len(self.values)
+        return np.array([value * 0x0101010101010101 for value in self.values], dtype=np.uint64)
 
 
-def test_one_share_alone_is_uniform():
-    first = [split(bytes(16), [1, 2], threshold=2, rng=seeded_rng(seed=seed))[0][0] for seed in range(1500)]
-    assert stats.chisquare(np.bincount(first, minlength=256)).pvalue > 1e-4
+@pytest.mark.parametrize("secret", [0, 1, 77, 255])
+def test_fewer_shares_than_the_threshold_say_nothing(secret):
+    """Over all coefficients, one share of two takes every value once; two of three take every pair once."""
+    text = bytes([secret]) * 8
+    assert {split(text, [3, 9], threshold=2, rng=_Every(a))[1][0] for a in range(256)} == set(range(256))
+    pairs = {
+        (shares[0][0], shares[2][0])
+        for a in range(0, 256, 15)
+        for b in range(256)
+        for shares in [split(text, [5, 6, 200], threshold=3, rng=_Every(a, b))]
+    }
+    assert len(pairs) == 18 * 256
 
 
-def test_shares_that_were_changed_are_found_out_mostly():
-    shares = split(bytes(16), [1, 2, 3], threshold=2, rng=seeded_rng(seed=2))
-    found = 0
-    for bit in range(130):
-        changed = (int.from_bytes(shares[0], "little") ^ (1 << bit)).to_bytes(17, "little")
-        try:
-            found += combine({1: changed, 2: shares[1]}, threshold=2) != bytes(16)
-        except BadShares:
-            found += 1
-    assert found == 130
+def test_products_are_those_of_the_field():
+    """Against the definition: multiply as polynomials over GF(2), modulo x^8 + x^4 + x^3 + x + 1."""
+
+    def slow(a, b):
+        value = 0
+        for bit in range(8):
+            value ^= (a << bit) * (b >> bit & 1)
+        for bit in range(15, 7, -1):
+            value ^= (0x11B << bit - 8) * (value >> bit & 1)
+        return value
+
+    words = np.arange(256, dtype=np.uint8).view(np.uint64)
+    for factor in range(1, 256):
+        result = np.empty_like(words)
+        _scaled(words, np.uint64(factor), result)
+        assert result.tobytes() == bytes(slow(value, factor) for value in range(256))
+        assert int(_product(np.uint64(factor), np.uint64(29))) == slow(factor, 29)
+
+
+@pytest.mark.parametrize(
+    ("points", "threshold"), [([], 1), ([0, 1], 2), ([1, 256], 2), ([1, 1], 1), ([1, 2], 3), ([1, 2], 0)]
+)
+def test_shares_that_cannot_be_made(points, threshold):
+    with pytest.raises(InvalidParameter):
+        split(bytes(16), points, threshold=threshold, rng=seeded_rng(seed=1))
 
 
 @pytest.mark.parametrize(("n", "f", "t"), [(4, 1, 0), (5, 1, 1), (10, 2, 2), (12, 0, 3)])
@@ -123,6 +144,7 @@ def test_a_roster_is_read_back_and_its_digest_knows_every_key(tmp_path):
     assert read_roster(path).digest == roster(3).digest
     other = Roster({**roster(3).keys, 2: public_key(identity(2, generation=1))})
     assert other.digest != roster(3).digest
+    assert Roster(roster(3).keys, bytes(32)).digest != roster(3).digest
     assert Roster({0: b"a" * 32, 2: b"b" * 32}).digest != Roster({0: b"a" * 32, 1: b"b" * 32}).digest
 
 
@@ -137,6 +159,8 @@ def test_a_roster_is_read_back_and_its_digest_knows_every_key(tmp_path):
         "[clients]\n0 = '" + "0" * 64 + "'\n01 = '" + "1" * 64 + "'",
         "[clients]\n0 = 5",
         "[other]\n0 = 5",
+        "seed = 5\n[clients]\n0 = '" + "0" * 64 + "'\n1 = '" + "1" * 64 + "'",
+        "seed = '00'\n[clients]\n0 = '" + "0" * 64 + "'\n1 = '" + "1" * 64 + "'",
         "what",
     ],
 )

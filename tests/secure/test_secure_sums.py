@@ -11,7 +11,7 @@ from secure_sums import Federation, agreement, plain_sum, some_codes
 from bqsgd.errors import RoundUsed, TooFewClients
 from bqsgd.noise import seeded_rng
 from bqsgd.secure.client import SumClient
-from bqsgd.secure.masks import add_mask, mask_key, pair_key, scratch_for, self_key
+from bqsgd.secure.masks import add_mask, scratch_for, self_key
 from bqsgd.secure.messages import read_masked
 from bqsgd.secure.noise_shares import encode_base
 
@@ -123,21 +123,16 @@ def test_server_and_colluders_together_are_left_with_a_uniform_vector_of_each_ho
     left = {client: [] for client in honest}
     for round in range(rounds):
         federation.sum(codes, round=round, masked=[0, 1, 2, 3])
-        batch = {client: federation.clients[client]._batch for client in range(n)}
-        # Of the one that is missing it is recovered from shares; the colluder draws its own again.
-        known = {other: federation.clients[other]._draw(round).mask_seed for other in (gone, colluder)}
+        batch = {client: federation.clients[client]._state.batch for client in range(n)}
         total = np.zeros(8, dtype=np.int64)
         for client in honest:
-            state = batch[client].rounds[round]
-            lanes = read_masked(state.masked, agreed)[1].copy()
+            lanes = read_masked(federation.masked[round, client], agreed)[1].copy()
             scratch, session = scratch_for(lanes), agreed.session
             said = federation.server._round.unmaskings[client]  # its self-mask is revealed: it survived
             own = self_key(said.self_seed, session, client=client, round=round)
             add_mask(lanes, own, scratch=scratch, subtract=True)
-            for other, seed in known.items():
-                key = mask_key(seed, session, client=other, round=round)
-                theirs = batch[other].peers[client].masks[round]
-                pair = pair_key(key, theirs, session, lower=client, higher=other, round=round)
+            for other in (gone, colluder):  # of the missing one its keys were recovered, the colluder has its own
+                pair = batch[other].pairs[client][16 * round : 16 * round + 16]
                 add_mask(lanes, pair, scratch=scratch, subtract=True)  # the honest client is the lower: it added
             left[client].append(lanes % 8)
             total += lanes
@@ -188,7 +183,7 @@ def test_the_same_seed_gives_the_same_bytes_and_says_so():
     for federation in (first, second):
         federation.begin(rounds=1)
         totals.append(federation.sum(codes))
-    assert first.clients[1]._batch.shares_message == second.clients[1]._batch.shares_message
+    assert first.clients[1]._state.batch.shares == second.clients[1]._state.batch.shares
     assert np.array_equal(totals[0].lanes, totals[1].lanes)
     assert totals[0].seeded
     # Nobody is missing, so every further part of the noise was revealed and taken out again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,7 @@ def roster(
         assert out is not None
         if out.exists():
             raise InvalidParameter(f"{out} exists; a roster is not overwritten: name another file")
-        made, path = Roster(dict(_entry(text) for text in entries or ())), out
+        made, path = Roster(dict(_entry(text) for text in entries or ()), os.urandom(32)), out
         if len(made.keys) != len(entries or ()):
             raise InvalidParameter("a client's number is given twice")
         write_atomic(out, made.to_toml().encode(), mode=0o644)

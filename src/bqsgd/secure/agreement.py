@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from bqsgd.errors import InvalidParameter
+import numpy as np
+
+from bqsgd.errors import InvalidParameter, TooFewClients
 from bqsgd.params import check_int
-from bqsgd.secure.graph import Thresholds
+from bqsgd.secure.graph import Graph, Thresholds
 from bqsgd.secure.masks import MAX_WIDTH
 from bqsgd.secure.noise_shares import NoiseParts
 from bqsgd.secure.roster import Roster
@@ -21,7 +24,9 @@ _MAX_DIMENSION = 2**40
 class Agreement:
     """Roster, run, thresholds, size of the vectors, and the noise that a sum needs.
 
-    width: the sum is taken modulo 2^width. trials: M, what the honest clients of a sum must bring together.
+    width: the sum is taken modulo 2^width. trials: M, what the honest clients of a sum must bring together. cohort: the
+    clients of a batch of rounds, ascending, where they are not all of the roster; the server names it, `of` makes the
+    agreement for it, and the thresholds are those of a cohort.
     """
 
     roster: Roster
@@ -30,17 +35,51 @@ class Agreement:
     dimension: int
     width: int
     trials: int = 0
+    cohort: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_int("dimension", self.dimension, 1, _MAX_DIMENSION)
         check_int("width", self.width, 2, MAX_WIDTH)
-        if len(self.roster.keys) != self.rule.clients:
+        clients, taking_part = len(self.roster.keys), self.rule.clients
+        if taking_part > clients:
+            raise InvalidParameter(f"the roster has {clients} clients, the thresholds are for {taking_part}")
+        if taking_part < clients and self.rule.sparse is not None:
             raise InvalidParameter(
-                f"the roster has {len(self.roster.keys)} clients, the thresholds are for {self.rule.clients}"
+                f"a cohort of {taking_part} clients is too large: neighbours follow from the roster, and a server that "
+                "chose the cohort would choose them; name fewer, or all clients"
             )
+        if self.cohort is not None and len(self.cohort) != taking_part:
+            raise TooFewClients(f"a cohort of {len(self.cohort)} clients, {taking_part} were agreed on")
         if not 1 <= len(self.run.encode()) <= 255:
             raise InvalidParameter("the run's name must take 1 to 255 bytes")
         self.noise.parts  # noqa: B018  (checks the trials now)
+
+    def of(self, cohort: Iterable[int]) -> Agreement:
+        """The agreement for one cohort.
+
+        Raises:
+            TooFewClients: it has not as many clients as were agreed on. ForeignClient: one is not in the roster.
+        """
+        chosen = tuple(sorted(set(cohort)))
+        if self.rule.clients == len(self.roster.keys) and chosen == self.roster.clients:
+            return self
+        named = replace(self, cohort=chosen)
+        named.members  # noqa: B018  (of the roster, or refused)
+        return named
+
+    @cached_property
+    def members(self) -> Roster:
+        """The clients that take part: all, or the cohort."""
+        if self.cohort is not None:
+            return self.roster.only(self.cohort)
+        if self.rule.clients < len(self.roster.keys):
+            raise TooFewClients(f"no cohort of {self.rule.clients} clients was named")
+        return self.roster
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Who is whose neighbour."""
+        return Graph(self.members, self.rule)
 
     @cached_property
     def noise(self) -> NoiseParts:
@@ -48,11 +87,17 @@ class Agreement:
         return NoiseParts(total=self.trials, rule=self.rule)
 
     @cached_property
-    def session(self) -> bytes:
-        """SHA-256 over all of it."""
+    def run_digest(self) -> bytes:
+        """SHA-256 over all of it but the cohort."""
         rule, name = self.rule, self.run.encode()
-        state = hashlib.sha256(b"bqsgd.secure.session.v1" + self.roster.digest)
+        state = hashlib.sha256(b"bqsgd.secure.run.v2" + self.roster.digest)
         state.update(struct.pack("<B", len(name)) + name)
         state.update(struct.pack("<III", rule.clients, rule.dropouts, rule.colluders))
         state.update(struct.pack("<QBI", self.dimension, self.width, self.trials))
         return state.digest()
+
+    @cached_property
+    def session(self) -> bytes:
+        """SHA-256 over all of it, the cohort included."""
+        cohort = np.array(() if self.cohort is None else self.cohort, dtype="<u4").tobytes()
+        return hashlib.sha256(b"bqsgd.secure.session.v2" + self.run_digest + cohort).digest()

@@ -3,28 +3,30 @@
     client = SumClient(agreement, identity=key, number=3)
     send(client.keys(epoch=1, first_round=0, rounds=20))     # once for 20 rounds
     send(client.shares(receive()))                           # key bundle -> encrypted shares
-    client.take_shares(receive())                            # share bundle
+    send(client.take_shares(receive()))                      # share bundle -> on a sparse graph, whose partner it is
+    client.take_partners(receive())                          # on a sparse graph: the same of its neighbours
     send(client.mask(round, codes))                          # each round, after the ledger has recorded it
     send(client.sign(receive()))                             # survivors -> signature
     send(client.unmask(receive()))                           # certificate -> shares
 
 Whatever the server says, a client reveals of each other client either a share of its self-mask or a share of its mask
-key, never both for one round; it does so for one list of survivors, which a quorum of clients has signed and which
-leaves no more than f of them out; and it masks one vector per round. A refusal is an error of `bqsgd.errors`
-(SecureSumError), and nothing has been revealed then.
+seed, never both for one round; it does so for one list of survivors, which a quorum has signed and which leaves no more
+than f of them out; and it masks one vector per round. A refusal is an error of `bqsgd.errors` (SecureSumError), and
+nothing has been revealed then.
 
-Secrets live in memory alone. A client that was restarted has none of an earlier batch left: it takes part again from
-the next batch on, whose epoch must be above every one it has seen. `last_epoch` is what it must remember.
+Secrets live in memory, or in a file of the client's own that is written before an answer leaves (`state.StateFile`). A
+client that lost them takes part again from the next batch on, whose epoch must be above every one it has seen.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -33,6 +35,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from bqsgd.errors import (
     BadSecureMessage,
     BadShares,
+    BadSignature,
     ConflictingSurvivors,
     ForeignClient,
     InvalidParameter,
@@ -45,79 +48,38 @@ from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd.params import Codes, check_int
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.masks import add_mask, agree, derive, lane_type, mask_key, pair_key, scratch_for, self_key
-from bqsgd.secure.messages import Bytes, Keys, Kind, SumHeader, Unmasking
+from bqsgd.secure.masks import (
+    KEY_BYTES,
+    add_mask,
+    agree,
+    derive,
+    keystream,
+    lane_type,
+    pair_keys,
+    scratch_for,
+    self_key,
+    wrap_stream,
+    xor,
+)
+from bqsgd.secure.messages import Bytes, Keys, Kind, Shares, SumHeader, Unmasking
 from bqsgd.secure.roster import public_key
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
-from bqsgd.storage import open_regular, write_atomic
+from bqsgd.secure.state import (
+    BatchState,
+    ClientState,
+    EpochFile,
+    RoundState,
+    Secrets,
+    StateFile,
+    read_state,
+    write_state,
+)
 
+__all__ = ["EpochFile", "StateFile", "SumClient"]
 _NONCE = bytes(12)
 """A key encrypts one message, so its nonce may be fixed."""
 _NO_SEED = bytes(SECRET_BYTES)
 _NO_SHARE = bytes(SHARE_BYTES)
-
-
-@dataclass
-class _Secrets:
-    """What a client keeps to itself for one round."""
-
-    self_seed: bytes
-    mask_seed: bytes
-    noise_seeds: list[bytes]
-
-
-@dataclass
-class _Round:
-    """What a client has said in a round."""
-
-    masked: bytearray
-    survivors: tuple[int, ...] | None = None
-    signature: bytes = b""
-    unmasking: bytes = b""
-
-
-@dataclass
-class _Batch:
-    """The rounds whose keys and shares travelled together."""
-
-    epoch: int
-    first_round: int
-    count: int
-    cipher: X25519PrivateKey
-    secrets: dict[int, _Secrets]
-    message: bytes
-    peers: dict[int, Keys] = field(default_factory=dict)
-    bundle: bytes | None = None
-    shares_message: bytes = b""
-    partners: frozenset[int] | None = None
-    held: dict[int, bytes] = field(default_factory=dict)
-    rounds: dict[int, _Round] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> bytes:
-        """Of this client's own Keys message."""
-        return hashlib.sha256(self.message).digest()
-
-
-class EpochFile:
-    """Remembers the last epoch across restarts, durably; without it a restarted client could sign a second list."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, epoch: int | None = None) -> int:
-        """The last epoch, -1 before the first; with an argument, write that one down first."""
-        if epoch is not None:
-            write_atomic(self.path, f"{epoch}\n".encode())
-            return epoch
-        file = open_regular(self.path, limit=64)
-        if file is None:
-            return -1
-        with file:
-            text = file.read(64).decode("ascii", "replace").strip()
-        if not text.isdecimal():
-            raise InvalidParameter(f"{self.path} does not hold the number of an epoch; restore it from a backup")
-        return int(text)
 
 
 class SumClient:
@@ -127,7 +89,9 @@ class SumClient:
         agreement: what all parties agree on.
         identity: the private key whose public half the roster has for `number`.
         last_epoch: remembers the last epoch: called without argument to ask, with one to write it down durably.
-            `EpochFile` is one. None forgets on restart, which is right only for a client that is never restarted.
+            `EpochFile` is one.
+        keep: remembers everything, and has the state of an earlier process, which this client goes on from. Without
+            `keep` or `last_epoch` a restart is forgotten, which is right only for a client that is never restarted.
         seed: makes everything reproducible, and voids every claim.
     """
 
@@ -138,16 +102,21 @@ class SumClient:
         identity: Ed25519PrivateKey,
         number: int,
         last_epoch: Callable[..., int] | None = None,
+        keep: StateFile | None = None,
         seed: int | None = None,
     ) -> None:
         if agreement.roster.keys[agreement.roster.check(number)] != public_key(identity):
             raise InvalidParameter(f"the identity key is not the one that the roster has for client {number}")
         self.agreement, self.number, self._identity = agreement, number, identity
-        self._last_epoch = last_epoch
-        self._epoch = -1 if last_epoch is None else last_epoch()
+        self._last_epoch, self._keep = last_epoch, keep
+        self._state = ClientState()
+        if keep is not None:
+            epoch, kept = keep.load()
+            self._state = ClientState(epoch) if kept is None else read_state(kept, agreement, number)
+        if last_epoch is not None:
+            self._state.epoch = max(self._state.epoch, last_epoch())
         self._seed = None if seed is None else check_int("seed", seed, 0, 2**63 - 1)
         self._private = privacy_rng() if seed is None else None
-        self._batch: _Batch | None = None
 
     @property
     def seeded(self) -> bool:
@@ -163,10 +132,21 @@ class SumClient:
         return seeded_rng(seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
 
     def _header(self, kind: Kind, round: int, rounds: int = 1) -> SumHeader:
-        batch = self._current()
-        return SumHeader(
-            kind=kind, epoch=batch.epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded
-        )
+        epoch = self._current().epoch
+        return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded)
+
+    def _batch_header(self, kind: Kind) -> SumHeader:
+        return self._header(kind, self._current().first_round, self._current().count)
+
+    def _remember(self) -> None:
+        """Write the state down; whoever answers calls this before it returns."""
+        if self._keep is None:
+            return
+        try:
+            self._keep.save(self._state.epoch, write_state(self._state, self.agreement, self.number))
+        except BaseException:
+            self._state.batch = None  # what is not written is not said, now or later
+            raise
 
     def answer(self, message: Bytes) -> bytes:
         """Answer any message of the server; empty where nothing is due. What engines call.
@@ -176,14 +156,17 @@ class SumClient:
         """
         match messages.message_kind(message):
             case Kind.BATCH:
-                header = messages.read_batch(message, self.agreement)
+                header, agreed = messages.read_batch(message, self.agreement)
                 if header.client != self.number:
                     raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
-                return self.keys(epoch=header.epoch, first_round=header.round, rounds=header.rounds)
+                cohort = agreed.members.clients
+                return self.keys(epoch=header.epoch, first_round=header.round, rounds=header.rounds, cohort=cohort)
             case Kind.KEY_BUNDLE:
                 return self.shares(message)
             case Kind.SHARE_BUNDLE:
-                self.take_shares(message)
+                return self.take_shares(message)
+            case Kind.PARTNER_BUNDLE:
+                self.take_partners(message)
                 return b""
             case Kind.SURVIVORS:
                 return self.sign(message)
@@ -194,149 +177,210 @@ class SumClient:
 
     def ready(self, round: int) -> bool:
         """Whether `mask` can answer this round."""
-        batch = self._batch
-        return batch is not None and batch.partners is not None and round in batch.secrets and round not in batch.rounds
+        batch = self._state.batch
+        return batch is not None and self._complete(batch) and round in batch.secrets and round not in batch.rounds
+
+    @staticmethod
+    def _complete(batch: BatchState) -> bool:
+        return batch.partners is not None and (batch.agreement.rule.sparse is None or batch.strangers is not None)
 
     # Step 1 and 2: keys and shares, for a batch of rounds.
 
-    def keys(self, *, epoch: int, first_round: int, rounds: int) -> bytes:
+    def keys(self, *, epoch: int, first_round: int, rounds: int, cohort: Iterable[int] | None = None) -> bytes:
         """Begin a batch: fresh secrets for each of its rounds. Those of the batch before are forgotten.
 
-        Asked again for the same batch, the same bytes.
+        Asked again for the same batch, the same bytes. cohort: who takes part, where it is not everybody.
 
         Raises:
-            WrongRound: the epoch is not above all epochs so far.
+            WrongRound: the epoch is not above all epochs so far. TooFewClients, ForeignClient: of the cohort.
         """
         check_int("epoch", epoch, 0, 2**63 - 1)
         check_int("first_round", first_round, 0, 2**53 - messages.MAX_BATCH)
         check_int("rounds", rounds, 1, messages.MAX_BATCH)
-        batch = self._batch
+        agreed = self.agreement if cohort is None else self.agreement.of(cohort)
+        if self.number not in agreed.members.place:
+            raise ForeignClient(f"client {self.number} is not in the cohort that it was asked to join")
+        state, batch = self._state, self._state.batch
         if batch is not None and (batch.epoch, batch.first_round, batch.count) == (epoch, first_round, rounds):
-            return batch.message
-        if epoch <= self._epoch:
-            raise WrongRound(f"epoch {epoch} is not above {self._epoch}, the last one that client {self.number} saw")
+            if batch.agreement.session != agreed.session:
+                raise ReplacedKeys(f"another cohort than before for epoch {epoch}; the first one stands")
+            return batch.keys
+        if epoch <= state.epoch:
+            raise WrongRound(f"epoch {epoch} is not above {state.epoch}, the last one that client {self.number} saw")
         if self._last_epoch is not None:
             self._last_epoch(epoch)
-        self._epoch = epoch
-        common = self.source("batch", first_round)
-        cipher = X25519PrivateKey.from_private_bytes(common.words(4).tobytes())
+        state.epoch = epoch
+        if not state.cipher:
+            state.cipher = self.source("cipher", 0).words(4).tobytes()
+        nonce = self.source("batch", first_round).words(2).tobytes()
         secrets = {number: self._draw(number) for number in range(first_round, first_round + rounds)}
-        self._batch = _Batch(epoch, first_round, rounds, cipher, secrets, b"")
-        unsigned = messages.write_keys(
-            self._header(Kind.KEYS, first_round, rounds),
-            self.agreement,
-            cipher=cipher.public_key().public_bytes_raw(),
-            masks=[self._mask_key(number).public_key().public_bytes_raw() for number in secrets],
+        state.batch = batch = BatchState(agreed, epoch, first_round, rounds, b"", secrets)
+        cipher = X25519PrivateKey.from_private_bytes(state.cipher).public_key().public_bytes_raw()
+        signature = self._identity.sign(messages.keys_statement(agreed, self.number, cipher))
+        batch.keys = messages.write_keys(
+            self._batch_header(Kind.KEYS), agreed, cipher=cipher, nonce=nonce, signature=signature
         )
-        self._batch.message = unsigned + self._identity.sign(messages.keys_statement(unsigned))
-        return self._batch.message
+        self._remember()
+        return batch.keys
 
-    def _draw(self, number: int) -> _Secrets:
+    def _draw(self, number: int) -> Secrets:
         drawn = self.source("round", number).words(6).tobytes()
         noise, parts = self.agreement.noise, self.agreement.noise.parts
-        return _Secrets(
+        return Secrets(
             self_seed=drawn[:16],
             mask_seed=drawn[16:32],
-            noise_seeds=noise.seeds(drawn[32:48], self.agreement.session, count=parts),
+            noise_seeds=noise.seeds(drawn[32:48], self.agreement.run_digest, count=parts),
         )
 
-    def _mask_key(self, number: int) -> X25519PrivateKey:
-        seed = self._current().secrets[number].mask_seed
-        return mask_key(seed, self.agreement.session, client=self.number, round=number)
-
     def shares(self, bundle: Bytes) -> bytes:
-        """Read the others' keys and encrypt a share of every secret to each of them.
+        """Read the neighbours' keys, encrypt a share of every secret to each of them, and wrap the keys of the masks.
 
         Raises:
             BadSignature, ForeignClient, WrongRound, TooFewClients: of the bundle or of a Keys message in it.
             ReplacedKeys: other keys than before.
         """
-        batch, rule = self._current(), self.agreement.rule
-        if batch.bundle is not None:
-            if batch.bundle != bytes(bundle):
-                raise ReplacedKeys(f"other keys than before for epoch {batch.epoch}; the first ones stand")
-            return batch.shares_message
-        header, parts = messages.read_key_bundle(bundle, self.agreement)
-        self._expect(header, batch.first_round, batch.count)
-        peers = {client: self._peer(client, part) for client, part in parts.items()}
-        if len(peers) < rule.share_threshold:
-            raise TooFewClients(f"{len(peers)} others sent keys, {rule.share_threshold} must take part")
-        sealed = self._sealed(peers)
-        batch.peers, batch.bundle = peers, bytes(bundle)
-        batch.shares_message = messages.write_shares(
-            self._header(Kind.SHARES, batch.first_round, batch.count), self.agreement, sealed
-        )
-        return batch.shares_message
-
-    def _peer(self, client: int, part: memoryview) -> Keys:
-        keys = messages.read_keys(part, self.agreement)
         batch = self._current()
-        if keys.header.client != client or client == self.number:
+        agreed, digest = batch.agreement, hashlib.sha256(bundle).digest()
+        if batch.bundle:
+            if batch.bundle != digest:
+                raise ReplacedKeys(f"other keys than before for epoch {batch.epoch}; the first ones stand")
+            return batch.shares
+        header, parts = messages.read_key_bundle(bundle, agreed)
+        self._expect(header, batch.first_round, batch.count)
+        found = {client: self._peer(client, part) for client, part in parts.items()}
+        peers = {client: keys for client, keys in found.items() if keys is not None}
+        if len(peers) < agreed.rule.share_threshold:
+            raise TooFewClients(f"{len(peers)} others sent keys, {agreed.rule.share_threshold} must take part")
+        batch.peers, batch.bundle = peers, digest
+        masks = [client for client in agreed.graph.masks(self.number) if client in peers]
+        batch.pairs = {client: self._pair_keys(client) for client in masks}
+        said = Shares(header=self._batch_header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
+        batch.shares = messages.write_shares(said, agreed)
+        self._remember()
+        return batch.shares
+
+    def _peer(self, client: int, part: memoryview) -> Keys | None:
+        """A neighbour's keys; None if they give no secret."""
+        batch, common = self._current(), self._state.common
+        keys = messages.read_keys(part, batch.agreement)
+        if keys.header.client != client or client not in batch.agreement.graph.holders(self.number):
             raise ForeignClient(f"keys of client {keys.header.client} in the place of client {client}")
         said = (keys.header.epoch, keys.header.round, keys.header.rounds)
         if said != (batch.epoch, batch.first_round, batch.count):
             raise WrongRound(f"keys of client {client} are for (epoch, round, rounds) = {said}")
+        if client not in common or common[client][0] != keys.cipher:
+            keys.verify(batch.agreement)
+            try:
+                secret = agree(X25519PrivateKey.from_private_bytes(self._state.cipher), keys.cipher)
+            except ForeignClient:
+                return None  # a key of low order: no channel, so no partner
+            common[client] = (keys.cipher, secret)
         return keys
 
-    def _sealed(self, peers: dict[int, Keys]) -> dict[int, bytes]:
-        """The encrypted shares for each of the others."""
-        batch, rule, place = self._current(), self.agreement.rule, self.agreement.roster.place
-        points = [place[client] + 1 for client in peers]
-        shares: dict[int, list[bytes]] = {client: [] for client in peers}
-        for number, own in batch.secrets.items():
-            rng = self.source("shares", number)
-            for secret in (own.self_seed, own.mask_seed, *own.noise_seeds):
-                made = split(secret, points, threshold=rule.share_threshold, rng=rng)
-                for client, share in zip(shares, made, strict=True):
-                    shares[client].append(share)
-        sealed = {}
-        for client, keys in peers.items():
-            try:
-                key = self._channel(keys, sender=batch.digest, receiver=keys.digest)
-            except ForeignClient:
-                continue  # a key of low order: no channel, so no partner
-            sealed[client] = AESGCM(key).encrypt(_NONCE, b"".join(shares[client]), None)
-        return sealed
+    def _pair_keys(self, client: int) -> bytes:
+        batch = self._current()
+        own, other = batch.digest, batch.peers[client].digest
+        lower, higher = (own, other) if self.number < client else (other, own)
+        secret, session = self._state.common[client][1], batch.agreement.session
+        return pair_keys(secret, session, lower=lower, higher=higher, rounds=batch.count)
 
-    def _channel(self, peer: Keys, *, sender: bytes, receiver: bytes) -> bytes:
+    def _sealed(self) -> dict[int, bytes]:
+        """The encrypted shares for each of the holders."""
+        batch = self._current()
+        point = {client: index + 1 for index, client in enumerate(batch.agreement.graph.holders(self.number))}
+        secrets = b"".join(own.self_seed + own.mask_seed + b"".join(own.noise_seeds) for own in batch.secrets.values())
+        made = split(
+            secrets,
+            [point[client] for client in batch.peers],
+            threshold=batch.agreement.rule.share_threshold,
+            rng=self.source("shares", batch.first_round),
+        )
+        return {
+            client: AESGCM(self._channel("channel", client, sender=True)).encrypt(_NONCE, text, None)
+            for client, text in zip(batch.peers, made, strict=True)
+        }
+
+    def _wrapped(self) -> bytes:
+        """For each round the keys of the masks, hidden by its mask seed: who opens that has these keys alone."""
+        batch, wrapped = self._current(), []
+        for offset, own in enumerate(batch.secrets.values()):
+            start = KEY_BYTES * offset
+            check, pads = wrap_stream(own.mask_seed, len(batch.pairs))
+            wrapped += [check, xor(pads, b"".join(keys[start : start + KEY_BYTES] for keys in batch.pairs.values()))]
+        return b"".join(wrapped)
+
+    def _channel(self, purpose: str, client: int, *context: bytes, sender: bool) -> bytes:
         """The key of one direction between this client and a peer, bound to the Keys messages of both."""
-        secret = agree(self._current().cipher, peer.cipher)
-        return derive(secret, "channel", self.agreement.session, sender, receiver)
+        batch = self._current()
+        ends = (batch.digest, batch.peers[client].digest)
+        first, second = ends if sender else ends[::-1]
+        return derive(self._state.common[client][1], purpose, batch.agreement.session, first, second, *context)
 
-    def take_shares(self, bundle: Bytes) -> None:
+    def take_shares(self, bundle: Bytes) -> bytes:
         """Open what the others sent; those who sent something now are the partners of this batch.
 
-        What opens was made by a client that knew this client's fresh keys: old keys, played again by the server, do
-        not pass.
+        What opens was made by a client that knew this client's fresh nonce: old keys, played again by the server, do
+        not pass. On a sparse graph the answer states, to the holders of this client's shares, whom it shares masks
+        with; else it is empty.
 
         Raises:
             BadShares: something does not open. TooFewClients: too few are left.
         """
-        batch, rule = self._current(), self.agreement.rule
-        if batch.bundle is None:
+        batch, digest = self._current(), hashlib.sha256(bundle).digest()
+        rule = batch.agreement.rule
+        if not batch.bundle:
             raise WrongRound("shares before keys")
-        header, sealed = messages.read_shares(bundle, self.agreement, Kind.SHARE_BUNDLE)
+        if batch.partners is not None:
+            if batch.share_bundle != digest:
+                raise ReplacedKeys(f"other shares than before for epoch {batch.epoch}; the first ones stand")
+            return batch.statement
+        header, sealed = messages.read_share_bundle(bundle, batch.agreement)
         self._expect(header, batch.first_round, batch.count)
         opened = {client: self._open(client, part) for client, part in sealed.items()}
-        if batch.partners is not None:
-            if batch.held != opened:
-                raise ReplacedKeys(f"other shares than before for epoch {batch.epoch}; the first ones stand")
-            return
         if len(opened) < rule.share_threshold:
             raise TooFewClients(f"{len(opened)} others sent shares, {rule.share_threshold} must take part")
-        batch.partners, batch.held = frozenset(opened), opened
+        batch.partners, batch.held, batch.share_bundle = frozenset(opened), opened, digest
+        if rule.sparse is not None:
+            bits = messages.partner_bits(batch.agreement, self.number, batch.partners)
+            tags = {
+                client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES] for client in opened
+            }
+            batch.statement = messages.write_partners(self._batch_header(Kind.PARTNERS), batch.agreement, bits, tags)
+        self._remember()
+        return batch.statement
 
     def _open(self, client: int, sealed: bytes) -> bytes:
-        batch = self._current()
-        if client not in batch.peers:
+        if client not in self._current().peers:
             raise ForeignClient(f"shares of client {client}, whose keys were not shown")
-        peer = batch.peers[client]
         try:
-            key = self._channel(peer, sender=peer.digest, receiver=batch.digest)
-            text = AESGCM(key).decrypt(_NONCE, sealed, None)
+            return AESGCM(self._channel("channel", client, sender=False)).decrypt(_NONCE, sealed, None)
         except InvalidTag as error:
             raise BadShares(f"the shares of client {client} do not open: made for other keys, or changed") from error
-        return text
+
+    def take_partners(self, bundle: Bytes) -> None:
+        """On a sparse graph: whom each neighbour whose shares this client holds shares masks with.
+
+        Raises:
+            BadShares: a statement that its client did not make.
+        """
+        batch = self._current()
+        if batch.partners is None or batch.agreement.rule.sparse is None:
+            raise WrongRound("statements of partners before the shares, or on a full graph")
+        header, said = messages.read_partner_bundle(bundle, batch.agreement)
+        self._expect(header, batch.first_round, batch.count)
+        strangers = {}
+        for client, (bits, tag) in said.items():
+            if client not in batch.partners:
+                raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
+            expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
+            if not hmac.compare_digest(expected, tag):
+                raise BadShares(f"client {client} did not make this statement of its partners")
+            partners = messages.read_partner_bits(batch.agreement, client, bits)
+            strangers[client] = frozenset(batch.agreement.graph.masks(client)) - partners
+        if batch.strangers is not None and batch.strangers != strangers:
+            raise ReplacedKeys(f"other statements than before for epoch {batch.epoch}; the first ones stand")
+        batch.strangers = strangers
+        self._remember()
 
     # Steps 3 to 5: one round.
 
@@ -348,40 +392,46 @@ class SumClient:
         Raises:
             RoundUsed: the round was masked before. WrongRound: it is not in the batch.
         """
-        batch, agreement = self._current(), self.agreement
-        if batch.partners is None:
+        batch = self._current()
+        agreed = batch.agreement
+        if not self._complete(batch):
             raise WrongRound("a masked vector before the shares")
         if round in batch.rounds:
             raise RoundUsed(f"round {round} was masked before; its masks are not used for a second vector")
         if round not in batch.secrets:
             raise WrongRound(f"round {round} is not among the {batch.count} rounds from {batch.first_round} on")
-        if codes.shape != (agreement.dimension,) or codes.dtype.kind != "u":
-            raise InvalidParameter(f"codes must be {agreement.dimension} unsigned integers, got {codes.shape}")
-        batch.rounds[round] = state = _Round(bytearray())
-        own, session = batch.secrets[round], agreement.session
-        lanes = codes.astype(lane_type(agreement.width))
+        if codes.shape != (agreed.dimension,) or codes.dtype.kind != "u":
+            raise InvalidParameter(f"codes must be {agreed.dimension} unsigned integers, got {codes.shape}")
+        assert batch.partners is not None
+        batch.rounds[round] = RoundState()
+        self._remember()
+        own = batch.secrets[round]
+        lanes = codes.astype(lane_type(agreed.width))
         if own.noise_seeds:
-            agreement.noise.add_from(0, own.noise_seeds[0], lanes, session)
+            agreed.noise.add_from(0, own.noise_seeds[0], lanes, agreed.run_digest)
         scratch = scratch_for(lanes)
-        add_mask(lanes, self_key(own.self_seed, session, client=self.number, round=round), scratch=scratch)
-        key = self._mask_key(round)
-        for client in sorted(batch.partners):
-            other = batch.peers[client].masks[round - batch.first_round]
-            lower, higher = min(client, self.number), max(client, self.number)
-            pair = pair_key(key, other, session, lower=lower, higher=higher, round=round)
-            add_mask(lanes, pair, scratch=scratch, subtract=client < self.number)
-        state.masked = messages.write_masked(self._header(Kind.MASKED, round), agreement, lanes)
-        return state.masked
+        key = self_key(own.self_seed, agreed.session, client=self.number, round=round)
+        add_mask(lanes, key, scratch=scratch)
+        start = KEY_BYTES * (round - batch.first_round)
+        for client, keys in batch.pairs.items():
+            if client in batch.partners:
+                add_mask(lanes, keys[start : start + KEY_BYTES], scratch=scratch, subtract=client < self.number)
+        return messages.write_masked(self._header(Kind.MASKED, round), agreed, lanes)
 
     def sign(self, survivors: Bytes) -> bytes:
         """Sign the list of survivors, the first one that is shown for a round and no other.
 
+        On a sparse graph only the committee signs, and the answer of the others is empty; they keep the list.
+
         Raises:
-            TooFewClients: too few. ForeignClient: this client is not on it, or one that it shares no mask with is.
+            TooFewClients: too few, or too few near a survivor. ForeignClient: this client is not on it, or one that it
+                must share a mask with and does not.
             ConflictingSurvivors: not the list that was shown first.
         """
-        header, listed = messages.read_survivors(survivors, self.agreement)
-        state, rule, batch = self._state(header), self.agreement.rule, self._current()
+        batch = self._current()
+        agreed = batch.agreement
+        header, listed = messages.read_survivors(survivors, agreed)
+        state, rule, graph = self._round(header), agreed.rule, agreed.graph
         assert batch.partners is not None
         if state.survivors is not None:
             if state.survivors != listed:
@@ -391,72 +441,104 @@ class SumClient:
             raise ForeignClient(f"client {self.number} is not among the survivors of round {header.round}")
         if len(listed) < rule.fewest:
             raise TooFewClients(f"{len(listed)} survivors of {rule.clients}, at least {rule.fewest} must be in a sum")
-        strangers = set(listed) - batch.partners - {self.number}
+        strangers = set(listed) & set(graph.masks(self.number)) - batch.partners
         if strangers:  # it may not be in the sum at all, and noise would be taken out that is needed
             raise ForeignClient(f"client {min(strangers)} is listed as a survivor and shares no mask with this client")
-        statement = messages.survivors_statement(
-            self.agreement, epoch=batch.epoch, round=header.round, survivors=listed
-        )
-        state.survivors = listed
-        state.signature = messages.write_signature(
-            self._header(Kind.SIGNATURE, header.round), self.agreement, self._identity.sign(statement)
-        )
+        if self.number in graph.committee:
+            alone = graph.too_far_away(listed)
+            if alone:
+                raise TooFewClients(f"too many neighbours of client {alone[0]} are missing from the list of survivors")
+            statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=header.round, survivors=listed)
+            signature = self._identity.sign(statement)
+            state.signature = messages.write_signature(self._header(Kind.SIGNATURE, header.round), agreed, signature)
+        state.survivors, state.check = listed, self.source("check", header.round).words(2).tobytes()
+        self._remember()
         return state.signature
 
     def unmask(self, certificate: Bytes) -> bytes:
-        """Reveal what opens the sum over the survivors, once a quorum of them has signed the list this client signed.
+        """Reveal what opens the sum over the survivors, once a quorum has signed the list that this client was shown.
 
         Raises:
-            TooFewClients: fewer signatures than the quorum. BadSignature: one does not fit this client's list.
+            TooFewClients: fewer signatures than the quorum. BadSignature: one does not fit this client's list; on a
+                sparse graph, where not all are looked at, the round is over for this client then.
         """
-        header, signatures = messages.read_certificate(certificate, self.agreement)
-        state, rule, batch = self._state(header), self.agreement.rule, self._current()
+        batch = self._current()
+        agreed = batch.agreement
+        header, signatures = messages.read_certificate(certificate, agreed)
+        state, rule = self._round(header), agreed.rule
         if state.survivors is None:
             raise WrongRound(f"signatures on a list of round {header.round} that was not shown")
         if state.unmasking:
             return state.unmasking
+        if state.refused:
+            raise RoundUsed(f"a forged signature was shown in round {header.round}; nothing is revealed in it any more")
         if len(signatures) < rule.quorum:
             raise TooFewClients(f"{len(signatures)} signatures on the list of survivors, {rule.quorum} are needed")
-        statement = messages.survivors_statement(
-            self.agreement, epoch=batch.epoch, round=header.round, survivors=state.survivors
-        )
-        for client, signature in sorted(signatures.items())[: rule.quorum]:
-            if client not in state.survivors:
-                raise ForeignClient(f"client {client} signed a list that it is not on")
-            self.agreement.roster.verify(client, signature, statement)
-        state.unmasking = messages.write_unmasking(self._revealed(header.round, state.survivors), self.agreement)
+        foreign = signatures.keys() - frozenset(state.survivors)
+        if foreign:
+            raise ForeignClient(f"client {min(foreign)} signed a list that it is not on")
+        self._verify(header.round, state, signatures)
+        revealed = self._revealed(header.round, state.survivors)
+        state.unmasking = messages.write_unmasking(revealed, agreed)
         del batch.secrets[header.round]
+        self._remember()
         return state.unmasking
 
+    def _verify(self, round: int, state: RoundState, signatures: dict[int, bytes]) -> None:
+        """Verify as many signatures as the thresholds say: the first, or on a sparse graph some drawn in private."""
+        batch = self._current()
+        agreed, order = batch.agreement, sorted(signatures)
+        assert state.survivors is not None
+        if agreed.rule.sparse is not None:
+            drawn = np.frombuffer(keystream(state.check, 8 * len(order)), dtype="<u8")
+            order = [order[index] for index in np.argsort(drawn, kind="stable")]
+        statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=round, survivors=state.survivors)
+        try:
+            for client in order[: agreed.rule.checked]:
+                agreed.members.verify(client, signatures[client], statement)
+        except BadSignature:
+            state.refused = agreed.rule.sparse is not None  # a second try would be a second draw
+            self._remember()
+            raise
+
     def _revealed(self, round: int, survivors: tuple[int, ...]) -> Unmasking:
-        batch, agreement = self._current(), self.agreement
-        noise, per_round = agreement.noise, messages.secrets_per_round(agreement) * SHARE_BYTES
-        rank = {client: index for index, client in enumerate(survivors)}
+        batch = self._current()
+        agreed = batch.agreement
+        noise, per_round = agreed.noise, messages.secrets_per_round(agreed) * SHARE_BYTES
         first = (round - batch.first_round) * per_round
-        for_survivors, for_missing = {}, {}
+        listed, for_survivors, for_missing = frozenset(survivors), {}, {}
         for client, text in batch.held.items():
             shares = text[first : first + per_round]
-            if client not in rank:
+            if client not in listed:
                 for_missing[client] = shares[SHARE_BYTES : 2 * SHARE_BYTES]
                 continue
-            part = noise.first_unneeded(len(survivors), rank[client])
+            if batch.strangers is not None:
+                if client not in batch.strangers:
+                    continue  # nobody knows whom it shares masks with: nothing of it is revealed
+                if not batch.strangers[client].isdisjoint(listed):
+                    cut = min(batch.strangers[client] & listed)
+                    raise ForeignClient(f"client {client} is listed with client {cut} and shares no mask with it")
+            part = noise.first_unneeded(len(survivors), bisect_left(survivors, client))
             start = (2 + part) * SHARE_BYTES
             seed_share = shares[start : start + SHARE_BYTES] if part < noise.parts else _NO_SHARE
             for_survivors[client] = (shares[:SHARE_BYTES], seed_share)
-        own = batch.secrets[round]
-        unneeded = own.noise_seeds[noise.first_unneeded(len(survivors), rank[self.number]) :]
+        own, self_seed, noise_seed = batch.secrets[round], _NO_SEED, _NO_SEED
+        if agreed.rule.sparse is None:  # elsewhere a client could be deceived, and its neighbours with it
+            self_seed = own.self_seed
+            unneeded = own.noise_seeds[noise.first_unneeded(len(survivors), bisect_left(survivors, self.number)) :]
+            noise_seed = unneeded[0] if unneeded else _NO_SEED
         return Unmasking(
             header=self._header(Kind.UNMASKING, round),
-            self_seed=own.self_seed,
-            noise_seed=unneeded[0] if unneeded else _NO_SEED,
+            self_seed=self_seed,
+            noise_seed=noise_seed,
             survivors=for_survivors,
             missing=for_missing,
         )
 
-    def _current(self) -> _Batch:
-        if self._batch is None:
+    def _current(self) -> BatchState:
+        if self._state.batch is None:
             raise WrongRound("no batch of rounds has begun")
-        return self._batch
+        return self._state.batch
 
     def _expect(self, header: SumHeader, round: int, rounds: int) -> None:
         batch = self._current()
@@ -467,7 +549,7 @@ class SumClient:
                 f"a message of epoch {header.epoch}, round {header.round}, in epoch {batch.epoch}, round {round}"
             )
 
-    def _state(self, header: SumHeader) -> _Round:
+    def _round(self, header: SumHeader) -> RoundState:
         batch = self._current()
         self._expect(header, header.round, 1)
         if header.round not in batch.rounds:

@@ -1,50 +1,64 @@
-"""The thresholds of a secure sum: what every client insists on, whatever the server says.
+"""Who is whose neighbour in a secure sum, and the thresholds that every client insists on, whatever the server says.
 
-n clients; at most f of them are missing from a sum, at most t collude with the server. Every pair of clients shares a
-mask (the full graph of Bonawitz et al., 2017), and everybody holds a share of everybody else's secrets.
+n clients; at most f of them are missing from a sum, at most t collude with the server. Up to `FULL_GRAPH` clients every
+pair shares a mask and everybody holds shares of everybody else's secrets (Bonawitz et al., 2017); beyond it each client
+has a few neighbours (Bell et al., 2020; `sparse`).
 
-quorum: T = floor((n + t) / 2) + 1 signatures on a list of survivors. Two lists that both have so many have more than t
-signers in common, so an honest client signed both, which none does: there is one list L. A client signs it only if it
-shares a mask with every other client on it, and if at most f are missing.
-
-share threshold: T - 1 of the others open a secret, and a client wants that many partners.
+The full graph. Quorum: T = floor((n + t) / 2) + 1 signatures on a list of survivors. Two lists that both have so many
+have more than t signers in common, so an honest client signed both, which none does: there is one list L. A client
+signs it only if it shares a mask with every other client on it, and if at most f are missing. Share threshold: T - 1 of
+the others open a secret, and a client wants that many partners.
 
 What is opened is the sum over all honest clients of L, never over fewer. Let S be the honest clients whose vectors the
 server adds up. A mask between two clients of L cannot be removed unless both vectors are in the sum, since their mask
-keys stay secret (t < T - 1). If S holds a client that signed, all honest clients of L are its partners, so S is all of
+seeds stay secret (t < T - 1). If S holds a client that signed, all honest clients of L are its partners, so S is all of
 them. If it holds none, S and the T - t or more honest signers are apart, so a client of S has at most n + t - T - 1
 partners among S, the colluders and those missing from L: fewer than the T - 1 that it wants.
 
-A sparse graph (Bell et al., 2020) would be cheaper for many clients. There a client cannot vouch for survivors that it
-shares no mask with: a server could list clients that it had cut off, and be shown noise that is needed.
+The sparse graph comes to the same by another way, except with a probability that is computed: Claim 12.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from bqsgd.errors import Infeasible
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd.errors import Infeasible, InvalidParameter
 from bqsgd.params import check_int
-from bqsgd.secure.roster import MAX_CLIENTS
+from bqsgd.secure.masks import derive, keystream
+from bqsgd.secure.roster import MAX_CLIENTS, Roster
+from bqsgd.secure.sparse import Sparse, sparse_numbers
+
+FULL_GRAPH = 200
+"""Most clients of a sum in which everybody is everybody's neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """The numbers that every client of a sum insists on; `thresholds` checks them."""
+    """The numbers that every client of a sum insists on; `thresholds` checks them. sparse: those of a sparse graph."""
 
     clients: int
     dropouts: int
     colluders: int
+    sparse: Sparse | None = None
 
     @property
     def quorum(self) -> int:
-        """Signatures on one list of survivors: more than half of all clients and colluders together."""
-        return (self.clients + self.colluders) // 2 + 1
+        """Signatures on one list of survivors: on the full graph more than half of clients and colluders together."""
+        return (self.clients + self.colluders) // 2 + 1 if self.sparse is None else self.sparse.quorum
+
+    @property
+    def checked(self) -> int:
+        """Signatures that each client verifies."""
+        return self.quorum if self.sparse is None else self.sparse.checked
 
     @property
     def share_threshold(self) -> int:
         """Shares that open a secret, and partners that a client wants."""
-        return self.quorum - 1
+        return self.quorum - 1 if self.sparse is None else self.sparse.threshold
 
     @property
     def fewest(self) -> int:
@@ -55,6 +69,11 @@ class Thresholds:
     def honest(self) -> int:
         """Clients that surely are in the sum and tell nobody their noise: n - f - t."""
         return self.clients - self.dropouts - self.colluders
+
+    @property
+    def failure(self) -> float:
+        """Bound on the probability that a round is not safe, beside the cryptography: 0 on the full graph."""
+        return 0.0 if self.sparse is None else self.sparse.failure
 
 
 def thresholds(*, clients: int, dropouts: int, colluders: int) -> Thresholds:
@@ -71,6 +90,8 @@ def thresholds(*, clients: int, dropouts: int, colluders: int) -> Thresholds:
     check_int("clients", n, 2, MAX_CLIENTS)
     check_int("dropouts", f, 0, n - 1)
     check_int("colluders", t, 0, n - 1)
+    if n > FULL_GRAPH:
+        return Thresholds(clients=n, dropouts=f, colluders=t, sparse=sparse_numbers(n, f, t))
     rule = Thresholds(clients=n, dropouts=f, colluders=t)
     if n - f < rule.quorum:
         raise Infeasible(
@@ -84,3 +105,74 @@ def thresholds(*, clients: int, dropouts: int, colluders: int) -> Thresholds:
             f"vector would be all there is to hide in; at most {n - f - 2} colluders are possible"
         )
     return rule
+
+
+class Graph:
+    """The neighbours of every client of a sum.
+
+    Raises:
+        InvalidParameter: a sparse graph from a roster without a seed.
+    """
+
+    def __init__(self, roster: Roster, rule: Thresholds) -> None:
+        self._roster, self._sparse = roster, rule.sparse
+        self._masks: dict[int, tuple[int, ...]] = {}
+        self._holders: dict[int, tuple[int, ...]] = {}
+        if rule.sparse is not None and not roster.seed:
+            raise InvalidParameter(
+                f"a sum over {rule.clients} clients needs a roster with a seed: make it with `bqsgd secure roster`"
+            )
+
+    def masks(self, client: int) -> tuple[int, ...]:
+        """Those that a client shares masks with, ascending."""
+        if self._sparse is None:
+            return self.holders(client)
+        return self._kept(self._masks, client, self._sparse.masks)
+
+    def holders(self, client: int) -> tuple[int, ...]:
+        """Those that hold shares of a client's secrets, ascending; the first has the share at point 1."""
+        return self._kept(self._holders, client, 0 if self._sparse is None else self._sparse.holders)
+
+    def _kept(self, known: dict[int, tuple[int, ...]], client: int, slots: int) -> tuple[int, ...]:
+        if client not in known:
+            clients, place = self._roster.clients, self._roster.place[client]
+            near = clients if self._sparse is None else (clients[other] for other in self._slots[:slots, place])
+            known[client] = tuple(sorted(set(near) - {client}))
+        return known[client]
+
+    @cached_property
+    def committee(self) -> tuple[int, ...]:
+        """Those that sign lists of survivors, ascending."""
+        clients = self._roster.clients
+        if self._sparse is None:
+            return clients
+        chosen = self._order(self._sparse.holders // 2)[: self._sparse.committee]
+        return tuple(clients[place] for place in np.sort(chosen))
+
+    def too_far_away(self, survivors: tuple[int, ...]) -> tuple[int, ...]:
+        """Survivors that miss more of their mask slots than a list may have; nobody on the full graph."""
+        if self._sparse is None:
+            return ()
+        there = np.zeros(len(self._roster.clients), dtype=np.bool_)
+        places = np.array([self._roster.place[client] for client in survivors])
+        there[places] = True
+        missing = (~there[self._slots[: self._sparse.masks]]).sum(axis=0)
+        return tuple(survivors[index] for index in np.flatnonzero(missing[places] > self._sparse.away))
+
+    @cached_property
+    def _slots(self) -> npt.NDArray[np.int32]:
+        """Row 2a, 2a + 1: everybody's successor and predecessor in order a; one column per place in the roster."""
+        assert self._sparse is not None
+        count = len(self._roster.clients)
+        slots = np.empty((self._sparse.holders, count), dtype=np.int32)
+        for index in range(self._sparse.holders // 2):
+            order = self._order(index)
+            slots[2 * index, order] = np.roll(order, -1)
+            slots[2 * index + 1, order] = np.roll(order, 1)
+        return slots
+
+    def _order(self, index: int) -> npt.NDArray[np.int64]:
+        """A random order of all places: that of random words from the roster's seed."""
+        key = derive(self._roster.seed, "graph", self._roster.digest, index)
+        words = np.frombuffer(keystream(key[:16], 8 * len(self._roster.clients)), dtype="<u8")
+        return np.argsort(words, kind="stable")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -18,17 +18,18 @@ import numpy.typing as npt
 
 from bqsgd.errors import BadSecureMessage, FrameError, WrongSession
 from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.masks import Lanes, lane_type
+from bqsgd.secure.masks import KEY_BYTES, Lanes, lane_type
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES
 from bqsgd.wire.fixed import FixedWidth
 
 _MAGIC = b"BQSA"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<4sHBB16sQQII")
 HEADER_BYTES = _HEADER.size
 _PUBLIC_KEY_BYTES = 32
+_NONCE_BYTES = 16
 _SIGNATURE_BYTES = 64
-_TAG_BYTES = 16
+TAG_BYTES = 16
 MAX_BATCH = 1 << 12
 """Most rounds whose keys and shares travel together."""
 _SEEDED = 1
@@ -45,11 +46,13 @@ class Kind(IntEnum):
     KEY_BUNDLE = 2
     SHARES = 3
     SHARE_BUNDLE = 4
-    MASKED = 5
-    SURVIVORS = 6
-    SIGNATURE = 7
-    CERTIFICATE = 8
-    UNMASKING = 9
+    PARTNERS = 5
+    PARTNER_BUNDLE = 6
+    MASKED = 7
+    SURVIVORS = 8
+    SIGNATURE = 9
+    CERTIFICATE = 10
+    UNMASKING = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +120,11 @@ def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
     if flags & ~_SEEDED:
         raise BadSecureMessage(f"unknown flags {flags:#x}")
     if session != agreement.session[:16]:
-        raise WrongSession("the message belongs to another run, roster, size or threshold than agreed")
+        raise WrongSession("the message belongs to another run, roster, cohort, size or threshold than agreed")
     too_far = epoch >= 2**63 or round > 2**53 - MAX_BATCH
-    if too_far or not 1 <= rounds <= MAX_BATCH or (kind > Kind.SHARE_BUNDLE and rounds != 1):
+    if too_far or not 1 <= rounds <= MAX_BATCH or (kind > Kind.PARTNER_BUNDLE and rounds != 1):
         raise BadSecureMessage(f"{rounds} rounds from {round} on in epoch {epoch} cannot be")
-    agreement.roster.check(client)
+    (agreement.roster if kind is Kind.BATCH else agreement.members).check(client)
     return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client, seeded=bool(flags & _SEEDED))
 
 
@@ -132,56 +135,83 @@ def _body(message: Bytes, size: int) -> memoryview:
     return body
 
 
+def _bitmap(places: list[int], size: int) -> bytes:
+    """One bit for each place, the first in the lowest bit."""
+    bits = np.zeros(size, dtype=np.uint8)
+    bits[places] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _places(packed: Bytes, size: int) -> list[int]:
+    """The places whose bits are set."""
+    if len(packed) != (size + 7) // 8:
+        raise BadSecureMessage(f"{size} bits take {(size + 7) // 8} bytes, got {len(packed)}")
+    found: npt.NDArray[np.uint8] = np.frombuffer(packed, np.uint8)
+    bits = np.unpackbits(found, bitorder="little")
+    if bits[size:].any():
+        raise BadSecureMessage("bits after the last one must be zero")
+    return [int(place) for place in np.flatnonzero(bits[:size])]
+
+
 def write_batch(header: SumHeader, agreement: Agreement) -> bytes:
-    """Step 1, down: the server asks for keys for these rounds. It is a header and nothing else."""
-    return header.pack(agreement)
+    """Step 1, down: the server asks for keys for these rounds, and names who takes part: one bit per client of the
+    roster. The session is that without a cohort."""
+    place = agreement.roster.place
+    whole = replace(agreement, cohort=None)
+    named = _bitmap([place[client] for client in agreement.members.clients], len(place))
+    return header.pack(whole) + named
 
 
-def read_batch(message: Bytes, agreement: Agreement) -> SumHeader:
-    """The header of a request for keys."""
+def read_batch(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Agreement]:
+    """The header of a request for keys, and the agreement for the cohort that it names.
+
+    Raises:
+        TooFewClients: not as many clients as were agreed on.
+    """
     header = read_header(message, agreement, Kind.BATCH)
-    _body(message, 0)
-    return header
+    clients = agreement.roster.clients
+    body = memoryview(message)[HEADER_BYTES:]
+    return header, agreement.of(clients[place] for place in _places(body, len(clients)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Step 1, up: a client's public keys for a batch of rounds; signed.
+    """Step 1, up: a client's public key, signed, and a nonce that makes the batch its own.
 
-    cipher: for the encryption of shares. masks: one key per round. digest: of the whole message, which later messages
-    are bound to.
+    digest: of the whole message, which all secrets of the batch are bound to.
     """
 
     header: SumHeader
     cipher: bytes
-    masks: tuple[bytes, ...]
+    nonce: bytes
+    signature: bytes
     digest: bytes
 
+    def verify(self, agreement: Agreement) -> None:
+        """Raise BadSignature unless the client of the roster signed this key for this run."""
+        statement = keys_statement(agreement, self.header.client, self.cipher)
+        agreement.members.verify(self.header.client, self.signature, statement)
 
-def keys_statement(unsigned: Bytes) -> bytes:
-    """What a client signs to send its keys."""
-    return b"bqsgd.secure.keys.v1\x00" + bytes(unsigned)
+
+def keys_statement(agreement: Agreement, client: int, cipher: bytes) -> bytes:
+    """What a client signs to use a key in a run."""
+    return b"bqsgd.secure.keys.v2\x00" + agreement.run_digest + _COUNT.pack(client) + cipher
 
 
-def write_keys(header: SumHeader, agreement: Agreement, *, cipher: bytes, masks: list[bytes]) -> bytes:
-    """The message without its signature, which `keys_statement` says how to make."""
-    return b"".join([header.pack(agreement), cipher, *masks])
+def write_keys(header: SumHeader, agreement: Agreement, *, cipher: bytes, nonce: bytes, signature: bytes) -> bytes:
+    """The bytes of a client's keys."""
+    return header.pack(agreement) + cipher + nonce + signature
 
 
 def read_keys(message: Bytes, agreement: Agreement) -> Keys:
-    """Read the message and verify its signature."""
+    """A client's keys; their signature is not yet verified."""
     header = read_header(message, agreement, Kind.KEYS)
-    size = _PUBLIC_KEY_BYTES * (1 + header.rounds) + _SIGNATURE_BYTES
-    body = _body(message, size)
-    whole = memoryview(message)
-    agreement.roster.verify(
-        header.client, bytes(body[-_SIGNATURE_BYTES:]), keys_statement(whole[: len(whole) - _SIGNATURE_BYTES])
-    )
-    starts = range(_PUBLIC_KEY_BYTES, _PUBLIC_KEY_BYTES * (1 + header.rounds), _PUBLIC_KEY_BYTES)
+    body = bytes(_body(message, _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES))
     return Keys(
         header=header,
-        cipher=bytes(body[:_PUBLIC_KEY_BYTES]),
-        masks=tuple(bytes(body[start : start + _PUBLIC_KEY_BYTES]) for start in starts),
+        cipher=body[:_PUBLIC_KEY_BYTES],
+        nonce=body[_PUBLIC_KEY_BYTES:-_SIGNATURE_BYTES],
+        signature=body[-_SIGNATURE_BYTES:],
         digest=hashlib.sha256(message).digest(),
     )
 
@@ -221,7 +251,7 @@ def _parts(
             raise BadSecureMessage("parts must be in the order of client numbers, each client once")
         if size > len(body) - at or (sizes is not None and size not in sizes):
             raise BadSecureMessage(f"a part of {size} bytes does not fit")
-        agreement.roster.check(client)
+        agreement.members.check(client)
         yield client, body[at : at + size]
         at, last = at + size, client
     if at != len(body):
@@ -239,25 +269,105 @@ def read_key_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, di
 
 
 def secrets_per_round(agreement: Agreement) -> int:
-    """Secrets that a client shares for a round: self-mask, mask key, and a seed for each part of its noise."""
+    """Secrets that a client shares for a round: self-mask, mask seed, and a seed for each part of its noise."""
     return 2 + agreement.noise.parts
 
 
-def share_sizes(agreement: Agreement, rounds: int) -> frozenset[int]:
-    """The one size of an encrypted part."""
-    return frozenset({_TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES})
+def sealed_size(agreement: Agreement, rounds: int) -> int:
+    """Bytes of one receiver's encrypted shares."""
+    return TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES
 
 
-def write_shares(header: SumHeader, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:
-    """Step 2, up: encrypted shares by receiver. Down (SHARE_BUNDLE): by sender."""
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Step 2, up: encrypted shares by receiver, and the wrapped keys of the sender's masks.
+
+    wrapped: round by round, a check of the mask seed and then, for each receiver that the sender shares masks with, in
+    ascending order, the key of their mask; all hidden by the mask seed of the round.
+    """
+
+    header: SumHeader
+    sealed: Mapping[int, bytes]
+    wrapped: bytes
+
+    def masked_with(self, agreement: Agreement) -> tuple[int, ...]:
+        """Whose masks are wrapped, ascending."""
+        return tuple(client for client in agreement.graph.masks(self.header.client) if client in self.sealed)
+
+
+def write_shares(said: Shares, agreement: Agreement) -> bytes:
+    """The bytes of a client's shares: what is wrapped is the part of the sender itself."""
+    return _write_parts(said.header, agreement, {**said.sealed, said.header.client: said.wrapped})
+
+
+def read_shares(message: Bytes, agreement: Agreement) -> Shares:
+    """Encrypted shares and wrapped keys."""
+    header, parts = _read_parts(message, agreement, Kind.SHARES, sizes=None)
+    wrapped = parts.pop(header.client, None)
+    if wrapped is None:
+        raise BadSecureMessage("shares without the wrapped keys of the sender's masks")
+    said = Shares(header=header, sealed={client: bytes(part) for client, part in parts.items()}, wrapped=bytes(wrapped))
+    if any(len(part) != sealed_size(agreement, header.rounds) for part in parts.values()):
+        raise BadSecureMessage("encrypted shares of a wrong length")
+    if len(said.wrapped) != KEY_BYTES * header.rounds * (1 + len(said.masked_with(agreement))):
+        raise BadSecureMessage("wrapped keys of a wrong length")
+    return said
+
+
+def write_share_bundle(header: SumHeader, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:
+    """Step 2, down: what the others sealed for a client, by sender."""
     return _write_parts(header, agreement, sealed)
 
 
-def read_shares(message: Bytes, agreement: Agreement, kind: Kind) -> tuple[SumHeader, dict[int, bytes]]:
-    """Encrypted shares, by receiver (SHARES) or by sender (SHARE_BUNDLE)."""
-    rounds = read_header(message, agreement, kind).rounds
-    header, parts = _read_parts(message, agreement, kind, sizes=share_sizes(agreement, rounds))
+def read_share_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, bytes]]:
+    """Encrypted shares by sender."""
+    rounds = read_header(message, agreement, Kind.SHARE_BUNDLE).rounds
+    sizes = frozenset({sealed_size(agreement, rounds)})
+    header, parts = _read_parts(message, agreement, Kind.SHARE_BUNDLE, sizes=sizes)
     return header, {client: bytes(part) for client, part in parts.items()}
+
+
+def partner_bits(agreement: Agreement, client: int, partners: Collection[int]) -> bytes:
+    """Whom of its mask neighbours a client shares masks with: one bit for each, ascending."""
+    near = agreement.graph.masks(client)
+    return _bitmap([place for place, other in enumerate(near) if other in partners], len(near))
+
+
+def read_partner_bits(agreement: Agreement, client: int, packed: Bytes) -> frozenset[int]:
+    """The partners that a client states."""
+    near = agreement.graph.masks(client)
+    return frozenset(near[place] for place in _places(packed, len(near)))
+
+
+def write_partners(header: SumHeader, agreement: Agreement, bits: bytes, tags: Mapping[int, bytes]) -> bytes:
+    """Step 2, up, on a sparse graph: a client's statement, and for each holder of its shares a tag on it."""
+    return _write_parts(header, agreement, {**tags, header.client: bits})
+
+
+def read_partners(message: Bytes, agreement: Agreement) -> tuple[SumHeader, bytes, dict[int, bytes]]:
+    """A client's statement, and the tags for the holders of its shares."""
+    header, parts = _read_parts(message, agreement, Kind.PARTNERS, sizes=None)
+    bits = bytes(parts.pop(header.client, b""))
+    read_partner_bits(agreement, header.client, bits)
+    if any(len(tag) != TAG_BYTES for tag in parts.values()):
+        raise BadSecureMessage(f"tags have {TAG_BYTES} bytes")
+    return header, bits, {client: bytes(tag) for client, tag in parts.items()}
+
+
+def write_partner_bundle(header: SumHeader, agreement: Agreement, stated: Mapping[int, bytes]) -> bytes:
+    """Step 2, down, on a sparse graph: by sender, the tag and the statement."""
+    return _write_parts(header, agreement, stated)
+
+
+def read_partner_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, tuple[bytes, bytes]]]:
+    """By sender, its statement and the tag on it, which is not yet verified."""
+    header, parts = _read_parts(message, agreement, Kind.PARTNER_BUNDLE, sizes=None)
+    stated = {}
+    for client, part in parts.items():
+        if len(part) < TAG_BYTES:
+            raise BadSecureMessage("a statement without its tag")
+        stated[client] = (bytes(part[TAG_BYTES:]), bytes(part[:TAG_BYTES]))
+    return header, stated
 
 
 def write_masked(header: SumHeader, agreement: Agreement, lanes: Lanes) -> bytearray:
@@ -283,28 +393,23 @@ def read_masked(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Lanes]
 
 
 def write_survivors(header: SumHeader, agreement: Agreement, survivors: tuple[int, ...]) -> bytes:
-    """Step 4, down: one bit per client of the roster, in its order."""
-    bits = np.zeros(agreement.rule.clients, dtype=np.uint8)
-    bits[[agreement.roster.place[client] for client in survivors]] = 1
-    return header.pack(agreement) + np.packbits(bits, bitorder="little").tobytes()
+    """Step 4, down: one bit per client that takes part, in the roster's order."""
+    place = agreement.members.place
+    return header.pack(agreement) + _bitmap([place[client] for client in survivors], len(place))
 
 
 def read_survivors(message: Bytes, agreement: Agreement) -> tuple[SumHeader, tuple[int, ...]]:
     """The survivors' numbers, ascending."""
     header = read_header(message, agreement, Kind.SURVIVORS)
-    n = agreement.rule.clients
-    packed: npt.NDArray[np.uint8] = np.frombuffer(_body(message, (n + 7) // 8), np.uint8)
-    bits = np.unpackbits(packed, bitorder="little")
-    if bits[n:].any():
-        raise BadSecureMessage("bits after the last client must be zero")
-    clients = agreement.roster.clients
-    return header, tuple(clients[place] for place in np.flatnonzero(bits[:n]))
+    clients = agreement.members.clients
+    places = _places(memoryview(message)[HEADER_BYTES:], len(clients))
+    return header, tuple(clients[place] for place in places)
 
 
 def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivors: tuple[int, ...]) -> bytes:
     """What a client signs: this list, and no other, in this round."""
     listed = hashlib.sha256(np.array(survivors, dtype="<u4").tobytes()).digest()
-    return b"bqsgd.secure.survivors.v1\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
+    return b"bqsgd.secure.survivors.v2\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
 
 
 def write_signature(header: SumHeader, agreement: Agreement, signature: bytes) -> bytes:
@@ -319,23 +424,34 @@ def read_signature(message: Bytes, agreement: Agreement) -> tuple[SumHeader, byt
 
 
 def write_certificate(header: SumHeader, agreement: Agreement, signatures: Mapping[int, bytes]) -> bytes:
-    """Step 5, down: the survivors' signatures on their list."""
-    return _write_parts(header, agreement, signatures)
+    """Step 5, down: who of the committee signed the list, one bit each, ascending; then their signatures."""
+    committee = agreement.graph.committee
+    places = [place for place, client in enumerate(committee) if client in signatures]
+    signed = [signatures[committee[place]] for place in places]
+    return b"".join([header.pack(agreement), _bitmap(places, len(committee)), *signed])
 
 
 def read_certificate(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, bytes]]:
     """Signatures by client, not yet verified."""
-    sizes = frozenset({_SIGNATURE_BYTES})
-    header, parts = _read_parts(message, agreement, Kind.CERTIFICATE, sizes=sizes)
-    return header, {client: bytes(part) for client, part in parts.items()}
+    header = read_header(message, agreement, Kind.CERTIFICATE)
+    committee, body = agreement.graph.committee, bytes(memoryview(message)[HEADER_BYTES:])
+    size = (len(committee) + 7) // 8
+    places = _places(body[:size], len(committee))
+    if len(body) - size != _SIGNATURE_BYTES * len(places):
+        raise BadSecureMessage(f"{len(places)} signatures take {_SIGNATURE_BYTES * len(places)} bytes")
+    starts = range(size, len(body), _SIGNATURE_BYTES)
+    return header, {
+        committee[place]: body[at : at + _SIGNATURE_BYTES] for place, at in zip(places, starts, strict=True)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmasking:
     """Step 5, up: what a survivor reveals.
 
-    self_seed and noise_seed are its own (16 zero bytes for a noise seed where all its noise is needed). survivors: by
-    client, the shares of its self-mask and of its first unneeded noise seed. missing: the share of its mask key.
+    self_seed and noise_seed are its own (16 zero bytes for a noise seed where all its noise is needed, and for both on
+    a sparse graph, where they are opened from shares alone). survivors: by client, the shares of its self-mask and of
+    its first unneeded noise seed. missing: the share of its mask seed.
     """
 
     header: SumHeader

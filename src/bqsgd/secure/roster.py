@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from bqsgd.storage import open_regular, read_toml, write_atomic
 
 MAX_CLIENTS = 100_000
 _KEY_BYTES = 32
+_SEED_BYTES = 32
 _MAX_KEY_FILE = 1 << 12
 _MAX_ROSTER_FILE = 1 << 24
 
@@ -32,10 +33,14 @@ _MAX_ROSTER_FILE = 1 << 24
 class Roster:
     """Client number -> public identity key (32 bytes), each key once.
 
-    The digest covers numbers and keys, not how the file is laid out.
+    The digest covers numbers, keys and seed, not how the file is laid out.
+
+    seed: 32 random bytes from which the neighbours of a sparse graph follow, drawn when all keys are known; empty in a
+    roster without. Sums over more than `graph.FULL_GRAPH` clients need it.
     """
 
     keys: Mapping[int, bytes]
+    seed: bytes = b""
 
     def __post_init__(self) -> None:
         if not 2 <= len(self.keys) <= MAX_CLIENTS:
@@ -46,6 +51,8 @@ class Roster:
                 raise InvalidParameter(f"the identity key of client {client} must be {_KEY_BYTES} bytes")
         if len(set(self.keys.values())) < len(self.keys):
             raise InvalidParameter("two clients of the roster have the same identity key; give each its own")
+        if len(self.seed) not in (0, _SEED_BYTES):
+            raise InvalidParameter(f"the seed of a roster has {_SEED_BYTES} bytes, got {len(self.seed)}")
         object.__setattr__(self, "keys", dict(sorted(self.keys.items())))
 
     @cached_property
@@ -60,11 +67,20 @@ class Roster:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over the numbers and keys."""
+        """SHA-256 over the numbers, keys and seed."""
         state = hashlib.sha256(b"bqsgd.roster.v1")
         for client, key in self.keys.items():
             state.update(struct.pack("<I", client) + key)
+        state.update(self.seed)
         return state.digest()
+
+    def only(self, clients: Iterable[int]) -> Roster:
+        """The roster of some of the clients, without a seed.
+
+        Raises:
+            ForeignClient: one of them is not in this roster.
+        """
+        return Roster({client: self.keys[self.check(client)] for client in clients})
 
     def check(self, client: int) -> int:
         """Return `client`, or raise ForeignClient."""
@@ -80,7 +96,13 @@ class Roster:
     def to_toml(self) -> str:
         """The text of a roster file."""
         lines = [f'{client} = "{key.hex()}"' for client, key in self.keys.items()]
-        return "\n".join(["# Ed25519 identity keys of the clients, by number.", "[clients]", *lines, ""])
+        seed = [
+            "# Drawn at random when all keys were known: who is whose neighbour.",
+            f'seed = "{self.seed.hex()}"',
+            "",
+        ]
+        keys = ["# Ed25519 identity keys of the clients, by number.", "[clients]", *lines, ""]
+        return "\n".join((seed if self.seed else []) + keys)
 
 
 @lru_cache(maxsize=4096)
@@ -94,21 +116,24 @@ def _signed(key: bytes, signature: bytes, statement: bytes) -> bool:
 
 
 def read_roster(path: str | Path) -> Roster:
-    """The roster in a TOML file with one table, [clients]: number = "key in hexadecimal".
+    """The roster in a TOML file: a table [clients], number = "key in hexadecimal", and a seed if there is one.
 
     Raises:
         InvalidParameter: the file is not a roster.
     """
     tables = read_toml(path, limit=_MAX_ROSTER_FILE, kind="roster")
     entries = tables.get("clients")
-    if set(tables) != {"clients"} or not isinstance(entries, dict):
-        raise InvalidParameter(f"{path} is not a roster: it must have the table [clients] and nothing else")
+    if not set(tables) <= {"clients", "seed"} or not isinstance(entries, dict):
+        raise InvalidParameter(f"{path} is not a roster: it must have the table [clients], a seed and nothing else")
     keys = {}
     for number, key in entries.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", number) or not re.fullmatch(r"[0-9a-f]{64}", str(key)):
             raise InvalidParameter(f"{path} is not a roster: {number!r} must be a number with 64 hexadecimal digits")
         keys[int(number)] = bytes.fromhex(key)
-    return Roster(keys)
+    seed = tables.get("seed", "")
+    if not re.fullmatch(r"([0-9a-f]{64})?", str(seed)):
+        raise InvalidParameter(f"{path} is not a roster: its seed must have 64 hexadecimal digits")
+    return Roster(keys, bytes.fromhex(seed))
 
 
 def public_key(identity: Ed25519PrivateKey) -> bytes:

@@ -19,6 +19,7 @@ from that step on, like one that said nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +27,8 @@ import numpy as np
 from bqsgd.errors import BadShares, ForeignClient, ReplacedKeys, RoundUsed, TooFewClients, WrongRound
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.masks import Lanes, add_mask, lane_type, mask_key, pair_key, scratch_for, self_key
-from bqsgd.secure.messages import Bytes, Keys, Kind, SumHeader, Unmasking
+from bqsgd.secure.masks import KEY_BYTES, Lanes, add_mask, lane_type, scratch_for, self_key, wrap_stream, xor
+from bqsgd.secure.messages import Bytes, Keys, Kind, Shares, SumHeader, Unmasking
 from bqsgd.secure.sharing import combine
 
 
@@ -36,11 +37,13 @@ class _Batch:
     epoch: int
     first_round: int
     count: int
+    agreement: Agreement
     keys: dict[int, Keys] = field(default_factory=dict)
     key_messages: dict[int, bytes] = field(default_factory=dict)
     peers: dict[int, frozenset[int]] | None = None
-    sealed: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    said: dict[int, Shares] = field(default_factory=dict)
     partners: dict[int, frozenset[int]] | None = None
+    stated: dict[int, tuple[bytes, dict[int, bytes]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,6 +51,7 @@ class _Round:
     number: int
     lanes: Lanes
     masked: set[int] = field(default_factory=set)
+    vectors: dict[int, Lanes] = field(default_factory=dict)
     survivors: tuple[int, ...] | None = None
     signatures: dict[int, bytes] = field(default_factory=dict)
     unmaskings: dict[int, Unmasking] = field(default_factory=dict)
@@ -74,10 +78,27 @@ class SumServer:
         self.agreement = agreement
         self._batch: _Batch | None = None
         self._round: _Round | None = None
+        self._verified: dict[int, bytes] = {}
 
-    def begin(self, *, epoch: int, first_round: int, rounds: int) -> None:
-        """Begin a batch of rounds; clients refuse an epoch that is not above the last."""
-        self._batch, self._round = _Batch(epoch, first_round, rounds), None
+    def begin(self, *, epoch: int, first_round: int, rounds: int, cohort: Iterable[int] | None = None) -> None:
+        """Begin a batch of rounds; clients refuse an epoch that is not above the last.
+
+        cohort: who takes part, where it is not everybody.
+        """
+        agreed = self.agreement if cohort is None else self.agreement.of(cohort)
+        assert agreed.members
+        self._batch, self._round = _Batch(epoch, first_round, rounds, agreed), None
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The clients of the batch: everybody, or the cohort."""
+        return self._current().agreement.members.clients
+
+    def check_sender(self, message: Bytes, client: int) -> None:
+        """Raise ForeignClient unless the message is in the name of the client that it came from."""
+        claimed = messages.sender_of(message)
+        if claimed != client:
+            raise ForeignClient(f"client {client} sent a message in the name of client {claimed}")
 
     @property
     def last_round(self) -> int:
@@ -94,13 +115,17 @@ class SumServer:
 
     def request(self, client: int) -> bytes:
         """The request for a client's keys."""
-        return messages.write_batch(self._header(Kind.BATCH, client, self._current()), self.agreement)
+        batch = self._current()
+        return messages.write_batch(self._header(Kind.BATCH, client, batch), batch.agreement)
 
     def take_keys(self, message: Bytes) -> int:
         """Take a client's keys; returns its number."""
         batch = self._current()
-        keys = messages.read_keys(message, self.agreement)
+        keys = messages.read_keys(message, batch.agreement)
         client = self._expect(keys.header, batch.first_round, batch.count)
+        if self._verified.get(client) != keys.cipher:
+            keys.verify(batch.agreement)
+            self._verified[client] = keys.cipher
         if batch.peers is not None:
             raise WrongRound(f"keys of client {client} came after the keys were handed out")
         if client in batch.keys and batch.keys[client].digest != keys.digest:
@@ -114,28 +139,29 @@ class SumServer:
         batch = self._current()
         if batch.peers is None:
             self._enough(len(batch.keys), "sent keys")
-            everybody = frozenset(batch.keys)
-            batch.peers = {client: everybody - {client} for client in everybody}
+            batch.peers = {
+                client: frozenset(batch.agreement.graph.holders(client)) & batch.keys.keys() for client in batch.keys
+            }
         return tuple(sorted(batch.keys))
 
     def key_bundle(self, client: int) -> bytes:
-        """The keys of all others."""
+        """The keys of the client's neighbours."""
         batch = self._current()
         assert self.keyed
         assert batch.peers is not None
         found = {other: batch.key_messages[other] for other in batch.peers[client]}
-        return messages.write_key_bundle(self._header(Kind.KEY_BUNDLE, client, batch), self.agreement, found)
+        return messages.write_key_bundle(self._header(Kind.KEY_BUNDLE, client, batch), batch.agreement, found)
 
     def take_shares(self, message: Bytes) -> int:
         """Take a client's encrypted shares; returns its number."""
         batch = self._current()
-        header, sealed = messages.read_shares(message, self.agreement, Kind.SHARES)
-        client = self._expect(header, batch.first_round, batch.count)
+        said = messages.read_shares(message, batch.agreement)
+        client = self._expect(said.header, batch.first_round, batch.count)
         if batch.peers is None or batch.partners is not None or client not in batch.peers:
             raise WrongRound(f"shares of client {client} came too early, too late or without keys")
-        if not set(sealed) <= batch.peers[client]:
+        if not said.sealed.keys() <= batch.peers[client]:
             raise ForeignClient(f"client {client} sent shares to clients that sent no keys")
-        batch.sealed[client] = sealed
+        batch.said[client] = said
         return client
 
     @property
@@ -143,20 +169,57 @@ class SumServer:
         """Clients that sent shares: those who can take part in the rounds of this batch."""
         batch = self._current()
         if batch.partners is None:
-            self._enough(len(batch.sealed), "sent shares")
+            self._enough(len(batch.said), "sent shares")
             batch.partners = {
-                client: frozenset(other for other in sealed if client in batch.sealed.get(other, ()))
-                for client, sealed in batch.sealed.items()
+                client: frozenset(
+                    other for other in said.sealed if other in batch.said and client in batch.said[other].sealed
+                )
+                for client, said in batch.said.items()
             }
-        return tuple(sorted(batch.sealed))
+        return tuple(sorted(batch.said))
 
     def share_bundle(self, client: int) -> bytes:
-        """What the others sealed for the client."""
+        """What the neighbours sealed for the client."""
         batch = self._current()
         assert self.shared
         assert batch.partners is not None
-        found = {other: batch.sealed[other][client] for other in batch.partners[client]}
-        return messages.write_shares(self._header(Kind.SHARE_BUNDLE, client, batch), self.agreement, found)
+        found = {other: batch.said[other].sealed[client] for other in batch.partners[client]}
+        return messages.write_share_bundle(self._header(Kind.SHARE_BUNDLE, client, batch), batch.agreement, found)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether clients state their partners, and only a committee signs."""
+        return self.agreement.rule.sparse is not None
+
+    def take_partners(self, message: Bytes) -> int:
+        """On a sparse graph: take a client's statement of its partners; returns its number."""
+        batch = self._current()
+        header, bits, tags = messages.read_partners(message, batch.agreement)
+        client = self._expect(header, batch.first_round, batch.count)
+        if batch.partners is None or client not in batch.partners:
+            raise WrongRound(f"client {client} states its partners and sent no shares")
+        near = frozenset(batch.agreement.graph.masks(client))
+        if messages.read_partner_bits(batch.agreement, client, bits) != near & batch.partners[client]:
+            raise BadShares(f"client {client} states other partners than it has")
+        batch.stated[client] = (bits, tags)
+        return client
+
+    @property
+    def stated(self) -> tuple[int, ...]:
+        """Clients that stated their partners: those who can take part in the rounds of a batch on a sparse graph."""
+        self._enough(len(self._current().stated), "stated their partners")
+        return tuple(sorted(self._current().stated))
+
+    def partner_bundle(self, client: int) -> bytes:
+        """On a sparse graph: the statements of those whose shares the client holds."""
+        batch = self._current()
+        assert batch.partners is not None
+        found = {
+            other: batch.stated[other][1][client] + batch.stated[other][0]
+            for other in batch.partners[client]
+            if other in batch.stated and client in batch.stated[other][1]
+        }
+        return messages.write_partner_bundle(self._header(Kind.PARTNER_BUNDLE, client, batch), batch.agreement, found)
 
     # One round.
 
@@ -166,22 +229,26 @@ class SumServer:
         if not batch.first_round <= round < batch.first_round + batch.count:
             raise WrongRound(f"round {round} is not in the batch")
         assert self.shared
-        lanes = np.zeros(self.agreement.dimension, lane_type(self.agreement.width))
+        agreed = batch.agreement
+        lanes = np.zeros(agreed.dimension, lane_type(agreed.width))
         self._round = _Round(round, lanes)
 
     def take_masked(self, message: Bytes) -> int:
         """Add a client's masked vector to the sum; returns its number."""
         batch, current = self._current(), self._open()
-        header, lanes = messages.read_masked(message, self.agreement)
+        header, lanes = messages.read_masked(message, batch.agreement)
         client = self._expect(header, current.number, 1)
         assert batch.partners is not None
         if current.survivors is not None:
             raise WrongRound(f"the masked vector of client {client} came after the survivors were announced")
-        if client not in batch.partners:
-            raise ForeignClient(f"client {client} sent no shares in this batch")
+        if client not in (batch.stated if self.sparse else batch.partners):
+            raise ForeignClient(f"client {client} sent no shares or no statement in this batch")
         if client in current.masked:
             raise RoundUsed(f"a second masked vector of client {client} in round {current.number}")
-        np.add(current.lanes, lanes, out=current.lanes)
+        if self.sparse:
+            current.vectors[client] = lanes  # until it is known that its neighbours are there
+        else:
+            np.add(current.lanes, lanes, out=current.lanes)
         current.masked.add(client)
         current.seeded |= header.seeded
         return client
@@ -189,54 +256,65 @@ class SumServer:
     def close(self) -> tuple[int, ...]:
         """The survivors of the round: those whose masked vectors came. From here on no more are taken.
 
+        On a sparse graph those are left out who miss too many neighbours.
+
         Raises:
             TooFewClients: fewer than any client would agree to unmask.
         """
         current = self._open()
         if current.survivors is None:
-            self._enough(len(current.masked), "sent masked vectors")
-            current.survivors = tuple(sorted(current.masked))
+            listed = tuple(sorted(current.masked))
+            while alone := frozenset(self._current().agreement.graph.too_far_away(listed)):
+                listed = tuple(client for client in listed if client not in alone)
+            self._enough(len(listed), "sent masked vectors")
+            for client in listed if self.sparse else ():
+                np.add(current.lanes, current.vectors[client], out=current.lanes)
+            current.vectors.clear()
+            current.survivors = listed
         return current.survivors
 
     def survivors(self, client: int) -> bytes:
         """The list of survivors, for one of them."""
-        return messages.write_survivors(self._to(Kind.SURVIVORS, client), self.agreement, self.close())
+        return messages.write_survivors(self._to(Kind.SURVIVORS, client), self._current().agreement, self.close())
 
     def take_signature(self, message: Bytes) -> int:
         """Take a client's signature on the list; returns its number."""
         current, listed = self._open(), self.close()
-        header, signature = messages.read_signature(message, self.agreement)
+        agreed = self._current().agreement
+        header, signature = messages.read_signature(message, agreed)
         client = self._expect(header, current.number, 1)
-        if client not in listed:
-            raise ForeignClient(f"client {client} is not among the survivors")
-        statement = messages.survivors_statement(
-            self.agreement, epoch=header.epoch, round=header.round, survivors=listed
-        )
-        self.agreement.roster.verify(client, signature, statement)
+        if client not in listed or client not in agreed.graph.committee:
+            raise ForeignClient(f"client {client} is not among the survivors that sign")
+        statement = messages.survivors_statement(agreed, epoch=header.epoch, round=header.round, survivors=listed)
+        agreed.members.verify(client, signature, statement)
         current.signatures[client] = signature
         return client
 
     @property
     def signed(self) -> tuple[int, ...]:
-        """Clients that signed, once they are a quorum.
+        """Clients to ask for an unmasking, once a quorum has signed: who signed; on a sparse graph every survivor.
 
         Raises:
-            TooFewClients: they are not.
+            TooFewClients: there is no quorum.
         """
         current, quorum = self._open(), self.agreement.rule.quorum
         if len(current.signatures) < quorum:
             raise TooFewClients(f"{len(current.signatures)} survivors signed their list, {quorum} must")
-        return tuple(sorted(current.signatures))
+        return self.close() if self.sparse else tuple(sorted(current.signatures))
 
     def certificate(self, client: int) -> bytes:
-        """As many signatures as make a quorum, for one of those who signed."""
-        chosen = {other: self._open().signatures[other] for other in self.signed[: self.agreement.rule.quorum]}
-        return messages.write_certificate(self._to(Kind.CERTIFICATE, client), self.agreement, chosen)
+        """As many signatures as make a quorum, for one of those to ask."""
+        assert self.signed
+        current = self._open()
+        chosen = {
+            other: current.signatures[other] for other in sorted(current.signatures)[: self.agreement.rule.quorum]
+        }
+        return messages.write_certificate(self._to(Kind.CERTIFICATE, client), self._current().agreement, chosen)
 
     def take_unmasking(self, message: Bytes) -> int:
         """Take what a survivor reveals; returns its number."""
         current, listed = self._open(), self.close()
-        said = messages.read_unmasking(message, self.agreement)
+        said = messages.read_unmasking(message, self._current().agreement)
         client = self._expect(said.header, current.number, 1)
         if client not in listed:
             raise ForeignClient(f"client {client} is not among the survivors")
@@ -252,57 +330,62 @@ class SumServer:
             TooFewClients: too few shares came for a client's secret: the round is lost.
             BadShares: shares that came do not fit together.
         """
-        batch, current, agreement = self._current(), self._open(), self.agreement
-        listed, session, number = self.close(), agreement.session, current.number
+        batch, current = self._current(), self._open()
+        agreed, listed, number = batch.agreement, self.close(), current.number
         assert batch.partners is not None
         lanes = current.lanes.copy()
         scratch = scratch_for(lanes)
         for rank, client in enumerate(listed):
-            seed = self._secret(client, "self_seed")
-            key = self_key(seed, session, client=client, round=number)
+            key = self_key(self._secret(client, "self_seed"), agreed.session, client=client, round=number)
             add_mask(lanes, key, scratch=scratch, subtract=True)
-            part = agreement.noise.first_unneeded(len(listed), rank)
-            if part < agreement.noise.parts:
-                agreement.noise.add_from(part, self._secret(client, "noise_seed"), lanes, session, subtract=True)
-        for client in sorted(set(batch.partners) - set(listed)):
-            affected = batch.partners[client] & set(listed)
+            part = agreed.noise.first_unneeded(len(listed), rank)
+            if part < agreed.noise.parts:
+                seed = self._secret(client, "noise_seed")
+                agreed.noise.add_from(part, seed, lanes, agreed.run_digest, subtract=True)
+        for client in sorted(batch.partners.keys() - set(listed)):
+            affected = batch.partners[client] & set(listed) & set(agreed.graph.masks(client))
             if affected:
                 self._remove_pairs(client, affected, lanes, scratch)
-        lanes &= lanes.dtype.type((1 << agreement.width) - 1)
-        return Total(lanes=lanes, survivors=listed, trials=agreement.noise.in_sum(len(listed)), seeded=current.seeded)
+        lanes &= lanes.dtype.type((1 << agreed.width) - 1)
+        return Total(lanes=lanes, survivors=listed, trials=agreed.noise.in_sum(len(listed)), seeded=current.seeded)
 
     def _remove_pairs(self, client: int, affected: frozenset[int] | set[int], lanes: Lanes, scratch: Lanes) -> None:
         """Take out the masks that survivors share with a client that is missing."""
-        batch, current, session = self._current(), self._open(), self.agreement.session
-        offset = current.number - batch.first_round
-        key = mask_key(self._secret(client, "mask_seed"), session, client=client, round=current.number)
-        if key.public_key().public_bytes_raw() != batch.keys[client].masks[offset]:
-            raise BadShares(f"the shares of the mask key of client {client} give another key than the one it sent")
-        for other in sorted(affected):
-            lower, higher = min(client, other), max(client, other)
-            pair = pair_key(
-                key, batch.keys[other].masks[offset], session, lower=lower, higher=higher, round=current.number
-            )
-            add_mask(lanes, pair, scratch=scratch, subtract=other == lower)
+        batch, said = self._current(), self._current().said[client]
+        others = said.masked_with(batch.agreement)
+        size = KEY_BYTES * (1 + len(others))
+        first = size * (self._open().number - batch.first_round)
+        wrapped = said.wrapped[first : first + size]
+        check, pads = wrap_stream(self._secret(client, "mask_seed"), len(others))
+        if check != wrapped[:KEY_BYTES]:
+            raise BadShares(f"the shares of the mask seed of client {client} give another one than it had")
+        keys = xor(wrapped[KEY_BYTES:], pads)
+        for index, other in enumerate(others):
+            if other in affected:
+                key = keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+                add_mask(lanes, key, scratch=scratch, subtract=other < client)
 
     def _secret(self, client: int, which: str) -> bytes:
         """A client's secret from itself, or from the shares that others hold."""
-        current, rule, place = self._open(), self.agreement.rule, self.agreement.roster.place
+        current, agreed = self._open(), self._current().agreement
         own = current.unmaskings.get(client)
-        if own is not None and which != "mask_seed":
+        if own is not None and which != "mask_seed" and not self.sparse:
             return own.self_seed if which == "self_seed" else own.noise_seed
-        shares = {}
-        for holder, said in current.unmaskings.items():
+        shares, threshold = {}, agreed.rule.share_threshold
+        for index, holder in enumerate(agreed.graph.holders(client)):
+            said = current.unmaskings.get(holder)
+            if said is None:
+                continue
             if which == "mask_seed" and client in said.missing:
-                shares[place[holder] + 1] = said.missing[client]
+                shares[index + 1] = said.missing[client]
             elif which != "mask_seed" and client in said.survivors:
-                shares[place[holder] + 1] = said.survivors[client][which == "noise_seed"]
-        if len(shares) < rule.share_threshold:
+                shares[index + 1] = said.survivors[client][which == "noise_seed"]
+        if len(shares) < threshold:
             raise TooFewClients(
-                f"{len(shares)} shares of a secret of client {client} came, {rule.share_threshold} are needed: "
+                f"{len(shares)} shares of a secret of client {client} came, {threshold} are needed: "
                 f"round {current.number} is lost"
             )
-        return combine(shares, threshold=rule.share_threshold)
+        return combine(shares, threshold=threshold)
 
     def _enough(self, count: int, what: str) -> None:
         fewest = self.agreement.rule.fewest

@@ -1,0 +1,208 @@
+"""The sparse graph for many clients: its numbers, and the probability that they fail, which is computed.
+
+Who is whose neighbour follows from a seed in the roster, as random cyclic orders of all clients. In each order a client
+has two neighbours; the first `masks` / 2 orders give the clients it shares masks with, the first `holders` / 2 those
+that hold shares of its secrets. A committee, drawn the same way, signs the list of survivors. The argument is Claim 12
+(docs/accounting.md); what it needs of the numbers, for every set of t colluders that was fixed before the seed, is
+bounded here:
+
+1. `_cut`: no list of survivors that the committee signs splits the honest survivors into two parts that share no mask.
+2. `_deceived`: a list that is not the committee's passes a client's check with this probability.
+3. `_opened`: colluders and deceived clients together hold enough shares to open a secret.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaln
+from scipy.stats import binom, hypergeom
+
+from bqsgd.errors import Infeasible
+
+FAILURE_BITS = 40
+"""A round of a sparse sum is safe except with probability 2^-40."""
+MAX_SPARSE = 10_000
+_PART = 2.0 ** -(FAILURE_BITS + 2)
+_LOST_CLIENT = 1e-3
+"""Share of clients that a round may lose because too many of their neighbours are missing."""
+_LOST_SECRET = 1e-6
+_TILTS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+_EXACT_UP_TO = 48
+_COMMITTEE = 160
+_Logs = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """The numbers of a sparse graph.
+
+    masks: neighbours that a client shares a mask with, counted in slots (two in each order). away: most of those slots
+    that may be missing from a list, for every survivor. holders: neighbours that hold shares, of which `threshold` open
+    a secret. committee: clients that sign a list, of which `quorum` must have, and of these signatures each client
+    verifies `checked` that it draws in private. failure: bound on the probability that a round is not safe.
+    """
+
+    masks: int
+    away: int
+    holders: int
+    threshold: int
+    committee: int
+    quorum: int
+    checked: int
+    failure: float
+
+
+@lru_cache(maxsize=64)
+def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
+    """The cheapest numbers that fail with probability 2^-40 at most.
+
+    Raises:
+        Infeasible: there are none, or too many clients.
+    """
+    n, f, t = clients, dropouts, max(colluders, 1)
+    if n > MAX_SPARSE:
+        raise Infeasible(f"a secure sum over {n} clients is not offered: {MAX_SPARSE} at most")
+    committee, quorum, deceived = _committee(n, f, t)
+    masks, away, cut = _masks(n, f, t)
+    best: tuple[int, Sparse] | None = None
+    for checked in range(2, 13):
+        passed = deceived(checked)
+        for holders in range(masks, 129, 2):
+            threshold = next((k for k in range(1, holders + 1) if _opened(n, t, holders, k, passed) <= _PART), None)
+            if threshold is None or binom.sf(holders - threshold, holders, f / n) > _LOST_SECRET:
+                continue
+            if best is None or 16 * checked + holders < best[0]:
+                numbers = Sparse(
+                    masks=masks,
+                    away=away,
+                    holders=holders,
+                    threshold=threshold,
+                    committee=committee,
+                    quorum=quorum,
+                    checked=checked,
+                    failure=cut + _PART + _opened(n, t, holders, threshold, passed),
+                )
+                best = (16 * checked + holders, numbers)
+            break
+    if best is None:
+        raise _too_many(n, f, t)
+    return best[1]
+
+
+def _too_many(n: int, f: int, t: int) -> Infeasible:
+    return Infeasible(
+        f"no sparse graph of {n} clients bears {f} dropouts and {t} colluders with a failure of 2^-{FAILURE_BITS}: "
+        "plan with fewer of both, or with cohorts of clients"
+    )
+
+
+def _committee(n: int, f: int, t: int) -> tuple[int, int, Callable[[int], float]]:
+    """Size and quorum of the committee, and the probability that a false list passes by number of checks.
+
+    Except with probability `_PART` at most c of the committee collude. Of two lists one has at most half of its honest
+    members' signatures, and with the colluders' at most (size + c) / 2: so many of the signatures that a client is
+    shown can be good, and it verifies some that it draws itself.
+    """
+    size = min(n, _COMMITTEE)
+    colluding = int(hypergeom.isf(_PART, n, t, size)) + 1
+    assert hypergeom.sf(colluding, n, t, size) <= _PART
+    quorum = size - int(hypergeom.isf(1e-9, n, f, size)) - 1
+    good = (size + colluding) // 2
+    if good >= quorum:
+        raise _too_many(n, f, t)
+    return size, quorum, lambda checked: math.comb(good, checked) / math.comb(quorum, checked)
+
+
+def _opened(n: int, t: int, holders: int, threshold: int, passed: float) -> float:
+    """Bound on the probability that some client has `threshold` bad holders: colluders, or deceived in this round.
+
+    Slots of an order are drawn without replacement, orders and deceptions independently, so the number of bad ones is
+    below a binomial in the convex order, and Chernoff's bound for that one holds.
+    """
+    bad = t / (n - 1) + passed
+    share = threshold / holders
+    if share <= bad:
+        return 1.0
+    rate = share * math.log(share / bad) + ((1 - share) * math.log((1 - share) / (1 - bad)) if share < 1 else 0.0)
+    return min(1.0, n * math.exp(-holders * rate))
+
+
+def _masks(n: int, f: int, t: int) -> tuple[int, int, float]:
+    """The fewest slots, how many of them may be missing, and the probability of a cut."""
+    table = _crossings(n, t)
+    for masks in range(8, 129, 2):
+        away = int(binom.isf(_LOST_CLIENT, masks, f / n))
+        probability = _cut(table, n, t, masks=masks, away=away)
+        if probability <= _PART:
+            return masks, away, probability
+    raise _too_many(n, f, t)
+
+
+def cut_probability(n: int, t: int, *, masks: int, away: int) -> float:
+    """Bound on the probability that the graph can be cut: `_cut`, for any numbers."""
+    return _cut(_crossings(n, t), n, t, masks=masks, away=away)
+
+
+def _cut(table: _Logs, n: int, t: int, *, masks: int, away: int) -> float:
+    """Bound on the probability that the graph can be cut.
+
+    If the honest survivors fall into two parts without a common mask, the smaller part S, of s clients, has at most
+    `away` slots each towards honest clients outside S: those that are missing. That is at most away * s in all, and by
+    Markov's inequality it has probability at most tilt^(-away s) E[tilt^X]^(masks/2), X being the number of slots of S
+    in one order that lead to honest clients outside. Summed over all sets S of up to half of the honest clients.
+    """
+    honest = n - t
+    s = np.arange(1, honest // 2 + 1)
+    sets = gammaln(honest + 1) - gammaln(s + 1) - gammaln(honest - s + 1)
+    bounds = [
+        sets - away * s * math.log(tilt) + masks / 2 * table[row] for row, tilt in enumerate(_TILTS)
+    ]  # fmt: skip
+    best: _Logs = np.min(bounds, axis=0)
+    return float(min(1.0, np.exp(np.minimum(best, 0.0)).sum() * (1 + 1e-6)))
+
+
+def _crossings(n: int, t: int) -> _Logs:
+    """log of a bound on E[tilt^X] for every tilt and every size s of the part, from 1 to half of the honest clients.
+
+    In a random cyclic order of n, s members of S fill j of the N = n - s gaps between the others with probability
+    C(N, j) C(s - 1, j - 1) / C(n - 1, s). They form r runs with N / (N - j) C(N - j, r) C(j - 1, r - 1) / C(N, j).
+    A run of gaps touches one client more than it has gaps, the outer two once, the inner ones twice. Which of the N are
+    colluders is drawn without replacement, so the expectation of the product is at most the product of expectations.
+    Beyond a size the runs are not told apart: by Cauchy and Schwarz E[tilt^X] <= E[tilt^(2 X')], X' counting the
+    successors only, which are j different ones of the N.
+    """
+    factorials: _Logs = gammaln(np.arange(n + 2) + 1.0)
+
+    def choose(top: npt.NDArray[np.int64] | int, of: npt.NDArray[np.int64] | int) -> _Logs:
+        top, of = np.asarray(top), np.asarray(of)
+        fits = (of >= 0) & (of <= top)
+        low, rest = np.clip(of, 0, n), np.clip(top - of, 0, n)
+        found: _Logs = np.where(fits, factorials[np.clip(top, 0, n)] - factorials[low] - factorials[rest], -np.inf)
+        return found
+
+    sizes = range(1, (n - t) // 2 + 1)
+    table = np.empty((len(_TILTS), len(sizes)))
+    for s in sizes:
+        others = n - s
+        filled = np.arange(1, s + 1)
+        gaps = choose(others, filled) + choose(s - 1, filled - 1) - choose(n - 1, s)
+        j, r = filled[:, None], filled[None, :]
+        if s <= _EXACT_UP_TO:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                runs = np.log(others / (others - j)) + choose(others - j, r) + choose(j - 1, r - 1) - choose(others, j)
+            runs = np.where((r <= j) & (j < others), runs, -np.inf)
+        for row, tilt in enumerate(_TILTS):
+            outer = math.log((t + tilt * (others - t)) / others)
+            inner = math.log((t + tilt * tilt * (others - t)) / others)
+            terms = (
+                gaps[:, None] + runs + 2 * r * outer + (j - r) * inner if s <= _EXACT_UP_TO else gaps + filled * inner
+            )
+            most = terms.max()
+            table[row, s - 1] = min(0.0, most + math.log(np.exp(terms - most).sum()))
+    return table

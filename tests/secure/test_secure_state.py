@@ -1,0 +1,190 @@
+"""A client that is started anew for every message: it goes on where it was, and never back."""
+
+import shutil
+
+import numpy as np
+import pytest
+from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
+
+from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, WrongRound
+from bqsgd.secure import messages, state
+from bqsgd.secure.client import StateFile, SumClient
+from bqsgd.secure.messages import Kind, SumHeader
+
+
+def agreed_on(graph):
+    if graph == "full":
+        return agreement(4, dropouts=1, dimension=6, width=9, trials=9)
+    return agreement(12, dropouts=2, dimension=6, width=9, trials=9, sparse=SMALL_SPARSE)
+
+
+class EveryTimeAnew(dict):
+    """Clients by number, each from its file whenever it is asked for."""
+
+    def __init__(self, agreed, folder, seed=5):
+        super().__init__(dict.fromkeys(agreed.members.clients))
+        self.agreed, self.folder, self.seed = agreed, folder, seed
+
+    def __getitem__(self, number):
+        file = StateFile(self.folder / f"{number}.state")
+        return SumClient(self.agreed, identity=identity(number), number=number, keep=file, seed=self.seed)
+
+
+@pytest.mark.parametrize("graph", ["full", "sparse"])
+def test_a_process_for_every_message_gives_the_same_bytes(tmp_path, graph):
+    agreed = agreed_on(graph)
+    lasting, anew = Federation(agreed, seed=5), Federation(agreed, seed=5)
+    anew.clients = EveryTimeAnew(agreed, tmp_path)
+    codes = some_codes(agreed)
+    totals = []
+    for federation in (lasting, anew):
+        federation.begin(rounds=2)
+        federation.sum(codes)
+        totals.append(federation.sum(codes, round=1, masked=[c for c in agreed.members.clients if c != 2]))
+    assert lasting.masked == anew.masked
+    assert np.array_equal(totals[0].lanes, totals[1].lanes)
+    assert oct(next(tmp_path.glob("*.state")).stat().st_mode)[-3:] == "600"
+
+
+def survivors(agreed, listed, client=1):
+    header = SumHeader(kind=Kind.SURVIVORS, epoch=1, round=0, client=client)
+    return messages.write_survivors(header, agreed, listed)
+
+
+def masked_anew(tmp_path, graph="full"):
+    """A federation of which client 1 has masked round 0 and lives in a file."""
+    agreed = agreed_on(graph)
+    federation = Federation(agreed, seed=5)
+    federation.clients = EveryTimeAnew(agreed, tmp_path)
+    federation.begin(rounds=1)
+    codes = some_codes(agreed)
+    for number in agreed.members.clients:
+        federation.clients[number].mask(0, codes[number])
+    return federation
+
+
+@pytest.mark.parametrize("back", ["state", "state gone", "died before the state"])
+def test_no_second_list_is_signed_after_a_restart_or_with_an_earlier_state(tmp_path, back):
+    federation = masked_anew(tmp_path)
+    agreed, file = federation.agreement, tmp_path / "1.state"
+    shutil.copy(file, tmp_path / "earlier")
+    signed = federation.clients[1].sign(survivors(agreed, (0, 1, 2, 3)))
+    assert federation.clients[1].sign(survivors(agreed, (0, 1, 2, 3))) == signed
+    with pytest.raises(ConflictingSurvivors):
+        federation.clients[1].sign(survivors(agreed, (0, 1, 2)))
+    if back == "state gone":
+        file.unlink()
+    else:
+        shutil.copy(tmp_path / "earlier", file)
+    if back == "died before the state":  # the count was written, the state was not
+        StateFile(file).save(1, b"{}")
+        shutil.copy(tmp_path / "earlier", file)
+    with pytest.raises(WrongRound):
+        federation.clients[1].sign(survivors(agreed, (0, 1, 2)))
+    with pytest.raises(WrongRound):
+        federation.clients[1].keys(epoch=1, first_round=0, rounds=1)
+    assert federation.clients[1].keys(epoch=2, first_round=0, rounds=1)
+
+
+def test_no_second_vector_is_masked_with_an_earlier_state(tmp_path):
+    federation = masked_anew(tmp_path)
+    codes = some_codes(federation.agreement)
+    with pytest.raises(RoundUsed):
+        federation.clients[1].mask(0, codes[1])
+    agreed = agreed_on("full")
+    other = Federation(agreed, seed=5)
+    other.clients = EveryTimeAnew(agreed, tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    other.begin(rounds=1)
+    shutil.copy(tmp_path / "other" / "1.state", tmp_path / "earlier")
+    other.clients[1].mask(0, codes[1])
+    shutil.copy(tmp_path / "earlier", tmp_path / "other" / "1.state")
+    with pytest.raises(WrongRound):
+        other.clients[1].mask(0, codes[1])
+
+
+@pytest.mark.parametrize("step", ["keys", "mask", "sign"])
+def test_an_answer_leaves_only_once_its_state_is_written(tmp_path, monkeypatch, step):
+    federation = masked_anew(tmp_path)
+    agreed, codes = federation.agreement, some_codes(federation.agreement)
+    if step == "mask":
+        federation.begin(epoch=2, first_round=1, rounds=1)
+    client = federation.clients[1]
+    with monkeypatch.context() as patched:
+
+        def full(*_):
+            raise NotWritten("the disk is full")
+
+        patched.setattr(state, "write_atomic", full)
+        answers = {
+            "keys": lambda: client.keys(epoch=2, first_round=1, rounds=1),
+            "mask": lambda: client.mask(1, codes[1]),
+            "sign": lambda: client.sign(survivors(agreed, (0, 1, 2, 3))),
+        }
+        with pytest.raises(NotWritten):
+            answers[step]()
+    with pytest.raises(WrongRound):  # nor later
+        answers[step]()
+
+
+def test_a_forged_certificate_ends_the_round_for_good_on_a_sparse_graph(tmp_path):
+    federation = masked_anew(tmp_path, "sparse")
+    agreed = federation.agreement
+    everybody, number = agreed.members.clients, agreed.graph.committee[0]
+    federation.clients[number].sign(survivors(agreed, everybody, number))
+    statement = messages.survivors_statement(agreed, epoch=1, round=0, survivors=everybody)
+    good = {client: identity(client).sign(statement) for client in agreed.graph.committee}
+    header = SumHeader(kind=Kind.CERTIFICATE, epoch=1, round=0, client=number)
+    forged = messages.write_certificate(header, agreed, dict.fromkeys(good, bytes(64)))
+    with pytest.raises(messages.BadSecureMessage.__mro__[1]):
+        federation.clients[number].unmask(forged)
+    with pytest.raises(RoundUsed, match="forged"):
+        federation.clients[number].unmask(messages.write_certificate(header, agreed, good))
+
+
+def test_files_that_are_damaged_or_of_another_client_are_refused(tmp_path):
+    federation = masked_anew(tmp_path)
+    file = tmp_path / "1.state"
+    shutil.copy(tmp_path / "0.state", file)
+    shutil.copy(tmp_path / "0.state.step", tmp_path / "1.state.step")
+    with pytest.raises(InvalidParameter, match="another"):
+        federation.clients[1]
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InvalidParameter, match="damaged"):
+        federation.clients[1]
+    for text in ("", "what", "1", "1 2 3", "x 1"):
+        (tmp_path / "1.state.step").write_text(text)
+        with pytest.raises(InvalidParameter):
+            federation.clients[1]
+    (tmp_path / "1.state.step").unlink()
+    with pytest.raises(InvalidParameter, match="missing"):
+        federation.clients[1]
+
+
+@pytest.mark.parametrize("graph", ["full", "sparse"])
+def test_a_state_is_read_back_whole(graph):
+    agreed = agreed_on(graph)
+    federation = Federation(agreed, seed=5)
+    federation.begin(rounds=2)
+    federation.sum(some_codes(agreed), unmasked=agreed.members.clients[1:])
+    for number, client in federation.clients.items():
+        content = state.write_state(client._state, agreed, number)
+        assert state.read_state(content, agreed, number) == client._state
+
+
+def test_cohorts_change_from_batch_to_batch(tmp_path):
+    """Three of six clients in every batch; each keeps its keys, and nothing of one cohort passes in another."""
+    rule = agreement(3, dropouts=1).rule
+    base = agreement(6, dropouts=1, dimension=6, width=9, trials=9)
+    agreed = state.Agreement(roster=base.roster, run="cohorts", rule=rule, dimension=6, width=9)
+    federation = Federation(agreed)
+    codes = some_codes(agreed)
+    for epoch, cohort in enumerate([(0, 1, 2), (1, 3, 5), (0, 1, 5)]):
+        federation.begin(epoch=epoch, first_round=2 * epoch, rounds=2, cohort=cohort)
+        assert federation.server.asked == cohort
+        total = federation.sum(codes, round=2 * epoch)
+        assert np.array_equal(total.lanes, plain_sum(codes, cohort, 9))
+        total = federation.sum(codes, round=2 * epoch + 1, masked=cohort[1:])
+        assert np.array_equal(total.lanes, plain_sum(codes, cohort[1:], 9))
