@@ -61,7 +61,7 @@ from bqsgd.secure.masks import (
     wrap_stream,
     xor,
 )
-from bqsgd.secure.messages import Bytes, Keys, Kind, Shares, SumHeader, Unmasking
+from bqsgd.secure.messages import Bytes, Keys, Kind, SealedShares, SumHeader, Unmasking
 from bqsgd.secure.roster import public_key
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
 from bqsgd.secure.state import (
@@ -254,7 +254,7 @@ class SumClient:
         batch.peers, batch.bundle = peers, digest
         masks = [client for client in agreed.graph.masks(self.number) if client in peers]
         batch.pairs = {client: self._pair_keys(client) for client in masks}
-        said = Shares(header=self._batch_header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
+        said = SealedShares(header=self._batch_header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
         batch.shares = messages.write_shares(said, agreed)
         self._remember()
         return batch.shares

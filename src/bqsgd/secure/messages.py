@@ -279,7 +279,7 @@ def sealed_size(agreement: Agreement, rounds: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class SealedShares:
     """Step 2, up: encrypted shares by receiver, and the wrapped keys of the sender's masks.
 
     wrapped: round by round, a check of the mask seed and then, for each receiver that the sender shares masks with, in
@@ -295,18 +295,19 @@ class Shares:
         return tuple(client for client in agreement.graph.masks(self.header.client) if client in self.sealed)
 
 
-def write_shares(said: Shares, agreement: Agreement) -> bytes:
+def write_shares(said: SealedShares, agreement: Agreement) -> bytes:
     """The bytes of a client's shares: what is wrapped is the part of the sender itself."""
     return _write_parts(said.header, agreement, {**said.sealed, said.header.client: said.wrapped})
 
 
-def read_shares(message: Bytes, agreement: Agreement) -> Shares:
+def read_shares(message: Bytes, agreement: Agreement) -> SealedShares:
     """Encrypted shares and wrapped keys."""
     header, parts = _read_parts(message, agreement, Kind.SHARES, sizes=None)
     wrapped = parts.pop(header.client, None)
     if wrapped is None:
         raise BadSecureMessage("shares without the wrapped keys of the sender's masks")
-    said = Shares(header=header, sealed={client: bytes(part) for client, part in parts.items()}, wrapped=bytes(wrapped))
+    sealed = {client: bytes(part) for client, part in parts.items()}
+    said = SealedShares(header=header, sealed=sealed, wrapped=bytes(wrapped))
     if any(len(part) != sealed_size(agreement, header.rounds) for part in parts.values()):
         raise BadSecureMessage("encrypted shares of a wrong length")
     if len(said.wrapped) != KEY_BYTES * header.rounds * (1 + len(said.masked_with(agreement))):

@@ -28,7 +28,7 @@ from bqsgd.errors import BadShares, ForeignClient, ReplacedKeys, RoundUsed, TooF
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.masks import KEY_BYTES, Lanes, add_mask, lane_type, scratch_for, self_key, wrap_stream, xor
-from bqsgd.secure.messages import Bytes, Keys, Kind, Shares, SumHeader, Unmasking
+from bqsgd.secure.messages import Bytes, Keys, Kind, SealedShares, SumHeader, Unmasking
 from bqsgd.secure.sharing import combine
 
 
@@ -41,7 +41,7 @@ class _Batch:
     keys: dict[int, Keys] = field(default_factory=dict)
     key_messages: dict[int, bytes] = field(default_factory=dict)
     peers: dict[int, frozenset[int]] | None = None
-    said: dict[int, Shares] = field(default_factory=dict)
+    said: dict[int, SealedShares] = field(default_factory=dict)
     partners: dict[int, frozenset[int]] | None = None
     stated: dict[int, tuple[bytes, dict[int, bytes]]] = field(default_factory=dict)
 
