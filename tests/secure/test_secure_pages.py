@@ -6,12 +6,12 @@ import struct
 from pathlib import Path
 
 import pytest
-from secure_sums import agreement
 
 from bqsgd.cli.app import main
 from bqsgd.secure import masks, messages
 from bqsgd.secure.graph import thresholds
 from bqsgd.secure.roster import public_key, read_identity, read_roster
+from secure_sums import agreement
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIRE = (DOCS / "secure_wire.md").read_text(encoding="utf-8")

@@ -4,12 +4,12 @@ import shutil
 
 import numpy as np
 import pytest
-from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
 
 from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, WrongRound
 from bqsgd.secure import messages, state
 from bqsgd.secure.client import StateFile, SumClient
 from bqsgd.secure.messages import Kind, SumHeader
+from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
 
 
 def agreed_on(graph):

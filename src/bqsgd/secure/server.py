@@ -94,12 +94,6 @@ class SumServer:
         """The clients of the batch: everybody, or the cohort."""
         return self._current().agreement.members.clients
 
-    def check_sender(self, message: Bytes, client: int) -> None:
-        """Raise ForeignClient unless the message is in the name of the client that it came from."""
-        claimed = messages.sender_of(message)
-        if claimed != client:
-            raise ForeignClient(f"client {client} sent a message in the name of client {claimed}")
-
     @property
     def last_round(self) -> int:
         """The last round of the batch, -1 before the first."""

@@ -12,6 +12,7 @@ keys.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -60,7 +61,7 @@ class SumSetup:
             if secure.identity is not None:
                 raise InvalidParameter("an identity is worth nothing without the roster that names it: give both")
             identities = {client: _made(config.privacy.seed, client) for client in range(count)}
-            roster = Roster({client: public_key(key) for client, key in identities.items()})
+            roster = Roster({client: public_key(key) for client, key in identities.items()}, _seed(config.privacy.seed))
         else:
             roster = read_roster(secure.roster)
             if roster.clients != tuple(range(count)):
@@ -105,6 +106,13 @@ def _made(seed: int | None, client: int) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.generate()
     key = hashlib.sha256(b"bqsgd.secure.identity.v1\x00" + struct.pack("<QQ", seed, client)).digest()
     return Ed25519PrivateKey.from_private_bytes(key)
+
+
+def _seed(seed: int | None) -> bytes:
+    """Of the roster of clients in one process."""
+    if seed is None:
+        return os.urandom(32)
+    return hashlib.sha256(b"bqsgd.secure.roster.v1\x00" + struct.pack("<Q", seed)).digest()
 
 
 def _own(path: str, roster: Roster) -> dict[int, Ed25519PrivateKey]:
@@ -196,7 +204,8 @@ class SumRounds:
             self._step(found, dict.fromkeys(self._ready, message), carry, self._take_masked(found))
             waited = time.perf_counter() - before
             survivors = server.close()
-            self._step(found, {client: server.survivors(client) for client in survivors}, carry, server.take_signature)
+            lists = {client: server.survivors(client) for client in survivors}
+            self._step(found, lists, carry, server.take_signature, [] if server.sparse else None)
             certificates = {client: server.certificate(client) for client in server.signed}
             self._step(found, certificates, carry, server.take_unmasking)
             found.total = server.total()
@@ -215,11 +224,13 @@ class SumRounds:
             self._last_epoch(self._epoch)
         server = self._server
         server.begin(epoch=self._epoch, first_round=round, rounds=min(self.key_rounds, self.rounds - round))
-        everybody = self.agreement.roster.clients
-        self._step(found, {client: server.request(client) for client in everybody}, carry, server.take_keys)
+        self._step(found, {client: server.request(client) for client in server.asked}, carry, server.take_keys)
         self._step(found, {client: server.key_bundle(client) for client in server.keyed}, carry, server.take_shares)
         ready: list[int] = []
         bundles = {client: server.share_bundle(client) for client in server.shared}
+        if server.sparse:
+            self._step(found, bundles, carry, server.take_partners)
+            bundles = {client: server.partner_bundle(client) for client in server.stated}
         self._step(found, bundles, carry, None, ready)
         self._ready = tuple(ready)
 
@@ -241,7 +252,7 @@ class SumRounds:
     ) -> None:
         """Carry one step's messages and take what comes back; what is refused leaves its client missing.
 
-        Without `take` an empty answer is due, and those who gave it are `acknowledged`.
+        Where an empty answer will do, those who gave it are `acknowledged`; without `take` nothing else will.
         """
         found.bytes_down += sum(map(len, messages.values()))
         for answer in carry(messages):
@@ -251,9 +262,10 @@ class SumRounds:
                 continue
             content = memoryview(answer.frame)  # type: ignore[arg-type]
             found.bytes_up += len(content)
+            if acknowledged is not None and len(content) == 0 and client in messages:
+                acknowledged.append(client)
+                continue
             if take is None:
-                if len(content) == 0 and client in messages and acknowledged is not None:
-                    acknowledged.append(client)
                 continue
             try:
                 self._server.check_sender(content, client)
