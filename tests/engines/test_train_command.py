@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from bqsgd.cli.app import main
+from bqsgd.data._sources import SourceFailed
 from bqsgd.ledger import Ledger
 from bqsgd.records.checkpoint import load_checkpoint
 from bqsgd.records.folder import read_rounds
@@ -146,10 +147,14 @@ def test_a_folder_is_never_run_over_and_resume_keeps_the_settings(capsys):
     assert json.loads(capsys.readouterr().out)["rounds"] == 8
 
 
+def no_network(*_):
+    raise SourceFailed("no network")
+
+
 def test_without_mnist_the_run_says_so_and_takes_digits(capsys, somewhere, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(somewhere / "empty"))
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr("bqsgd.data._sources.TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("bqsgd.data._sources._download", no_network)
     arguments = [argument for argument in QUICK if argument not in ("--dataset", "digits")]
     assert main(["train", *arguments, "--out", "one", "--seed", "1"]) == 0
     error = capsys.readouterr().err
