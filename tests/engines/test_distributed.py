@@ -39,10 +39,10 @@ SETTINGS = (
 )
 
 
-def torchrun(*arguments):
+def torchrun(*arguments, ranks=RANKS):
     """torchrun with a file in the place of its own store, which would listen on every interface of the machine."""
     store = f"{arguments[arguments.index('--out') + 1]}.store-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", store]
     command += ["--rdzv-id", "one", "--local-addr", "127.0.0.1"]
     own = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -109,10 +109,10 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_
 
 def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys):
     settings = [*SETTINGS, "--rounds", "12"]
-    with processes([torchrun(*settings, "--out", str(tmp_path / "ranks"))]) as started:
+    with processes([torchrun(*settings, "--out", str(tmp_path / "ranks"), ranks=2)]) as started:
         [(code, output)] = finish(started)
     assert code == 0, output
-    assert main(["train", *settings, "--clients", str(RANKS), "--out", str(tmp_path / "one")]) == 0
+    assert main(["train", *settings, "--clients", "2", "--out", str(tmp_path / "one")]) == 0
     capsys.readouterr()
     several, one = (load_checkpoint(tmp_path / name) for name in ("ranks", "one"))
     assert several[0].keys() == one[0].keys()

@@ -36,6 +36,7 @@ def one_process(tmp_path_factory):
     return frames, run.model
 
 
+@pytest.mark.slow  # `test_distributed` compares the model of the ranks with that of one process, bit for bit
 def test_torch_distributed_sends_the_same_bytes(one_process, tmp_path):
     for code, output in run_ranks(tmp_path, SETTINGS, script=Path(__file__).parent / "digits_worker.py"):
         assert code == 0, output

@@ -81,7 +81,7 @@ _LOSS_LIMIT = 60.0
 
 
 def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> _Values:
-    """A row a value (clip 1): the probabilities of the codes 0 .. code_count - 1.
+    """One row per value (clip 1): the probabilities of the codes 0 .. code_count - 1.
 
     >>> code_laws(Mechanism(levels=1, trials=1), [0.5]).tolist()
     [[0.0, 0.25, 0.5, 0.25]]
@@ -96,7 +96,7 @@ def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> _Values:
 
 
 def loss_tables(mechanism: Mechanism, *, without: npt.ArrayLike, with_record: npt.ArrayLike) -> _Values:
-    """A row a pair of values: the log-likelihood ratio of each code, cut at +-_LOSS_LIMIT; 0 where neither gives it."""
+    """One row per pair of values: each code's log-likelihood ratio, cut at +-_LOSS_LIMIT; 0 where neither gives it."""
     with np.errstate(divide="ignore", invalid="ignore"):
         tables: _Values = np.log(code_laws(mechanism, with_record)) - np.log(code_laws(mechanism, without))
     tables[np.isnan(tables)] = 0.0

@@ -125,7 +125,7 @@ class NodeLimits:
 
     @classmethod
     def unlimited(cls) -> NodeLimits:
-        """For a client whose operator chose the run's settings: any settings, but no model and no time without end."""
+        """For a client whose operator chose the run's settings: any settings, but bounded models and planning."""
         return cls(
             epsilon=None,
             delta=None,
