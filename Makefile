@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: install requirements demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling docs docs-serve notebooks clean
+.PHONY: install requirements demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling bench-clients docs docs-serve notebooks clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -58,6 +58,9 @@ bench-scattering: install
 
 bench-scaling: install
 	$(BIN)/python -m benchmarks.scaling
+
+bench-clients: install
+	$(BIN)/python -m benchmarks.clients
 
 docs: install
 	$(BIN)/mkdocs build --strict

@@ -64,7 +64,7 @@ def one_round(dimension: int, clients: int, values: np.ndarray) -> dict[str, flo
     server = Server(
         model=np.zeros(dimension, np.float32), weights=dict.fromkeys(range(clients), 1.0), config=settings(clients)
     )
-    write, message = timed(server.open_round)
+    write, message = timed(lambda: server.open_round()[0])
     read, _ = timed(lambda: read_model(message, dimension=dimension))
     encode = receive = float("inf")
     received = 0.0

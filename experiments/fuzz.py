@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import hashlib
 import json
@@ -243,7 +244,32 @@ def configs(folder: Path) -> Reader:
 def ledgers(folder: Path) -> Reader:
     """Ledger files: entries changed and chained again, heads and tables changed, and pages damaged."""
     from bqsgd.ledger import Ledger
-    from bqsgd.ledger._store import _SCHEMA, APPLICATION_ID, LEDGER_FORMAT
+    from bqsgd.ledger._store import LEDGER
+
+    def read(path: Path) -> object:
+        with Ledger(path) as ledger:
+            return ledger.entries, ledger.spent_rounds, ledger.budget, ledger.released
+
+    return _ledger_files(folder, LEDGER, read)
+
+
+def registers(folder: Path) -> Reader:
+    """Registers, the same way."""
+    from bqsgd.ledger import Register
+    from bqsgd.ledger._store import REGISTER
+
+    def read(path: Path) -> object:
+        with Register(path) as register:
+            found = [register.ledger(client) for client in register.clients]
+            return [(ledger.entries, ledger.spent_rounds, ledger.budget, ledger.released) for ledger in found]
+
+    return _ledger_files(folder, REGISTER, read)
+
+
+def _ledger_files(folder: Path, form: Any, read: Callable[[Path], object]) -> Reader:
+    from bqsgd.ledger._store import APPLICATION_ID, REGISTER
+
+    many = form is REGISTER
 
     budget = {
         "kind": "budget",
@@ -261,7 +287,7 @@ def ledgers(folder: Path) -> Reader:
     def case(entries: list[Any], rng: random.Random) -> bytes:
         entries, kind = copy.deepcopy(entries), rng.randrange(10)
         bodies: list[Any] = [json_text(entry) for entry in entries]
-        schema, head, client = list(_SCHEMA), {}, 0
+        schema, head, client = list(form.schema), {}, 0
         if kind < 5:
             number = rng.randrange(len(entries))
             bodies[number] = json_text(mutate_tree(entries[number], rng))
@@ -272,33 +298,35 @@ def ledgers(folder: Path) -> Reader:
             head = {rng.choice(["count", "chain", "client"]): rng.choice([-1, 2**62, "x", b"\0", 1e300, b"\xff"])}
         elif kind == 7:
             schema.append(
-                rng.choice(["CREATE TABLE more (x)", "CREATE VIEW v AS SELECT 1", "CREATE INDEX i ON head (count)"])
+                rng.choice(["CREATE TABLE more (x)", "CREATE VIEW v AS SELECT 1", "CREATE INDEX i ON entries (body)"])
             )
         connection = sqlite3.connect(":memory:", isolation_level=None)
         for statement in (
             f"PRAGMA application_id = {APPLICATION_ID}",
-            f"PRAGMA user_version = {LEDGER_FORMAT}",
+            f"PRAGMA user_version = {form.format}",
             *schema,
         ):
             connection.execute(statement)
-        chain = hashlib.sha256(f"bqsgd.ledger.v{LEDGER_FORMAT} client {client}".encode()).digest()
+        chain = hashlib.sha256(f"bqsgd.ledger.v1 client {client}".encode()).digest()
+        own = f"{client}, " if many else ""
         for number, body in enumerate(bodies, start=1):
             stored = body if isinstance(body, bytes) else str(body).encode(errors="surrogatepass")
             chain = hashlib.sha256(chain + stored).digest()
             # Text that is no UTF-8 gets into a file by way of a cast.
             value = "CAST(? AS TEXT)" if not isinstance(body, (int, float)) and rng.random() < 0.9 else "?"
-            connection.execute(f"INSERT INTO entries VALUES (?, {value}, ?)", (number, stored, chain))
+            connection.execute(f"INSERT INTO entries VALUES ({own}?, {value}, ?)", (number, stored, chain))
         fields = {"client": client, "count": len(bodies), "chain": chain} | head
-        connection.execute("INSERT INTO head VALUES (1, :client, :count, :chain)", fields)
+        if many:
+            clients = rng.choice([1] * 9 + [0, 2, "x", 2**62])
+            connection.execute("INSERT INTO register VALUES (1, ?)", (clients,))
+        table = "heads VALUES (" if many else "head VALUES (1, "
+        with contextlib.suppress(sqlite3.IntegrityError):  # a register's client is a number: SQLite sees to that
+            connection.execute(f"INSERT INTO {table}:client, :count, :chain)", fields)
         content = connection.serialize()
         connection.close()
         if kind >= 8 or rng.random() < 0.1:
             content = mutate_bytes(content, rng)
         return content
-
-    def read(path: Path) -> object:
-        with Ledger(path) as ledger:
-            return ledger.entries, ledger.spent_rounds, ledger.budget, ledger.released
 
     return Reader(corpus, case, _in_file(folder / "client.ledger", read))
 
@@ -406,6 +434,36 @@ def model_messages(folder: Path) -> Reader:
     return Reader(corpus, case, lambda content: read_model(content, dimension=20))
 
 
+def model_changes(folder: Path) -> Reader:
+    """Changes of a model that the reader holds, sealed again, with a digest that may be right."""
+    from bqsgd.wire.model_change import CHANGE_HEADER_BYTES, make_change, receive_model, write_changes
+    from bqsgd.wire.model_message import ModelMessage
+
+    held = ModelMessage(round=6, model=np.linspace(-1, 1, 20, dtype=np.float32))
+    corpus = []
+    for bits in (2, 3, 7):
+        change, model = make_change(held.model, held.model * 1.01, bits=bits)
+        corpus.append(write_changes([change], model=model, round=7))
+    fields = [(0, "<I"), (4, "<H"), (6, "<H"), (8, "<Q"), (16, "<Q"), (24, "<I"), (28, "<I"), (32, "<Q")]
+
+    def case(message: bytes, rng: random.Random) -> bytes:
+        data = bytearray(message)
+        if rng.random() < 0.5:
+            at, form = rng.choice(fields)
+            struct.pack_into(form, data, at, rng.choice([0, 1, 2, 7, 21, 2**15, rng.getrandbits(15)]))
+        if rng.random() < 0.3:
+            value = rng.choice([np.nan, np.inf, -np.inf, -1.0, 1e-45, 3e38])
+            struct.pack_into("<f", data, CHANGE_HEADER_BYTES, value)
+        if rng.random() < 0.4:
+            data = bytearray(mutate_bytes(bytes(data), rng))
+        if len(data) >= CHANGE_HEADER_BYTES and rng.random() < 0.8:
+            sealed = bytes(data[:40] + data[CHANGE_HEADER_BYTES:])
+            struct.pack_into("<Q", data, 40, xxhash.xxh3_64_intdigest(sealed))
+        return bytes(data)
+
+    return Reader(corpus, case, lambda content: receive_model(content, dimension=20, held=held))
+
+
 def data_files(folder: Path) -> Reader:
     """IDX files of images and labels."""
     from bqsgd.data.dataset import parse_idx
@@ -430,6 +488,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "checkpoints": checkpoints,
     "run folders": run_folders,
     "model messages": model_messages,
+    "model changes": model_changes,
     "data files": data_files,
 }
 
@@ -478,8 +537,9 @@ def main() -> None:
     for name in asked.readers or READERS:
         found[name] = fuzz(name, cases=asked.cases)
         print(name, json.dumps(found[name]), flush=True)
-    if not asked.readers and asked.cases >= CASES:
-        RESULTS.write_text(json.dumps({"seed": SEED, "readers": found}, indent=2) + "\n")
+    if asked.cases >= CASES:
+        before = json.loads(RESULTS.read_text())["readers"] if asked.readers else {}
+        RESULTS.write_text(json.dumps({"seed": SEED, "readers": before | found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

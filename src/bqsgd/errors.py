@@ -69,6 +69,10 @@ class ModelMessageError(FrameError):
     """A model message was refused; nothing was computed from it."""
 
 
+class ModelNotHeld(ModelMessageError):
+    """The message holds changes of a model that this client does not hold: it needs the whole model."""
+
+
 class AccountingError(BqsgdError, ArithmeticError):
     """The accountant could not prove a figure (lost mass, overflow, no convergence)."""
 

@@ -21,7 +21,7 @@ import logging
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -53,17 +53,20 @@ from bqsgd.secure.client import EpochFile
 from bqsgd.storage import one_writer
 from bqsgd.training.aggregation import client_weights, read_sizes
 from bqsgd.training.client_plan import client_setting
+from bqsgd.training.cohort import Choose, Cohorts
 from bqsgd.training.outlook import check_outlook, foresee
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config, group_to_dict
 from bqsgd.training.sums import SumRounds, SumSetup, with_roster
 from bqsgd.training.task import Evaluation, Task
+from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
+from bqsgd.wire.model_change import is_change
 
 _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
 _EPOCH = "secure.epoch"
-_TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32")
+_TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
 _MOST_NAMED = 10
 STILL_ROUNDS = 10
 """A run stops when so many rounds in a row have left the model as it was."""
@@ -97,6 +100,7 @@ class Run:
         engine: MakeEngine,
         resuming: bool,
         nominal: _Nominal | None,
+        choose: Choose | None,
         resources: ExitStack,
     ) -> None:
         self.task, self.config, self.folder = task, config, folder
@@ -129,6 +133,8 @@ class Run:
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
         self.server = Server(model=initial, weights=weights, config=config)
         self._sums = None if sums is None else self._sum_rounds(sums)
+        self.cohorts = Cohorts(config, self.engine.samples, choose=choose)
+        """Who is asked, and how often each client was."""
         self._nominal = None if nominal is None else nominal(config, self.setting(min(self.engine.samples)))
         self._started = time.monotonic()
         self.last: RoundRecord | None = None
@@ -156,10 +162,13 @@ class Run:
         folder: str | Path | None = None,
         engine: MakeEngine = in_process,
         nominal: _Nominal | None = None,
+        choose: Choose | None = None,
         force: bool = False,
     ) -> Self:
         """Begin a run in `folder`, which must not hold one. Without a folder nothing is kept, which is allowed for
         seeded and noiseless runs only: neither makes a privacy claim.
+
+        choose: picks each round's cohort in the place of chance: (round, clients with turns left, how many) -> whom.
 
         force: begin it even if its plans say that nothing can be learnt (`training.outlook`).
 
@@ -174,7 +183,14 @@ class Run:
                 if (path / CONFIG).exists() or load_checkpoint(path) is not None:
                     raise CheckpointError(f"{path} holds a run already; resume it or name another folder")
             run = cls(
-                task, named(config), folder=path, engine=engine, resuming=False, nominal=nominal, resources=resources
+                task,
+                named(config),
+                folder=path,
+                engine=engine,
+                resuming=False,
+                nominal=nominal,
+                choose=choose,
+                resources=resources,
             )
             if not (force or run.engine.claimed):  # nobody makes this process plan by claiming sizes
                 run._check_outlook()
@@ -190,6 +206,7 @@ class Run:
         folder: str | Path,
         engine: MakeEngine = in_process,
         nominal: _Nominal | None = None,
+        choose: Choose | None = None,
     ) -> Self:
         """Continue the run in `folder` from its last checkpoint, or from round 0 when it was stopped before the first.
 
@@ -200,7 +217,16 @@ class Run:
         with closing_on_error() as resources:
             resources.enter_context(one_writer(path))
             found = load_checkpoint(path)
-            run = cls(task, config, folder=path, engine=engine, resuming=True, nominal=nominal, resources=resources)
+            run = cls(
+                task,
+                config,
+                folder=path,
+                engine=engine,
+                resuming=True,
+                nominal=nominal,
+                choose=choose,
+                resources=resources,
+            )
             if found is not None:
                 arrays, state = found
                 if state.get("run") != config.run.name:
@@ -233,6 +259,7 @@ class Run:
 
     def _count(self, record: RoundRecord) -> None:
         self.last = record
+        self.cohorts.count(entry.client for entry in record.clients if entry.client is not None)
         self.steps += record.stepped
         self._still = 0 if record.stepped else self._still + 1
         for name in _TOTALS:
@@ -262,8 +289,14 @@ class Run:
         """
         settings = self.config.run
         while self.round < settings.rounds:
+            asked = None
+            if self.config.clients.cohort is not None:
+                asked = self.cohorts.draw(self.round, lost=self.engine.lost)
+                if len(asked) < self.config.server.fewest_frames:
+                    _log.warning("%d clients have turns left: stopping before round %d", len(asked), self.round)
+                    return
             with one_thread():
-                record = self._one_round()
+                record = self._one_round(asked)
             self._count(record)
             if self._writer is not None:
                 self._writer.append(record)
@@ -291,9 +324,9 @@ class Run:
         """Whether the last STILL_ROUNDS rounds all left the model as it was."""
         return self._still >= STILL_ROUNDS
 
-    def _one_round(self) -> RoundRecord:
+    def _one_round(self, asked: Sequence[int] | None) -> RoundRecord:
         """One round, evaluated where that is due."""
-        record = run_round(self.server, self.engine, sums=self._sums)
+        record = run_round(self.server, self.engine, asked=asked, sums=self._sums)
         found, epsilon = None, None
         if self.config.run.evaluated_after(self.round):
             found, epsilon = self.evaluate(), self._epsilon()
@@ -392,25 +425,43 @@ def closing_on_error() -> Iterator[ExitStack]:
         raise
 
 
-def run_round(server: Server, engine: Engine, *, sums: SumRounds | None = None) -> RoundRecord:
+def run_round(
+    server: Server, engine: Engine, *, asked: Sequence[int] | None = None, sums: SumRounds | None = None
+) -> RoundRecord:
     """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller.
 
+    asked: the clients that are asked, in the order in which they are wanted; all by default.
     sums: takes the round through the steps of a secure sum.
     """
     began = time.perf_counter()
-    message = server.open_round()
+    messages = server.open_round(asked)
     writing = time.perf_counter() - began
     if sums is None:
-        for answer in engine.exchange(dict.fromkeys(server.weights, message), round=server.round):
+        wanted = messages if asked is None else {client: messages[client] for client in asked}
+        for answer in _exchanged(server, engine, wanted):
             _deliver(server, answer)
     else:
-        carry = partial(engine.exchange, round=server.round)
-        server.receive_sum(sums.round(message, round=server.round, carry=carry))
+        carry = partial(_exchanged, server, engine)
+        server.receive_sum(sums.round(messages, round=server.round, carry=carry))
     record = server.close_round()
     seconds = dict(engine.seconds())
     for stage, elapsed in {**record.seconds, "frame": writing}.items():
         seconds[stage] = seconds.get(stage, 0.0) + elapsed
     return replace(record, seconds=seconds)
+
+
+def _exchanged(server: Server, engine: Engine, messages: Mapping[int, bytes]) -> Iterator[Answer]:
+    """The answers to these messages; whoever does not hold the model that was changed is sent the whole one."""
+    clients = server.config.clients
+    enough = clients.cohort if clients.ask is not None else None
+    whole: dict[int, bytes] = {}
+    for answer in engine.exchange(messages, round=server.round, enough=enough):
+        if answer.reason == WHOLE_MODEL_NEEDED and is_change(messages.get(answer.client, b"")):
+            whole[answer.client] = server.whole_model(answer.client)
+        else:
+            yield answer
+    if whole:
+        yield from engine.exchange(whole, round=server.round)
 
 
 def _deliver(server: Server, answer: Answer) -> ClientRecord:

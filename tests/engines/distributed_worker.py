@@ -51,9 +51,9 @@ def recording(engine, path):
     """The engine's exchange, with a line a frame: round, client, SHA-256."""
     exchange = engine.exchange
 
-    def recorded(messages, *, round):
+    def recorded(messages, *, round, enough=None):
         with path.open("a") as stream:
-            for answer in exchange(messages, round=round):
+            for answer in exchange(messages, round=round, enough=enough):
                 if answer.frame is not None:
                     line = {"round": round, "client": answer.client, "sha": hashlib.sha256(answer.frame).hexdigest()}
                     stream.write(json.dumps(line) + "\n")

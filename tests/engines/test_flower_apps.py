@@ -121,6 +121,20 @@ def test_same_seed_same_frames_and_same_model_as_in_process(task, settings, fede
     assert "4 rounds" in (tmp_path / "server.html").read_text()
 
 
+def test_cohorts_and_changes_lead_to_the_model_of_one_process(task, settings, federation, tmp_path):
+    changes = {"cohort": 2, "turns": 3, "down_bits": 4}
+    made = federation(**changes)
+    served = made.serve(folder=tmp_path / "server")
+    with Run.start(task, settings(rounds=4, evaluate_every=2, **changes)) as run:
+        local = list(run.rounds())
+    assert served.server.model.tobytes() == run.server.model.tobytes()
+    records = records_in(tmp_path / "server")
+    for name in ("bytes_up", "bytes_down", "clients"):
+        assert [getattr(record, name) for record in records] == [getattr(record, name) for record in local]
+    assert made.spent() == dict.fromkeys(range(4), 2)
+    assert records[3].bytes_down < 0.5 * records[0].bytes_down  # they are two rounds behind
+
+
 def test_the_order_of_nodes_changes_no_bit(federation, tmp_path):
     first = federation().serve()
     second = federation(nodes=[3, 1, 0, 2]).serve()

@@ -249,7 +249,7 @@ DAMAGE = {
     "a client that is no number": (_edit("UPDATE head SET client = 'me'"), "damaged"),
     "another client": (_edit("UPDATE head SET client = 9"), "altered"),
     "a trigger": (_edit("CREATE TRIGGER t AFTER INSERT ON entries BEGIN DELETE FROM entries; END"), "another program"),
-    "a later format": (_edit("PRAGMA user_version = 2"), "format 2"),
+    "a later format": (_edit("PRAGMA user_version = 3"), "format 3"),
     "another application's file": (_edit("PRAGMA application_id = 7"), "not a bqsgd ledger"),
 }
 
@@ -296,7 +296,7 @@ def test_a_failed_write_is_not_taken_for_a_spend(path: Path) -> None:
     ledger.headroom(RELEASE)
     blocker = sqlite3.connect(path)
     blocker.execute("BEGIN IMMEDIATE")
-    ledger._book.store._connection.execute("PRAGMA busy_timeout = 50")
+    ledger._book.store.file.connection.execute("PRAGMA busy_timeout = 50")
     with pytest.raises(LedgerError, match="nothing was recorded"):
         ledger.spend(RELEASE, run="a", round=0, seeded=False)
     blocker.rollback()
@@ -333,11 +333,11 @@ def test_threads_share_one_ledger(path: Path) -> None:
 def test_a_ledger_does_not_survive_a_fork(path: Path) -> None:
     with open_ledger(path) as ledger:
         ledger.reserve(RELEASE, run="a", first_round=0, rounds=2, seeded=False)
-        ledger._book._pid += 1  # what a forked child sees
+        ledger._book.store.file._pid += 1  # what a forked child sees
         with pytest.raises(LedgerError, match="fork"):
             ledger.spend(RELEASE, run="a", round=0, seeded=False)
         ledger.close()  # gives nothing back: the rounds are the parent's
-        ledger._book._pid -= 1
+        ledger._book.store.file._pid -= 1
         assert ledger.spent_rounds == 2
 
 

@@ -37,7 +37,7 @@ def make_server(settings):
 def test_weighted_mean_step(make_server):
     server = make_server()
     frames = [frame_of(client) for client in range(3)]
-    assert read_model(server.open_round(), dimension=6).round == 0
+    assert read_model(server.open_round()[0], dimension=6).round == 0
     assert [server.receive(frame).status for frame in frames] == ["ok"] * 3
     outcome = server.close_round()
     expected = aggregation.weighted_mean([decode_frame(f, range=0.5) for f in frames], weights=[1, 2, 5])

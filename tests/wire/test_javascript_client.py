@@ -605,7 +605,7 @@ def test_a_round_with_the_server_over_http(run, site):
     site.server = server
     expected = np.zeros(64)
     for _ in range(2):
-        site.message = server.open_round()
+        site.message = server.open_round()[0]
         receipts = run(
             """async (client, { address, mechanism, target }) => {
                 const receipts = [];

@@ -14,9 +14,11 @@ from bqsgd.errors import BadPayload, CodeOutOfRange
 from bqsgd.mechanism.encoder import decode
 from bqsgd.noise import ROUNDING_SLACK_STEPS, binomial_pmf, sampler_tv_distance
 from bqsgd.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
+from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
 from bqsgd.wire import entropy
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import Coding, FrameWriter
+from bqsgd.wire.model_change import make_change, write_changes
 from bqsgd.wire.model_message import write_model
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -54,6 +56,9 @@ def test_worked_examples_are_what_the_library_writes():
     assert struct.pack("<d", 0.1) in shown
     assert write_model(np.array([1.0, -0.5], np.float32), round=7) in shown
     assert frame in shown
+    change, after = make_change(np.array([1.0, -0.5], np.float32), np.array([1.75, -0.75]), bits=3)
+    assert write_changes([change], model=after, round=7) in shown
+    assert WHOLE_MODEL_NEEDED in PAGE
     assert len(frame) == 81  # the shortest frame of fixed width
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from bqsgd.ledger.register import Ledgers
 
 from bqsgd.cli.output import Json, out_option, print_lines, to_json
 
 ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
 
-_Where = Annotated[Path, typer.Argument(help="The client's ledger file.")]
+_Where = Annotated[Path, typer.Argument(help="The client's ledger file, or a register of many clients.")]
+_Client = Annotated[int | None, typer.Option(help="Whose ledger, in a register; without it the clients are listed.")]
 _Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
 
+_MOST_SHOWN = 10
 _COLUMNS = [
     "number",
     "kind",
@@ -41,13 +46,17 @@ _COLUMNS = [
 
 
 @ledger.command()
-def show(path: _Where, delta: _Delta = None, json: Json = False) -> None:
+def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json = False) -> None:
     """Print the budget, what is spent and what that guarantees."""
     from bqsgd.answers import guarantee_lines
-    from bqsgd.ledger import Ledger
+    from bqsgd.ledger.register import opened_ledgers
     from bqsgd.privacy.guarantee import as_given
 
-    with Ledger(path) as opened:
+    with opened_ledgers(path) as ledgers:
+        if client is None and len(ledgers.clients) > 1:
+            _show_register(path, ledgers, delta=delta, json=json)
+            return
+        opened = ledgers.ledger(ledgers.clients[0] if client is None else client)
         guarantee, kinds = opened.guarantee(delta=delta), opened.guarantees(delta=delta)
         fields = opened.to_dict(delta=delta)
     entries = fields.pop("entries")
@@ -65,6 +74,33 @@ def show(path: _Where, delta: _Delta = None, json: Json = False) -> None:
     print_lines(f"Ledger of client {fields['client']}", lines | {"entries": str(len(entries))})
 
 
+def _show_register(path: Path, ledgers: Ledgers, *, delta: float | None, json: bool) -> None:
+    """The clients by what they have spent, the most first, as many as a screen holds; in JSON all of them."""
+    from bqsgd.ledger.spending import guarantee_of, sorted_releases
+
+    rows = []
+    for client in ledgers.clients:
+        opened = ledgers.ledger(client)
+        wanted = opened.budget.delta if delta is None else delta
+        found = guarantee_of(tuple(sorted_releases(opened.released)), wanted, opened.seeded_rounds > 0)
+        rows.append((0.0 if found is None else found.epsilon, client, opened.spent_rounds, found))
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    if json:
+        clients = [
+            {"client": client, "spent_rounds": rounds, "guarantee": None if found is None else found.to_dict()}
+            for _, client, rounds, found in rows
+        ]
+        typer.echo(to_json({"clients": clients}))
+        return
+    spent = [row for row in rows if row[3] is not None]
+    lines = {"clients": f"{len(rows)}, of which {len(spent)} have spent"}
+    for _, client, rounds, found in spent[:_MOST_SHOWN]:
+        lines[f"client {client}"] = f"{rounds} rounds: {found}"
+    if len(spent) > _MOST_SHOWN:
+        lines["more"] = f"{len(spent) - _MOST_SHOWN} that have spent no more: --client N or --json"
+    print_lines(f"Register {path}", lines)
+
+
 @ledger.command()
 def export(
     path: _Where,
@@ -72,19 +108,22 @@ def export(
         Path,
         out_option("File to write: .json (everything) or .csv (one line per entry)."),
     ],
+    client: _Client = None,
     delta: _Delta = None,
 ) -> None:
     """Write every entry, and in JSON the guarantee, to a file."""
     from bqsgd.errors import InvalidParameter
-    from bqsgd.ledger import Ledger
+    from bqsgd.ledger.register import opened_ledgers
     from bqsgd.storage import write_atomic
 
     if out.suffix not in (".json", ".csv"):
         raise InvalidParameter(f"--out must end in .json or .csv, got {out.name!r}")
     if os.path.lexists(out):
         raise InvalidParameter(f"{out} exists; give a new file name")
-    with Ledger(path) as opened:
-        fields = opened.to_dict(delta=delta)
+    with opened_ledgers(path) as ledgers:
+        if client is None and len(ledgers.clients) > 1:
+            raise InvalidParameter(f"{path} is a register of {len(ledgers.clients)} clients; say which with --client")
+        fields = ledgers.ledger(ledgers.clients[0] if client is None else client).to_dict(delta=delta)
     text = to_json(fields) + "\n" if out.suffix == ".json" else _csv(fields["entries"])
     write_atomic(out, text.encode())
     typer.echo(f"{len(fields['entries'])} entries of client {fields['client']} written to {out}")

@@ -470,6 +470,8 @@ def _print(summary: Summary, *, folder: Path, chosen: Config, json: bool) -> Non
     bits = "" if summary.bits_per_coordinate is None else f", {summary.bits_per_coordinate:.2f} bits per coordinate"
     saved = "" if summary.saving is None else f", {summary.saving:.2f} times less than float32"
     lines["sent up"] = f"{summary.bytes_up / 1e6:.2f} MB{saved}{bits}"
+    less = "" if summary.saving_down is None else f", {summary.saving_down:.2f} times less than float32"
+    lines["sent down"] = f"{summary.bytes_down / 1e6:.2f} MB{less if chosen.server.down_bits else ''}"
     if summary.nominal_epsilon is not None:
         lines["nominal"] = f"epsilon {rounded_up(summary.nominal_epsilon)} (as published; not a guarantee)"
     if chosen.privacy.private_metrics:

@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 from bqsgd.errors import InvalidParameter, LedgerError
-from bqsgd.ledger import Ledger
+from bqsgd.ledger import Ledger, PrivacyBudget, Register
+from bqsgd.ledger.register import SUFFIX
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.secure.client import SumClient
 from bqsgd.storage import Appended, private_folder
 from bqsgd.training.aggregation import client_weights
 from bqsgd.training.client import Client, PrivateLog
 from bqsgd.training.node_limits import NodeLimits
+from bqsgd.training.samples import Objective
 from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumSetup
 from bqsgd.training.task import Samples, Task
@@ -62,8 +64,10 @@ class Engine(Protocol):
     def lost(self) -> Mapping[int, str]:
         """Client -> why it can never answer again."""
 
-    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterable[Answer]:
+    def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterable[Answer]:
         """Carry these bytes to these clients and yield their answers in the order of client numbers.
+
+        enough: once so many have sent bytes, the others are not waited for.
 
         A client that cannot be reached has an answer too, with the reason. What comes late for an earlier exchange is
         yielded as well: its bytes say what it is. A message that many clients share is one object.
@@ -133,15 +137,28 @@ class Setup:
 
 
 MakeEngine = Callable[[Setup], Engine]
+FEW = 100
+"""More simulated clients than these share one register of ledgers."""
 
 
 def make_client(
-    setup: Setup, *, number: int, model: nn.Module, share: Samples, limits: NodeLimits | None = None
+    setup: Setup,
+    *,
+    number: int,
+    model: nn.Module,
+    share: Samples,
+    limits: NodeLimits | None = None,
+    register: Register | None = None,
+    objective: Objective | None = None,
 ) -> Client:
     """Client `number` with its ledger open and, where the settings ask for it, its private log.
 
-    limits: of a client that need not trust whoever serves.
+    limits: of a client that need not trust whoever serves. register: where its ledger is among those of many.
     """
+    if register is not None:
+        ledger: Ledger | None = register.ledger(number)
+    else:
+        ledger = client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming, limits=limits)
     return Client(
         client=number,
         model=model,
@@ -149,12 +166,13 @@ def make_client(
         samples=share,
         forward=setup.task.forward,
         config=setup.config,
-        ledger=client_ledger(setup.config, setup.folder, number=number, resuming=setup.resuming, limits=limits),
+        ledger=ledger,
         run=setup.run,
         resume=setup.resuming,
         private_log=_private_log(setup.config, setup.folder, number=number),
         limits=limits,
         sums=_client_sums(setup, number=number, limits=limits),
+        objective=objective,
     )
 
 
@@ -171,6 +189,32 @@ def _ledger_folder(folder: Path | None, limits: NodeLimits | None) -> Path | Non
     """Where a client keeps what must outlast its process: its own folder where its limits name one."""
     own = None if limits is None else limits.ledger_folder
     return own if own is not None or folder is None else folder / "ledgers"
+
+
+def run_register(setup: Setup) -> Register | None:
+    """The register of a run whose clients are many and all here; None where there is nothing to keep.
+
+    A run that continues must find the one it had.
+    """
+    if setup.folder is None or setup.config.privacy.noiseless:
+        return None
+    path = register_path(setup.folder / "ledgers")
+    return Register(path) if setup.resuming else made_register(setup.config, path)
+
+
+def made_register(config: Config, path: Path) -> Register:
+    """The register of all clients of a run, made unless it is there."""
+    private_folder(path.parent)
+    budgets = {}
+    for number in range(config.clients.count):
+        budget = config.privacy.budget(client=number, round=0)
+        budgets[number] = PrivacyBudget(epsilon=budget.epsilon, delta=budget.delta)
+    return Register.open(path, budgets=budgets)
+
+
+def register_path(folder: Path) -> Path:
+    """Where the ledgers of many clients are in a folder of ledgers."""
+    return folder / f"clients{SUFFIX}"
 
 
 def client_ledger(

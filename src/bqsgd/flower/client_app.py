@@ -27,9 +27,10 @@ from bqsgd.planner.search import PlanningTooLong
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.client_plan import keep_plan
 from bqsgd.training.task import Task
+from bqsgd.wire.model_message import ModelMessage, read_model, write_model
 
 logger = logging.getLogger("flwr.bqsgd")
-_PLAN = "bqsgd.plan"
+_PLAN, _HELD = "bqsgd.plan", "bqsgd.held"
 NO_ANSWER = "the client could not answer; its own log says why"
 """All that the server learns of any error here: even the kind of error can depend on the data."""
 
@@ -119,7 +120,11 @@ def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDic
             limits=node.limits,
         )
         _plan(client, context.state)
+        client.held = _held(context.state, dimension=client.setting.dimension)
         answer = client.answer(data_of(message, kind=MODEL))
+        if client.held is not None:
+            held = write_model(client.held.model, round=client.held.round)
+            context.state[_HELD] = pack(held, kind=MODEL).array_records[MODEL]
         stated: dict[str, Plain] = {}
         if report:
             guarantee = client.spending.guarantee(delta=config.privacy.delta)
@@ -133,6 +138,12 @@ def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDic
         return pack(None, kind=FRAME, declined=answer.reason, **stated)
     logger.info("client %d sends a frame of %d bytes", node.client, len(answer))
     return pack(answer, kind=FRAME, **stated)
+
+
+def _held(state: MutableMapping[str, Any], *, dimension: int) -> ModelMessage | None:
+    """The model that this node was sent last, where the next message may be its changes."""
+    record = state.get(_HELD)
+    return None if record is None else read_model(record[MODEL].data, dimension=dimension)
 
 
 def _plan(client: Client, state: MutableMapping[str, Any]) -> None:

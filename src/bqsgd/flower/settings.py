@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from bqsgd.engines.engine import client_ledger, ledger_path
+from bqsgd.engines.engine import FEW, client_ledger, ledger_path, made_register, register_path
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.params import check_int, check_positive, shown
@@ -85,6 +85,10 @@ class Node:
     def ledger(self, config: Config, *, run: str) -> Ledger | None:
         """This client's ledger, made on first use; None when the messages have no noise and so nothing to count."""
         folder = self.folder(run=run)
+        if self.simulated and config.clients.count > FEW and not config.privacy.noiseless:
+            path = register_path(folder)
+            made_register(config, path).close()
+            return Ledger(path, client=self.client)
         there = ledger_path(folder, self.client).exists()
         limits = replace(self.limits, ledger_folder=folder)
         return client_ledger(config, None, number=self.client, resuming=there, limits=limits)

@@ -3,5 +3,6 @@
 from bqsgd.errors import LedgerError
 from bqsgd.ledger._budget import PrivacyBudget
 from bqsgd.ledger.ledger import Ledger
+from bqsgd.ledger.register import Register
 
-__all__ = ["Ledger", "LedgerError", "PrivacyBudget"]
+__all__ = ["Ledger", "LedgerError", "PrivacyBudget", "Register"]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from bqsgd.errors import InvalidParameter, LedgerError
@@ -108,12 +109,18 @@ class LedgerEntry:
             if "budget" in fields:
                 fields["budget"] = PrivacyBudget(**fields["budget"])
             if "release" in fields:
-                fields["release"] = Release.from_dict(fields["release"])
+                fields["release"] = _release(json.dumps(fields["release"], sort_keys=True))
             return cls(**fields)
         except (TypeError, ValueError, RecursionError) as error:
             raise LedgerError(
                 f"an entry of the ledger cannot be read ({str(error)[:200]}); restore the file from a backup"
             ) from error
+
+
+@lru_cache(maxsize=4096)
+def _release(text: str) -> Release:
+    """Equal releases are one object: thousands of entries name the same few."""
+    return Release.from_dict(json.loads(text))
 
 
 @dataclass

@@ -20,8 +20,6 @@ Sending twice. What is private is the frame, not the round number:
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -42,7 +40,7 @@ from bqsgd.ledger._entries import (
     returning,
     spending,
 )
-from bqsgd.ledger._store import Store, create
+from bqsgd.ledger._store import LedgerFile, Store, create_ledger
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee, as_given
@@ -54,30 +52,20 @@ def _now() -> str:
 
 
 class _Book:
-    """An open ledger file with its entries and the state they add up to, kept in step; it belongs to one process."""
+    """A client's entries in an open file and the state they add up to, kept in step; it belongs to one process."""
 
-    def __init__(self, path: Path) -> None:
-        self._pid = os.getpid()
-        self.store = Store(path)
+    def __init__(self, file: LedgerFile, client: int, headroom: Headroom) -> None:
+        self.store = Store(file, client)
         self.state = LedgerState()
         self.entries: list[LedgerEntry] = []
-        self._headroom = Headroom(Accountant())
-        try:
-            self.refresh()
-            if self.state.budget is None:
-                raise LedgerError(f"{path} holds no budget; restore it from a backup")
-        except BaseException:
-            self.store.close()
-            raise
-
-    @property
-    def mine(self) -> bool:
-        """Whether this process opened the ledger (a forked child did not)."""
-        return os.getpid() == self._pid
+        self._headroom = headroom
+        self.refresh()
+        if self.state.budget is None:
+            raise LedgerError(f"{file.path} holds no budget; restore it from a backup")
 
     def check_process(self) -> None:
         """Raise LedgerError in a forked child: SQLite and the reserved rounds are the parent's."""
-        if not self.mine:
+        if not self.store.file.mine:
             raise LedgerError("a ledger does not survive a fork; open it again in the new process")
 
     @property
@@ -156,10 +144,30 @@ class Ledger:
     (PrivacyBudget(epsilon=3.0, delta=1e-05), 0, None)
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Open what is there, as it is (for reading); training uses `Ledger.open`, which checks whose ledger it is."""
-        self._book = _Book(Path(path))
-        self._lock = threading.RLock()
+    def __init__(self, path: str | Path, *, client: int | None = None) -> None:
+        """Open what is there, as it is (for reading); training uses `Ledger.open`, which checks whose ledger it is.
+
+        client: whose ledger in a register.
+        """
+        file = LedgerFile(Path(path))
+        try:
+            if file.many and client is None:
+                raise LedgerError(f"{path} is a register of {len(file.clients)} clients; say whose ledger is meant")
+            number = file.clients[0] if client is None else client
+            self._hold(_Book(file, number, Headroom(Accountant())), owns_file=True)
+        except BaseException:
+            file.close()
+            raise
+
+    @classmethod
+    def within(cls, file: LedgerFile, client: int, headroom: Headroom) -> Self:
+        """The ledger of one client in an open register, whose file stays open when the ledger is closed."""
+        ledger = cls.__new__(cls)
+        ledger._hold(_Book(file, client, headroom), owns_file=False)
+        return ledger
+
+    def _hold(self, book: _Book, *, owns_file: bool) -> None:
+        self._book, self._lock, self._owns_file = book, book.store.file.lock, owns_file
         self._unsent: dict[tuple[str, int], Grant] = {}
         self.closed = False
 
@@ -190,7 +198,7 @@ class Ledger:
         where = Path(path)
         if create_missing and not where.exists():
             entry = LedgerEntry(kind=EntryKind.BUDGET, time=_now(), budget=budget, reason="ledger made")
-            create(where, client=client, first_body=entry.to_json())
+            create_ledger(where, client=client, first_body=entry.to_json())
         ledger = cls(where)
         try:
             if ledger.client != client:
@@ -212,7 +220,7 @@ class Ledger:
     @property
     def path(self) -> Path:
         """Where the file is."""
-        return self._book.store.path
+        return self._book.store.file.path
 
     @property
     def client(self) -> int:
@@ -244,6 +252,12 @@ class Ledger:
         with self._lock:
             self._book.refresh()
             return self._book.state.seeded_rounds
+
+    def recorded(self, run: str) -> dict[int, tuple[Release, bool]]:
+        """Rounds of `run` that count as released: round -> its release, and whether its noise was seeded."""
+        with self._lock:
+            self._book.refresh()
+            return dict(self._book.state.taken.get(run, {}))
 
     @property
     def released(self) -> Counter[Release]:
@@ -383,13 +397,14 @@ class Ledger:
     def close(self) -> None:
         """Give back the reserved rounds that were not sent, and close the file. After a crash nothing is given back."""
         with self._lock:
-            if not self._book.mine:
+            if not self._book.store.file.mine:
                 return  # the parent's file and the parent's rounds
             try:
                 self._give_back()
             finally:
                 self._unsent.clear()
-                self._book.store.close()
+                if self._owns_file:
+                    self._book.store.file.close()
                 self.closed = True
 
     def __enter__(self) -> Self:

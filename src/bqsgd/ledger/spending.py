@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from bqsgd.errors import BudgetExhausted, InvalidParameter
 from bqsgd.ledger._budget import PrivacyBudget, compose_all
-from bqsgd.ledger._entries import LedgerState
 from bqsgd.ledger.ledger import Ledger
 from bqsgd.params import check_int
 from bqsgd.privacy.accountant import Accountant
@@ -31,11 +30,8 @@ class Spending:
         """How often each release counts as made, rounds of earlier processes included, unsent reservations not."""
         self._recorded: dict[int, tuple[Release, bool]] = {}
         if ledger is not None:
-            state = LedgerState()
-            for entry in ledger.entries:
-                state.add(entry)
-            self.sent.update(state.rounds)
-            self._recorded = dict(state.taken.get(run, {}))
+            self.sent = ledger.released
+            self._recorded = ledger.recorded(run)
 
     @property
     def recorded(self) -> int:
@@ -54,13 +50,24 @@ class Spending:
             if not self.seeded and release.mechanism.trials:
                 raise InvalidParameter("unseeded noise makes a privacy claim and needs a ledger; give the client one")
         else:
-            if self._reserved is None or self._reserved[0] != release or round >= self._reserved[1]:
-                self._reserve(self.ledger, release, round, last_round, within)
+            self.reserve(release, round=round, last_round=last_round, within=within)
             self.ledger.spend(release, run=self.run, round=round, seeded=self.seeded, resume=self.resume, within=within)
         if not (
             self.seeded and self._recorded.get(round) == (release, True)
         ):  # the same bytes again reveal nothing new
             self.sent[release] += 1
+
+    def reserve(self, release: Release, *, round: int, last_round: int, within: PrivacyBudget | None = None) -> None:
+        """Record the round and those reserved with it, unless that was done before; `spend` then only ticks it off.
+
+        Raises:
+            BudgetExhausted: the round would pass the budget; nothing was recorded.
+        """
+        if self.ledger is None or (
+            self._reserved is not None and self._reserved[0] == release and round < self._reserved[1]
+        ):
+            return
+        self._reserve(self.ledger, release, round, last_round, within)
 
     def _reserve(
         self, ledger: Ledger, release: Release, round: int, last_round: int, within: PrivacyBudget | None

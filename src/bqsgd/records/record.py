@@ -73,7 +73,8 @@ class RoundRecord:
 
     time: seconds since the run began. epsilon_max: the largest proven epsilon that any client has spent so far.
     nominal_epsilon: as published; not a guarantee. bytes_*: of this round alone, frames included.
-    bytes_up_float32: what the updates used would take as 32-bit floats. stepped: false when too few clients answered.
+    bytes_up_float32: what the updates used would take as 32-bit floats. bytes_down_float32: the same of the models that
+    were sent. stepped: false when too few clients answered.
     seeded: true when any frame's noise can be recomputed from a seed.
     """
 
@@ -87,6 +88,7 @@ class RoundRecord:
     bytes_up: int = 0
     bytes_down: int = 0
     bytes_up_float32: int = 0
+    bytes_down_float32: int = 0
     clients: tuple[ClientRecord, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     stepped: bool = True
@@ -103,7 +105,7 @@ class RoundRecord:
         return [entry for entry in self.clients if entry.status is not Status.OK]
 
     def __post_init__(self) -> None:
-        for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32"):
+        for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32"):
             _count(name, getattr(self, name))
         for name in ("test_accuracy", "test_metric", "test_loss", "epsilon_max", "nominal_epsilon"):
             value = getattr(self, name)
@@ -240,6 +242,7 @@ class Summary:
     bytes_up: int = 0
     bytes_down: int = 0
     bytes_up_float32: int = 0
+    bytes_down_float32: int = 0
     seeded: bool = False
     seconds: float | None = None
     one_liar: str | None = None
@@ -255,6 +258,11 @@ class Summary:
     def saving(self) -> float | None:
         """How many times fewer bytes went up than as 32-bit floats."""
         return self.bytes_up_float32 / self.bytes_up if self.bytes_up and self.bytes_up_float32 else None
+
+    @property
+    def saving_down(self) -> float | None:
+        """How many times fewer bytes went down than as whole models of 32-bit floats."""
+        return self.bytes_down_float32 / self.bytes_down if self.bytes_down and self.bytes_down_float32 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of `from_dict`."""
@@ -275,7 +283,8 @@ class Summary:
         known: dict[str, Any] = {"seeded": any(marks)}
         for names, read in (
             (("accuracy", "metric", "loss", "nominal_epsilon", "seconds"), number),
-            (("rounds", "guarantee_client", "bytes_up", "bytes_down", "bytes_up_float32"), _count),
+            (("rounds", "guarantee_client", "bytes_up", "bytes_down"), _count),
+            (("bytes_up_float32", "bytes_down_float32"), _count),
             (("one_liar",), _text),
             (("versions", "config"), _mapping),
             (("metric_name",), _text),

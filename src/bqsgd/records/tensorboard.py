@@ -21,6 +21,7 @@ _PUBLIC = {
     "bytes_up": "bytes/up",
     "bytes_down": "bytes/down",
     "bytes_up_float32": "bytes/up_as_float32",
+    "bytes_down_float32": "bytes/down_as_float32",
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bqsgd.errors import AccountingError
-from bqsgd.ledger import Ledger
+from bqsgd.ledger.register import SUFFIX, opened_ledgers
 from bqsgd.ledger.spending import guarantee_of, sorted_releases
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.folder import History, read_history
@@ -46,16 +46,18 @@ def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarante
     """Client -> what its ledger counts as sent; clients with the same history share one computation."""
     if folder.is_symlink():
         raise RunFolderError(f"{folder} is a link; a run folder holds its ledgers itself")
-    paths = sorted(folder.glob("client-*.ledger"))
+    paths = sorted([*folder.glob("client-*.ledger"), *folder.glob(f"*{SUFFIX}")])
     if len(paths) > _MAX_LEDGERS:
         raise RunFolderError(f"{folder} holds more than {_MAX_LEDGERS} ledgers")
     for path in paths:
-        with Ledger(path) as ledger:
-            wanted = ledger.budget.delta if delta is None else delta
-            releases, seeded = tuple(sorted_releases(ledger.released)), ledger.seeded_rounds > 0
-        try:
-            guarantee = guarantee_of(releases, wanted, seeded)
-        except AccountingError as error:
-            raise RunFolderError(f"{path}: no epsilon can be proven for what it counts ({error})") from error
-        if guarantee is not None:
-            yield ledger.client, guarantee
+        with opened_ledgers(path) as ledgers:
+            for client in ledgers.clients:
+                ledger = ledgers.ledger(client)
+                wanted = ledger.budget.delta if delta is None else delta
+                releases, seeded = tuple(sorted_releases(ledger.released)), ledger.seeded_rounds > 0
+                try:
+                    guarantee = guarantee_of(releases, wanted, seeded)
+                except AccountingError as error:
+                    raise RunFolderError(f"{path}: no epsilon can be proven for what it counts ({error})") from error
+                if guarantee is not None:
+                    yield client, guarantee

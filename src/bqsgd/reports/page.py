@@ -40,6 +40,12 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     return target
 
 
+def _saving_down(run: History) -> str:
+    """How many times fewer bytes than whole models take; empty where whole models were sent."""
+    down, plain_down = run.total("bytes_down"), run.total("bytes_down_float32")
+    return short(plain_down / down) if down and plain_down > 1.01 * down else ""
+
+
 def run_page(run: History) -> str:
     """The report of `run` as HTML."""
     summary = run.summary
@@ -72,6 +78,7 @@ def run_page(run: History) -> str:
         bytes_up=short(up, Quantity.BYTES),
         bytes_float=short(plain_up, Quantity.BYTES),
         bytes_down=short(run.total("bytes_down"), Quantity.BYTES),
+        saving_down=_saving_down(run),
         saving="" if run.saving is None else short(run.saving),
         bar_sent=100 * up / longest,
         bar_float=100 * plain_up / longest,

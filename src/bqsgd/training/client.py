@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bqsgd.codec import encode_frame
-from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter, SecureSumError
+from bqsgd.errors import BudgetExhausted, Infeasible, InvalidParameter, ModelNotHeld, SecureSumError
 from bqsgd.ledger import Ledger, PrivacyBudget
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of, load_vector
@@ -35,7 +35,9 @@ from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.samples import Forward, Objective, reader_of
 from bqsgd.training.settings import Config
 from bqsgd.training.values import Values, buffers_kept, client_values
-from bqsgd.wire.model_message import read_model
+from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
+from bqsgd.wire.model_change import receive_model
+from bqsgd.wire.model_message import ModelMessage
 
 PrivateLog = Callable[[dict[str, Any]], None]
 """Receives figures computed from private data, outside the guarantee; they must stay on the client."""
@@ -65,6 +67,7 @@ class Client:
             the budget of the ledger, and no run changes it.
         forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
         sums: its side of the run's secure sums, where the settings have them; it then sends masked vectors.
+        objective: that of the model, where clients that share the model share what was checked of it.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Client:
         limits: NodeLimits | None = None,
         forward: Forward | None = None,
         sums: SumClient | None = None,
+        objective: Objective | None = None,
     ) -> None:
         if config.secure.on != (sums is not None):
             raise InvalidParameter("a run with secure sums needs clients that take part in them, and no other does")
@@ -91,7 +95,7 @@ class Client:
             refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension_of(model))
             if refusal is not None:
                 raise InvalidParameter(refusal)
-        self.samples, self.objective = reader_of(samples), Objective(model, loss, forward)
+        self.samples, self.objective = reader_of(samples), objective or Objective(model, loss, forward)
         if config.privacy.scheme is Scheme.FIXED_SIZE and config.privacy.batch_size > len(self.samples):
             raise InvalidParameter(
                 f"batch_size={config.privacy.batch_size} is more than the {len(self.samples)} samples of client "
@@ -104,17 +108,22 @@ class Client:
         self.clip, self.range = config.clip.make(), config.range
         self.setting = client_setting(config, dimension=dimension_of(model), dataset_size=len(self.samples))
         # A sum is lost with one crash too many, and what was reserved for it with it: nothing is reserved ahead then.
-        ahead = 1 if config.secure.on else config.clients.reserve_rounds
+        # With a cohort nobody knows its next turn.
+        alone = config.secure.on or config.clients.cohort is not None
+        ahead = 1 if alone else config.clients.reserve_rounds
         self.spending = Spending(ledger, run=run, seeded=self.sources.seeded, ahead=ahead, resume=resume)
         self.seconds: dict[str, float] = {}
         """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
+        self.held: ModelMessage | None = None
+        """The model it was sent last, where the next message may be its changes."""
         self._first: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
 
     def answer(self, message: bytes | bytearray | memoryview) -> bytes | bytearray | Declined:
         """Read the server's message and answer it: a model with a frame, a step of a secure sum with the next.
 
-        A model message that is damaged raises ModelMessageError and costs nothing. A step of a sum that is refused is
+        A model message that is damaged raises ModelMessageError and costs nothing; changes of a model that it does not
+        hold are declined with WHOLE_MODEL_NEEDED. A step of a sum that is refused is
         declined, and nothing was revealed; the reason depends on messages alone.
         """
         if self.sums is not None and is_sum_message(message):
@@ -123,7 +132,12 @@ class Client:
             except SecureSumError as error:
                 return Declined(reason=f"{type(error).__name__}: {error}")
         started = time.perf_counter()
-        received = read_model(message, dimension=self.setting.dimension)
+        try:
+            received = receive_model(message, dimension=self.setting.dimension, held=self.held)
+        except ModelNotHeld:
+            return Declined(reason=WHOLE_MODEL_NEEDED)
+        if self.config.server.down_bits is not None:
+            self.held = received
         elapsed = time.perf_counter() - started
         answer = self.update(received.model, received.round)
         self.seconds["frame"] = elapsed
@@ -193,6 +207,29 @@ class Client:
             values, plan.levels, plan.noise.cuts[0], width=plan.width, range=self.range, rng=rng, clamp=True
         )
         return self.sums.mask(round, codes)
+
+    def reserve(self, round: int) -> None:
+        """Record the round before it is asked for, so that many clients can do so in one durable write.
+
+        What cannot be recorded is left to `update`, which says why.
+        """
+        try:
+            release = self.release(round)
+        except (Infeasible, PlanningTooLong):
+            return
+        budget = self.budget(round)
+        self._enter(budget)
+        asked = PrivacyBudget(epsilon=budget.epsilon, delta=budget.delta)
+        with suppress(BudgetExhausted):
+            self.spending.reserve(release, round=round, last_round=self._last_round(round), within=asked)
+
+    def rest(self) -> None:
+        """Let go of everything but the ledger and the model that is held, until it is asked again.
+
+        A round that is asked for a second time is then refused by the ledger, as its bytes are gone.
+        """
+        self.samples.rest()
+        self._first = self._last = None
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

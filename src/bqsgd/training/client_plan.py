@@ -91,7 +91,8 @@ def release_in(config: Config, setting: ClientSetting, *, client: int, round: in
     for start, stop in pairwise([*starts, config.run.rounds]):
         budget = config.privacy.budget(client=client, round=start)
         try:
-            release = plan_release(setting, budget, rounds=config.run.rounds - start, spent=tuple(spent))
+            # With a cohort no budget changes in mid-run: start is 0.
+            release = plan_release(setting, budget, rounds=config.turns - start, spent=tuple(spent))
             spent.append((release, stop - start))
         except Infeasible:
             if round < stop:
@@ -181,4 +182,4 @@ def keep_plan(config: Config, setting: ClientSetting, mechanism: Mechanism, *, c
     For a client's own note of its earlier plan. The ledger has the last word on what may be sent in any case.
     """
     budget = config.privacy.budget(client=client, round=0)
-    _kept[setting.release(_ANY), budget, config.run.rounds] = mechanism
+    _kept[setting.release(_ANY), budget, config.turns] = mechanism

@@ -55,8 +55,9 @@ def fitted(given: Mapping[str, Any], *, samples: int, dimension: int) -> dict[st
     least = math.sqrt(dimension * noises) / (mu * samples)
     """Noise to signal where nothing is wasted; the clients of a secure sum share one noise."""
     if privacy.rate is None and "batch_size" not in settings:
-        rate = mu / math.sqrt(rounds * max(_WASTE, _excess(_LITTLE_NOISE / least)))
-        rate = min(1.0, max(rate, _LEAST_DRAWN / samples))
+        turns = Config.of(**{**settings, "rounds": rounds}).turns
+        rate = mu / math.sqrt(turns * max(_WASTE, _excess(_LITTLE_NOISE / least)))
+        rate = min(1.0, max(rate, _LEAST_DRAWN / samples * clients / (config.clients.cohort or clients)))
         settings["batch_size"] = max(1, round(rate * mean))
     settings.setdefault("batch_size", max(1, round((privacy.rate or 1.0) * mean)))
     settings.setdefault("rate", min(1.0, settings["batch_size"] / mean))

@@ -38,6 +38,7 @@ class Purpose(StrEnum):
     NOISE = "noise"
     READ = "read"
     FORWARD = "forward"
+    COHORT = "cohort"
 
 
 def seed_for(seed: int, purpose: Purpose, *, client: int = 0, round: int = 0) -> int:

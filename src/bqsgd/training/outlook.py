@@ -123,7 +123,7 @@ def foresee(
     used = {mechanism: _variance(mechanism) for mechanism in {release.mechanism for release in found.values()}}
     variance = sum(
         (weights[client] / total * config.range) ** 2 * used[release.mechanism] for client, release in found.items()
-    )
+    ) * (len(samples) / min(len(samples), config.clients.cohort or len(samples)))  # of a mean over fewer clients
     return Outlook(
         clients=len(samples),
         dimension=dimension,
@@ -181,7 +181,7 @@ def _expected_noise(config: Config, *, samples: int, dimension: int) -> float:
     length = moved * config.range * (math.sqrt(dimension) if setting.l2 is None else 1.0)
     rate = 1.0 if setting.scheme is Scheme.NONE else setting.rate or setting.batch_size / samples
     budget = config.privacy.budget(client=0, round=0)
-    return length / shift_per_round(budget, rate=rate, rounds=config.run.rounds)
+    return length / shift_per_round(budget, rate=rate, rounds=config.turns)
 
 
 def fitting_range(config: Config, *, samples: int, dimension: int) -> float:
@@ -248,11 +248,12 @@ def _changes(
 def _expected_outlook(config: Config, samples: Mapping[int, int], *, dimension: int) -> Outlook:
     """The outlook with Gaussian noise for the mechanism's: in no time, and nearly the same."""
     noise = _expected_noise(config, samples=round(sum(samples.values()) / len(samples)), dimension=dimension)
+    together = min(len(samples), config.clients.cohort or len(samples))
     return Outlook(
         clients=len(samples),
         dimension=dimension,
         rounds=config.run.rounds,
-        noise=noise / (len(samples) if config.secure.on else math.sqrt(len(samples))),
+        noise=noise / (together if config.secure.on else math.sqrt(together)),
         signal=_longest_signal(config, samples, dimension=dimension),
         without_plan={},
     )

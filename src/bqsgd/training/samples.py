@@ -114,6 +114,9 @@ class Reader:
         """The samples of these numbers."""
         return self.collate([self[int(number)] for number in numbers])
 
+    def rest(self) -> None:
+        """Let go of what can be had again."""
+
     def first(self) -> Any:
         """Sample 0 alone, for its shapes; what raises is raised: this is before anything is spent."""
         data = self.collate_fn([self.dataset[0]])
@@ -173,6 +176,40 @@ class _Arrays(Reader):
     def first(self) -> Any:
         """The first row of each, for its shape."""
         return self.inputs[:1], self.targets[:1]
+
+
+class Fetched(Reader):
+    """A share that is fetched when it is read and let go by `rest`: of thousands of clients only those at work have
+    their data in memory."""
+
+    def __init__(self, fetch: Callable[[], Any], *, size: int) -> None:
+        self._fetch, self._size = fetch, size
+        self._held: Reader | None = None
+
+    def _reader(self) -> Reader:
+        if self._held is None:
+            self._held = reader_of(self._fetch())
+            if len(self._held) != self._size:
+                raise InvalidParameter(f"a share of {self._size} samples now holds {len(self._held)}")
+        return self._held
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return self._reader()[number]
+
+    def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
+        """The samples of these numbers."""
+        return self._reader().read(numbers)
+
+    def first(self) -> Any:
+        """Sample 0 alone, for its shapes."""
+        return self._reader().first()
+
+    def rest(self) -> None:
+        """Let go of the data."""
+        self._held = None
 
 
 def reader_of(share: Any) -> Reader:

@@ -7,7 +7,7 @@ doubled or made with other parameters is reported with its reason and skipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,8 +28,8 @@ from bqsgd.training.client_plan import sum_plan
 from bqsgd.training.optimisers import State, average, schedule
 from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumOutcome
+from bqsgd.training.way_down import WayDown
 from bqsgd.wire.frame import Buffer, Frame, Header, read_frame
-from bqsgd.wire.model_message import write_model
 
 _MOST_REFUSED = 1000
 """Refused frames of which a round keeps the reasons; a flood of them must not fill the memory."""
@@ -40,6 +40,8 @@ class _OpenRound:
     """The round in progress."""
 
     opened: float
+    asked: frozenset[int]
+    bytes_models: int
     bytes_down: int
     sum: Accumulator | None
     frames: dict[int, Frame] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class Server:
         self.averaged = model.astype(np.float64) if config.server.average else None
         self.sums = sum_plan(config, dimension=model.size) if config.secure.on else None
         """The plan of the secure sums, where the run has them."""
+        self.way_down = WayDown(self.model, bits=config.server.down_bits)
         self.largest_code_count = self._largest_code_count()
         self._clock = clock
         self._open: _OpenRound | None = None
@@ -121,35 +124,53 @@ class Server:
         if self.sums is not None:
             return one_liar_in_sum(self.sums)
         bits = (self.largest_code_count - 1).bit_length()
+        order = sorted(self.weights.values())
+        together = min(len(order), self.config.clients.cohort or len(order))
         moves = one_liar_moves(
             settings.aggregation,
-            weights=list(self.weights.values()),
+            weights=[*order[: together - 1], order[-1]],  # the cohort in which the heaviest client weighs most
             fewest_frames=settings.fewest_frames,
             byzantine=settings.byzantine,
             reach=largest_reach(bits) if fixed is None else fixed.reach,
         )
-        return one_liar_words(
-            moves, rule=settings.aggregation, clients=len(self.weights), fewest_frames=settings.fewest_frames
-        )
+        return one_liar_words(moves, rule=settings.aggregation, clients=together, fewest_frames=settings.fewest_frames)
 
     @property
     def best_model(self) -> npt.NDArray[np.float32]:
         """The model to use: the exponential average where there is one."""
         return self.model if self.averaged is None else self.averaged.astype(np.float32)
 
-    def open_round(self) -> bytes:
-        """Begin a round; returns the message for every client."""
+    def open_round(self, asked: Iterable[int] | None = None) -> dict[int, bytes]:
+        """Begin a round in which these clients are asked (all by default): client -> the message for it.
+
+        Clients that are sent the same are given the same object.
+        """
         if self._open is not None:
             raise InvalidParameter(f"round {self.round} is open already; close it first")
         if self.round >= self.config.run.rounds:
             raise InvalidParameter(f"all {self.config.run.rounds} rounds are done")
-        message = write_model(self.model, round=self.round)
+        numbers = sorted(self.weights if asked is None else set(asked))
+        foreign = next((client for client in numbers if client not in self.weights), None)
+        if foreign is not None or not numbers:
+            raise InvalidParameter(
+                f"a round asks some of the run's clients, got {numbers[:5]}, of which {foreign} is none"
+            )
+        messages = {client: self.way_down.message(client, model=self.model, round=self.round) for client in numbers}
         streaming = self.config.server.aggregation == "mean"
         self._open = _OpenRound(
             opened=self._clock(),
-            bytes_down=len(message) * len(self.weights),
+            asked=frozenset(numbers),
+            bytes_models=sum(map(len, messages.values())),
+            bytes_down=sum(map(len, messages.values())),
             sum=Accumulator(self.model.size) if streaming else None,
         )
+        return messages
+
+    def whole_model(self, client: int) -> bytes:
+        """The message for a client that does not hold the model whose changes it was sent."""
+        current = self._current()
+        message = self.way_down.message(client, model=self.model, round=self.round, whole=True)
+        current.bytes_down += len(message)
         return message
 
     def receive(self, frame: Buffer, *, sender: int | None = None, arrived: float | None = None) -> ClientRecord:
@@ -180,6 +201,7 @@ class Server:
         )
         current.headers[header.client] = header
         current.answers[header.client] = answer
+        self.way_down.received(header.client, round=self.round)
         return answer
 
     def _take_in(self, current: _OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
@@ -191,6 +213,8 @@ class Server:
         if header.round != self.round:
             kind = "a replay or late" if header.round < self.round else "ahead"
             raise FrameError(f"a frame of round {header.round} in round {self.round}: {kind}")
+        if header.client not in current.asked:
+            raise FrameError(f"client {header.client} was not asked in round {self.round}")
         if header.client in current.headers:
             raise FrameError(f"a second frame of client {header.client} in round {self.round}")
         if header.mechanism.code_count > self.largest_code_count or not self._within_reach(header.mechanism):
@@ -215,10 +239,11 @@ class Server:
         assert plan is not None
         current.total = found.total
         current.bytes_up += found.bytes_up
-        current.bytes_down = found.bytes_down
+        current.bytes_down += found.bytes_down - current.bytes_models
         current.seconds["secure sum"] = found.seconds
         survivors = () if found.total is None else found.total.survivors
         for client in survivors:
+            self.way_down.received(client, round=self.round)
             current.answers[client] = ClientRecord(
                 client=client,
                 status=Status.OK,
@@ -229,12 +254,13 @@ class Server:
         for client, (declined, reason) in found.trouble.items():
             if client in self.weights:
                 self._note(client, Status.DECLINED if declined else Status.MISSING, reason)
-        for client in self.weights:
+        for client in current.asked:
             reason = "it has no keys in this batch of rounds" if found.lost is None else f"no sum: {found.lost}"
             self._note(client, Status.MISSING, reason)
 
     def decline(self, client: int, reason: str) -> ClientRecord:
         """A client said that it sends nothing this round."""
+        self.way_down.received(client, round=self.round)
         return self._note(client, Status.DECLINED, reason)
 
     def missing(self, client: int, reason: str) -> ClientRecord:
@@ -252,12 +278,14 @@ class Server:
         """Aggregate what came, step, and go on to the next round. Below the quorum the model stays as it is."""
         current = self._current()
         started = time.perf_counter()
-        for client in self.weights:
+        for client in current.asked:
             current.answers.setdefault(client, ClientRecord(client=client, status=Status.MISSING, reason="no answer"))
         used = len(current.headers) if current.total is None else len(current.total.survivors)
         stepped = used >= self.config.server.fewest_frames
         if stepped:
             self._step(current)
+        else:
+            self.way_down.move(self.model, None)
         current.seconds["aggregate"] += time.perf_counter() - started
         record = RoundRecord(
             round=self.round,
@@ -268,6 +296,7 @@ class Server:
             bytes_up=current.bytes_up,
             bytes_down=current.bytes_down,
             bytes_up_float32=4 * self.model.size * used,
+            bytes_down_float32=4 * self.model.size * len(current.asked),
             seconds=current.seconds,
         )
         self._open = None
@@ -290,9 +319,11 @@ class Server:
         state, step = self.optimiser.update(
             self.state, gradient, learning_rate=rate, noise_variance=self._noise_variance(current)
         )
-        model = (self.model - step).astype(np.float32)
-        if not bool(np.isfinite(model).all()):
+        with np.errstate(over="ignore"):
+            diverged = not bool(np.isfinite((self.model - step).astype(np.float32)).all())
+        if diverged:
             raise BqsgdError(f"the model diverged in round {self.round} and was not changed; lower the learning rate")
+        model = self.way_down.move(self.model, step)
         self.state, self.model = state, model
         if self.averaged is not None:
             self.averaged = average(self.averaged, model, decay=self.config.server.average, round=self.round)
@@ -317,6 +348,8 @@ class Server:
         """Everything a checkpoint must hold besides the round, for `restore`."""
         arrays: dict[str, npt.NDArray[Any]] = {"model": self.model}
         arrays |= {f"optimiser.{name}": array for name, array in self.state.items()}
+        if self.way_down.wanted is not None:
+            arrays["wanted"] = self.way_down.wanted
         return arrays if self.averaged is None else arrays | {"averaged": self.averaged}
 
     def restore(self, arrays: Arrays, *, round: int) -> None:
@@ -332,3 +365,4 @@ class Server:
         self.model, self.round = taken["model"], round
         self.state = {name: taken[f"optimiser.{name}"] for name in self.state}
         self.averaged = taken.get("averaged")
+        self.way_down.restore(taken.get("wanted"))

@@ -20,6 +20,7 @@ from bqsgd.release import SAMPLINGS, Scheme, Unit
 from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.training.aggregation import RULES, WEIGHTS, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
+from bqsgd.wire.model_change import FEWEST_BITS, MOST_BITS
 
 _CODINGS = ("fixed", "entropy")
 _NO_OPTION = "no option"
@@ -217,6 +218,15 @@ class ClientSettings(Group):
 
     title = "Clients"
     count: int = setting(4, "Number of clients.", name="clients", between=(1, 100_000))
+    cohort: int | None = setting(
+        None, "Clients whose frames a round needs, out of all. Default: every client is asked.", between=(1, 100_000)
+    )
+    ask: int | None = setting(
+        None, "Clients asked in a round, more than the cohort to make up for stragglers.", between=(1, 100_000)
+    )
+    turns: int | None = setting(
+        None, "Most rounds that one client is asked in; its noise is planned for so many.", between=(1, 2**40)
+    )
     local_steps: int = setting(1, "Steps a client takes per round; above 1 needs --unit client.", between=(1, 2**20))
     local_learning_rate: float = setting(0.1, "Learning rate of the local steps.", positive=True)
     coding: str = setting("fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=_CODINGS)
@@ -225,6 +235,16 @@ class ClientSettings(Group):
         False, "Faster gradients; the guarantee then assumes that kernels treat all rows of a batch alike."
     )
     workers: int = setting(2, "Clients that work at the same time in one process.", between=(1, 1024))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cohort is None and (self.ask is not None or self.turns is not None):
+            raise InvalidParameter("ask and turns are those of a cohort: say how large it is with cohort")
+        if self.cohort is not None and not self.cohort <= (self.ask or self.cohort) <= self.count:
+            raise InvalidParameter(
+                f"a cohort of {self.cohort}, {self.ask or self.cohort} asked and {self.count} clients in all: each may "
+                "be at most the next"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +268,11 @@ class ServerSettings(Group):
     byzantine: int = setting(0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20))
     quorum: int = setting(1, "Fewest frames for a round to count.", between=(1, 2**20))
     deadline_seconds: float | None = setting(None, "Frames that arrive later are refused.", positive=True)
+    down_bits: int | None = setting(
+        None,
+        "Send the model's changes in so many bits per coordinate, 2 to 7. Default: whole models in float32.",
+        between=(FEWEST_BITS, MOST_BITS),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -336,10 +361,11 @@ class Config:
 
     def __post_init__(self) -> None:
         privacy, clients = self.privacy, self.clients
-        if self.server.fewest_frames > clients.count:
+        together = clients.cohort or clients.count
+        if self.server.fewest_frames > together:
             needed = smallest_quorum(self.server.aggregation, byzantine=self.server.byzantine)
             raise InvalidParameter(
-                f"{clients.count} clients can never meet quorum={self.server.quorum} and the {needed} updates that "
+                f"{together} clients can never meet quorum={self.server.quorum} and the {needed} updates that "
                 f"{self.server.aggregation} needs with byzantine={self.server.byzantine}"
             )
         if privacy.unit == Unit.SAMPLE and clients.local_steps > 1:
@@ -352,6 +378,16 @@ class Config:
         for change in privacy.budgets:
             check_int("budgets.client", change.client, 0, clients.count - 1)
             check_int("budgets.from_round", change.from_round, 0, self.run.rounds - 1)
+            if change.from_round and clients.cohort is not None:
+                raise InvalidParameter(
+                    "budgets that change in mid-run need to know in which rounds a client answers: leave out "
+                    "from_round or the cohort"
+                )
+        if clients.turns is not None and clients.turns * clients.count < self.run.rounds * self.asked:
+            raise InvalidParameter(
+                f"{self.run.rounds} rounds that ask {self.asked} of {clients.count} clients take "
+                f"{-(-self.run.rounds * self.asked // clients.count)} turns of each, got turns={clients.turns}"
+            )
         if self.secure.on:
             self._check_secure()
 
@@ -381,6 +417,22 @@ class Config:
             )
         if privacy.budgets:
             raise InvalidParameter("budgets that differ by client are no secure sum's: its clients share one noise")
+        if self.clients.cohort is not None:
+            raise InvalidParameter("a secure sum is over all clients of its roster: leave out the cohort")
+
+    @property
+    def asked(self) -> int:
+        """Clients that are asked in a round."""
+        clients = self.clients
+        return clients.count if clients.cohort is None else clients.ask or clients.cohort
+
+    @property
+    def turns(self) -> int:
+        """The most messages that one client sends: every round, or as often as it is asked."""
+        if self.clients.cohort is None:
+            return self.run.rounds
+        fewest = -(-self.run.rounds * self.asked // self.clients.count)
+        return min(self.run.rounds, self.clients.turns or fewest)
 
     @property
     def range(self) -> float:

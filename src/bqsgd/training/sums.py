@@ -191,8 +191,8 @@ class SumRounds:
         self._ready: tuple[int, ...] = ()
         """Clients that can mask in this batch; empty where new keys are due."""
 
-    def round(self, message: bytes, *, round: int, carry: Carry) -> SumOutcome:
-        """One round: `message` to every client that has keys, and the sum of what they answer."""
+    def round(self, messages: Mapping[int, bytes], *, round: int, carry: Carry) -> SumOutcome:
+        """One round: its message to every client that has keys, and the sum of what they answer."""
         found, started = SumOutcome(), time.perf_counter()
         waited = 0.0
         try:
@@ -201,7 +201,8 @@ class SumRounds:
             server = self._server
             server.open(round)
             before = time.perf_counter()
-            self._step(found, dict.fromkeys(self._ready, message), carry, self._take_masked(found))
+            models = {client: messages[client] for client in self._ready}
+            self._step(found, models, carry, self._take_masked(found))
             waited = time.perf_counter() - before
             survivors = server.close()
             lists = {client: server.survivors(client) for client in survivors}

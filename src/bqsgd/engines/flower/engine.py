@@ -184,7 +184,7 @@ class FlowerEngine:
         """Client -> how many samples it says it holds."""
         return dict(sorted(self.roster.samples.items()))
 
-    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterator[Answer]:
+    def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Answer]:
         """The messages to those nodes that are online; the answers by client, then late frames of earlier exchanges."""
         numbers = check_known(messages, self.roster.samples)
         online = set(self.grid.get_node_ids())
@@ -204,7 +204,7 @@ class FlowerEngine:
             else:
                 answers[client] = Answer(client=client, reason=f"its node {node} is offline")
         late: list[Answer] = []
-        for reply in self.grid.send_and_receive(outgoing, timeout=self.round_seconds):
+        for reply in self.grid.send_and_receive(outgoing, timeout=self.round_seconds, enough=enough):
             sent = self.grid.sent_for(reply)
             if sent.kind == MessageType.QUERY:  # it said who it is too late for `greet`
                 self.roster.admit(sent.node, reply, online=set(self.grid.get_node_ids()))

@@ -92,6 +92,14 @@ class Sent:
     arrived: float = 0.0
 
 
+def _frames(replies: Iterable[Message], own: set[str]) -> int:
+    """How many answers to our own messages hold a frame."""
+    return sum(
+        reply.metadata.reply_to_message_id in own and not reply.has_error() and has_data(reply, kind=FRAME)
+        for reply in replies
+    )
+
+
 class TrackedGrid(Grid):
     """Flower's grid, which knows to whom each message went, when each answer came, and fetches late answers.
 
@@ -109,8 +117,11 @@ class TrackedGrid(Grid):
         self._answered: dict[str, Sent] = {}
         self._kept: list[Message] = []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send, then wait until all of these are answered or `timeout` seconds have passed."""
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None, enough: int | None = None
+    ) -> list[Message]:
+        """Send, then wait until all of these are answered, `enough` of them with a frame, or `timeout` seconds are
+        over."""
         outgoing = list(messages)
         if not outgoing:
             return []
@@ -128,7 +139,7 @@ class TrackedGrid(Grid):
         while True:
             replies += self._pull()
             left = _POLL_SECONDS if end is None else end - time.monotonic()
-            if not own & self.waiting.keys() or left <= 0:
+            if not own & self.waiting.keys() or left <= 0 or (enough is not None and _frames(replies, own) >= enough):
                 return replies
             time.sleep(min(_POLL_SECONDS, left))
 

@@ -124,7 +124,7 @@ class TorchDistributed:
         self._guarantees: dict[int, Guarantee | None] = {}
         self._closed = False
 
-    def exchange(self, messages: Mapping[int, bytes], *, round: int) -> Iterator[Answer]:
+    def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Answer]:
         """The messages to their ranks at once; the answers in the order of ranks, each with the time it came."""
         numbers = check_known(messages, self.numbers)
         tensors = {id(message): as_tensor(message) for message in messages.values()}
@@ -135,6 +135,10 @@ class TorchDistributed:
             answer.client: Answer(**{**vars(answer), "arrived": time.monotonic()})
             for answer in self.own.exchange(own, round=round)
         }
+        if enough is not None:
+            while waiting and _frames(answers) < enough and self._next(until, waiting, answers):
+                pass
+            until = time.monotonic() if _frames(answers) >= enough else until
         for number in numbers:
             while number in waiting and number not in answers and self._next(until, waiting, answers):
                 pass
@@ -142,7 +146,7 @@ class TorchDistributed:
             yield answers.pop(number) if number in answers else self._missing(number)
 
     def _missing(self, number: int) -> Answer:
-        reason = self.lost.get(number, f"no answer within {self._wait_seconds:g} s")
+        reason = self.lost.get(number, f"no answer within {self._wait_seconds:g} s, or before enough others had")
         return Answer(client=number, reason=reason)
 
     def _taken_late(self) -> Iterator[Answer]:
@@ -218,6 +222,10 @@ class TorchDistributed:
             if rank not in self.lost:
                 connection.stop(wait_seconds=max(0.0, until - time.monotonic()))
         self.own.close()
+
+
+def _frames(answers: Mapping[int, Answer]) -> int:
+    return sum(answer.frame is not None for answer in answers.values())
 
 
 def _guarantee(body: memoryview | bytes) -> Guarantee | None:
