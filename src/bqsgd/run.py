@@ -452,16 +452,15 @@ def run_round(
 
 def _exchanged(server: Server, engine: Engine, messages: Mapping[int, bytes]) -> Iterator[Answer]:
     """The answers to these messages; whoever does not hold the model that was changed is sent the whole one."""
-    clients = server.config.clients
-    enough = clients.cohort if clients.ask is not None else None
+    clients, carry = server.config.clients, partial(engine.exchange, round=server.round)
     whole: dict[int, bytes] = {}
-    for answer in engine.exchange(messages, round=server.round, enough=enough):
+    for answer in carry(messages) if clients.ask is None else carry(messages, enough=clients.cohort):
         if answer.reason == WHOLE_MODEL_NEEDED and is_change(messages.get(answer.client, b"")):
             whole[answer.client] = server.whole_model(answer.client)
         else:
             yield answer
     if whole:
-        yield from engine.exchange(whole, round=server.round)
+        yield from carry(whole)
 
 
 def _deliver(server: Server, answer: Answer) -> ClientRecord:
