@@ -176,7 +176,7 @@ class Run:
             CannotLearn: no client has a plan, or the noise is larger than any signal; nothing was spent.
         """
         path = None if folder is None else Path(folder)
-        with closing_on_error() as resources:
+        with _closing_on_error() as resources:
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
                 resources.enter_context(one_writer(path))
@@ -214,7 +214,7 @@ class Run:
         """
         path = Path(folder)
         config, _ = stored_settings(path)
-        with closing_on_error() as resources:
+        with _closing_on_error() as resources:
             resources.enter_context(one_writer(path))
             found = load_checkpoint(path)
             run = cls(
@@ -415,7 +415,7 @@ class Run:
 
 
 @contextmanager
-def closing_on_error() -> Iterator[ExitStack]:
+def _closing_on_error() -> Iterator[ExitStack]:
     """A collection of things to close: by this block if it fails, else by whoever keeps the collection."""
     resources = ExitStack()
     try:

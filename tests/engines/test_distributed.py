@@ -132,14 +132,14 @@ def test_ranks_agree_on_settings_before_anything_is_sent():
         return Task(make_model=None, source=NamedTask.of(**settings))
 
     config, here = Config.of(clients=3, rounds=5, run="a", seed=1), task(data_folder="here")
-    hello = memoryview(greeting(config, here, resuming=True))
-    assert read_greeting(hello, config.but(run=None), task(data_folder="there")) == ("a", True)
+    first = memoryview(greeting(config, here, resuming=True))
+    assert read_greeting(first, config.but(run=None), task(data_folder="there")) == ("a", True)
     with pytest.raises(SettingsDiffer, match="epsilon, rounds"):
-        read_greeting(hello, config.but(rounds=6, epsilon=2.0), here)
+        read_greeting(first, config.but(rounds=6, epsilon=2.0), here)
     with pytest.raises(SettingsDiffer, match=r"data\.dataset"):
-        read_greeting(hello, config, task(dataset="digits"))
+        read_greeting(first, config, task(dataset="digits"))
     with pytest.raises(SettingsDiffer, match="'b'"):
-        read_greeting(hello, config.but(run="b"), here)
+        read_greeting(first, config.but(run="b"), here)
     assert read_reply(memoryview(reply_to_greeting(samples=7))) == 7
 
 

@@ -31,7 +31,7 @@ _ENGINES = ("in-process", "torch-distributed")
 _DIGITS = {"rounds": 60, "learning_rate": 0.5, "evaluate_every": 5}
 """What fits the 1,437 training samples of `digits` better than the defaults."""
 
-DEMO: dict[str, tuple[str | None, dict[str, Any]]] = {
+_DEMO: dict[str, tuple[str | None, dict[str, Any]]] = {
     "mnist": ("mnist-eps3", {}),
     "digits": (None, {"rounds": 60, "epsilon": 8.0, "evaluate_every": 10, "reserve_rounds": 60}),
 }
@@ -168,9 +168,9 @@ def demo(
     Noise comes from the operating system. The server sees every client's messages and is not trusted.
     """
     chosen = _fit({} if dataset is None else {"dataset": dataset})["dataset"]
-    if chosen not in DEMO:
-        raise InvalidParameter(f"the demo trains on {' or '.join(DEMO)}, got {chosen!r}; use bqsgd train")
-    preset, given = DEMO[chosen]
+    if chosen not in _DEMO:
+        raise InvalidParameter(f"the demo trains on {' or '.join(_DEMO)}, got {chosen!r}; use bqsgd train")
+    preset, given = _DEMO[chosen]
     given = {"dataset": chosen, **given} | ({} if rounds is None else {"rounds": rounds})
     _begin(given, preset=preset, out=out, shown=_Shown(json=json))
 

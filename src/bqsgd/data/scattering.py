@@ -30,14 +30,14 @@ from bqsgd.data._pixels import check_pixels
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 
-SCALES = 2
-DIRECTIONS = 8
-REDUCTION = 2**SCALES
+_SCALES = 2
+_DIRECTIONS = 8
+REDUCTION = 2**_SCALES
 """How many pixels per side one output position stands for."""
 _PERIODS = 5
 _PI_OF_KYMATIO = 3.1415
 """In the norm of its Gaussians; kept, so that the coefficients agree."""
-CHANNELS = 1 + 2 * DIRECTIONS + DIRECTIONS**2
+CHANNELS = 1 + 2 * _DIRECTIONS + _DIRECTIONS**2
 GROUPS = 27
 IMAGE_CHANNELS = (1, 3)
 _MARGIN = REDUCTION
@@ -94,13 +94,13 @@ class Scattering:
     def coefficients(self, padded: Tensor) -> Tensor:
         """Those of padded images."""
         count, height, width = padded.shape
-        fine = torch.empty(count, 1 + DIRECTIONS, height, width)  # x and |x * psi_1| on the full grid
-        coarse = torch.empty(count, DIRECTIONS + DIRECTIONS**2, height // 2, width // 2)
+        fine = torch.empty(count, 1 + _DIRECTIONS, height, width)  # x and |x * psi_1| on the full grid
+        coarse = torch.empty(count, _DIRECTIONS + _DIRECTIONS**2, height // 2, width // 2)
         fine[:, 0] = padded
         spectrum = torch.fft.fft2(padded)[:, None]
         _filtered(spectrum, self._fine, fine[:, 1:])
-        _filtered(spectrum, self._coarse, coarse[:, :DIRECTIONS])
-        _filtered(torch.fft.fft2(fine[:, 1:]), self._coarse, coarse[:, DIRECTIONS:])
+        _filtered(spectrum, self._coarse, coarse[:, :_DIRECTIONS])
+        _filtered(torch.fft.fft2(fine[:, 1:]), self._coarse, coarse[:, _DIRECTIONS:])
         return torch.cat([self._mean(fine, scale=0), self._mean(coarse, scale=1)], dim=1)
 
     def _mean(self, images: Tensor, *, scale: int) -> Tensor:
@@ -224,8 +224,8 @@ def wavelet_spectra(height: int, width: int, *, scale: int) -> _Real:
     the wave fronts, |xi| = 3 pi / (4 2^j), beta such that the mean is zero.
     """
     spectra = []
-    for direction in range(DIRECTIONS):
-        angle = (DIRECTIONS // 2 - 1 - direction) * np.pi / DIRECTIONS
+    for direction in range(_DIRECTIONS):
+        angle = (_DIRECTIONS // 2 - 1 - direction) * np.pi / _DIRECTIONS
         sigma, frequency = 0.8 * 2**scale, 0.75 * np.pi / 2**scale
         rows, columns = (np.arange(-2 * n, 3 * n) for n in (height, width))
         across = rows[:, None] * np.cos(angle) + columns * np.sin(angle)
@@ -245,7 +245,7 @@ def low_pass(length: int, *, scale: int) -> _Real:
 
     The Gaussian of deviation 1.6 is a product over the two axes, so that two such matrices do the whole low-pass.
     """
-    sigma = 0.8 * 2 ** (SCALES - 1)
+    sigma = 0.8 * 2 ** (_SCALES - 1)
     positions = np.arange(-2 * length, 3 * length)
     gaussian = np.exp(-(positions**2) / (2 * sigma**2)).reshape(_PERIODS, length).sum(axis=0)
     spectrum = np.fft.fft(gaussian).real / np.sqrt(2 * _PI_OF_KYMATIO * sigma**2)

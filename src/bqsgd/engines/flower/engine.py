@@ -27,7 +27,7 @@ from bqsgd.release import Scheme
 
 logger = logging.getLogger("flwr.bqsgd")
 _ATTEMPTS = 3
-_HELLO_SECONDS = 120.0
+_JOIN_SECONDS = 120.0
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 10
 _GREETING_SECONDS = 5.0
@@ -70,7 +70,7 @@ class _Roster:
         started = time.monotonic()
         end = started + seconds
         while len(self.nodes) < self.config.clients.count and time.monotonic() < end and not self._all_said(grid):
-            if not self.greet(grid, seconds=min(_HELLO_SECONDS, end - time.monotonic())):
+            if not self.greet(grid, seconds=min(_JOIN_SECONDS, end - time.monotonic())):
                 time.sleep(_LOOK_SECONDS)
         waited = time.monotonic() - started
         absent = sorted(set(range(self.config.clients.count)) - set(self.nodes))
@@ -92,7 +92,7 @@ class _Roster:
             node in known or (node in self.refused and self._asked.get(node, 0) >= _ATTEMPTS) for node in online
         )
 
-    def greet(self, grid: TrackedGrid, *, seconds: float = _HELLO_SECONDS) -> bool:
+    def greet(self, grid: TrackedGrid, *, seconds: float = _JOIN_SECONDS) -> bool:
         """Ask nodes that are not known yet who they are; False when there was none to ask."""
         known = set(self.nodes.values())
         new = [

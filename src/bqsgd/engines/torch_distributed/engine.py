@@ -62,9 +62,9 @@ def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> 
 
 def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
     """Tell every rank the run's name and settings; rank -> its number of samples."""
-    hello = greeting(setup.config, setup.task, resuming=setup.resuming)
+    first = greeting(setup.config, setup.task, resuming=setup.resuming)
     for channel in channels:
-        channel.send(MessageKind.GREETING, hello)
+        channel.send(MessageKind.GREETING, first)
     samples, refusals = {}, []
     for channel in channels:
         kind, body = channel.receive(most_bytes=MOST_BYTES)
