@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from bqsgd.errors import BadSecureMessage, FrameError, WrongSession
 from bqsgd.secure.agreement import Agreement
+from bqsgd.secure.graph import Thresholds
 from bqsgd.secure.masks import KEY_BYTES, Lanes, lane_type
 from bqsgd.secure.sharing import SECRET_BYTES, SHARE_BYTES
 from bqsgd.wire.fixed import FixedWidth
@@ -77,6 +78,14 @@ class SumHeader:
         return _HEADER.pack(
             _MAGIC, _VERSION, self.kind, flags, session, self.epoch, self.round, self.rounds, self.client
         )
+
+
+def most_bytes(rule: Thresholds, *, rounds: int) -> int:
+    """No message is longer, masked vectors left out, where keys travel for at most so many rounds together."""
+    noise_parts = 2 * (rule.dropouts + 1)  # by the number of survivors, two numbers of trials to keep
+    keys = HEADER_BYTES + _PUBLIC_KEY_BYTES * (1 + rounds) + _SIGNATURE_BYTES
+    shares = _TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
+    return HEADER_BYTES + 2 * SECRET_BYTES + _COUNT.size + rule.clients * (_ENTRY.size + max(keys, shares))
 
 
 def message_kind(message: Bytes) -> Kind:

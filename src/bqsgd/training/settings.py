@@ -309,7 +309,9 @@ class SecureSettings(Group):
         positive=True,
     )
     roster: str | None = setting(None, "TOML file of the clients' identity keys; not for one process.")
-    identity: str | None = setting(None, "This client's identity key file (bqsgd secure keygen).")
+    identity: str | None = setting(
+        None, "This client's identity key file (bqsgd secure keygen); {client} stands for its number."
+    )
     roster_digest: str | None = setting(None, "Of the roster that the run began with.", option=False)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from typing import Protocol
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bqsgd.errors import InvalidParameter, SecureSumError
+from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.client import EpochFile, SumClient
 from bqsgd.secure.messages import Bytes
@@ -37,13 +38,13 @@ from bqsgd.wire.frame import Buffer
 class SumSetup:
     """What a process needs to take part in the secure sums of a run.
 
-    identities: client -> its private key, of the clients whose keys this process holds. simulated: the keys were made
-    here, since all clients are in this process.
+    made: client -> its private key, where all clients are in this process and their keys were made here. identity:
+    else, the file of a client's own key; `{client}` in it stands for the client's number.
     """
 
     agreement: Agreement
-    identities: Mapping[int, Ed25519PrivateKey]
-    simulated: bool
+    made: Mapping[int, Ed25519PrivateKey] | None = None
+    identity: str | None = None
 
     @classmethod
     def of(cls, config: Config, *, run: str, dimension: int) -> SumSetup | None:
@@ -60,9 +61,10 @@ class SumSetup:
         if secure.roster is None:
             if secure.identity is not None:
                 raise InvalidParameter("an identity is worth nothing without the roster that names it: give both")
-            identities = {client: _made(config.privacy.seed, client) for client in range(count)}
-            roster = Roster({client: public_key(key) for client, key in identities.items()}, _seed(config.privacy.seed))
+            made = {client: _made(config.privacy.seed, client) for client in range(count)}
+            roster = Roster({client: public_key(key) for client, key in made.items()}, _seed(config.privacy.seed))
         else:
+            made = None
             roster = read_roster(secure.roster)
             if roster.clients != tuple(range(count)):
                 raise InvalidParameter(f"{secure.roster} must name clients 0 to {count - 1}, one each")
@@ -71,26 +73,43 @@ class SumSetup:
                     f"{secure.roster} is not the roster that the run began with: a run keeps its roster; start a new "
                     "run with the new one"
                 )
-            identities = {} if secure.identity is None else _own(secure.identity, roster)
         agreement = Agreement(
             roster=roster, run=run, rule=plan.rule, dimension=dimension, width=plan.width, trials=plan.trials
         )
-        return cls(agreement=agreement, identities=identities, simulated=secure.roster is None)
+        return cls(agreement=agreement, made=made, identity=secure.identity)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether all keys were made in this process."""
+        return self.made is not None
 
     def client(self, number: int, *, folder: Path | None, seed: int | None) -> SumClient:
         """The sum's side of client `number`; `folder` is where it remembers its last epoch, on its own disk."""
-        if number not in self.identities:
+        epochs = None if folder is None else EpochFile(folder / f"client-{number:04}-{self._run_digest}.epoch")
+        own = self._identity_of(number)
+        return SumClient(self.agreement, identity=own, number=number, last_epoch=epochs, seed=seed)
+
+    def _identity_of(self, number: int) -> Ed25519PrivateKey:
+        if self.made is not None:
+            return self.made[number]
+        if self.identity is None:
             raise InvalidParameter(
                 f"client {number} needs its identity key for secure sums: make one with `bqsgd secure keygen`, put its "
                 "public half into the roster, and give the file as identity"
             )
-        epochs = None if folder is None else EpochFile(folder / f"client-{number:04}-{self._run_digest}.epoch")
-        return SumClient(self.agreement, identity=self.identities[number], number=number, last_epoch=epochs, seed=seed)
+        return read_identity(self.identity.replace("{client}", str(number)))
 
     @property
     def _run_digest(self) -> str:
         """A run's name may hold letters that no file name can."""
         return hashlib.sha256(self.agreement.run.encode()).hexdigest()[:16]
+
+
+def most_bytes(config: Config) -> int:
+    """No message of a run's secure sums is longer, masked vectors left out; 0 where it has none."""
+    if not config.secure.on:
+        return 0
+    return messages.most_bytes(config.secure.rule(config.clients.count), rounds=config.secure.key_rounds)
 
 
 def with_roster(config: Config) -> Config:
@@ -113,14 +132,6 @@ def _seed(seed: int | None) -> bytes:
     if seed is None:
         return os.urandom(32)
     return hashlib.sha256(b"bqsgd.secure.roster.v1\x00" + struct.pack("<Q", seed)).digest()
-
-
-def _own(path: str, roster: Roster) -> dict[int, Ed25519PrivateKey]:
-    identity = read_identity(path)
-    number = next((client for client, key in roster.keys.items() if key == public_key(identity)), None)
-    if number is None:
-        raise InvalidParameter(f"the roster does not have the key in {path}")
-    return {number: identity}
 
 
 class Carried(Protocol):

@@ -298,7 +298,7 @@ def _on_loopback(patience: timedelta) -> dict[str, Any]:
 
 _FORMAT = "bqsgd.distributed.v1"
 MOST_BYTES = 1 << 16
-_OWN = ("run", "workers", "private_metrics", "sizes", "data.data_folder")
+_OWN = ("run", "workers", "private_metrics", "sizes", "roster", "identity", "data.data_folder")
 """Settings that may differ between ranks: each has its own disk."""
 
 

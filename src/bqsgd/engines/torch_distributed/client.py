@@ -30,6 +30,7 @@ from bqsgd.models import dimension_of
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
+from bqsgd.training.sums import SumSetup, most_bytes, with_roster
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 
@@ -71,9 +72,12 @@ def joined_run(
         decline(group, refusal)
     share = share_of(task, config, group)
     channel, model = group.channel(SERVER), task.make_model()
-    connection = ServerConnection(channel, most_bytes=max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension_of(model)))
+    dimension = dimension_of(model)
+    longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension, most_bytes(config))
+    connection = ServerConnection(channel, most_bytes=longest)
     kind, message = _first(connection)
     try:
+        config = with_roster(config)
         run, server_resumes = read_greeting(message if kind is MessageKind.GREETING else memoryview(b""), config, task)
         if server_resumes and not resuming:
             raise SettingsDiffer("the server resumes a run, this rank was not started with --resume")
@@ -82,7 +86,8 @@ def joined_run(
             config=config.but(run=run),
             folder=None if folder is None else Path(folder),
             resuming=server_resumes,
-            dimension=dimension_of(model),
+            dimension=dimension,
+            sums=SumSetup.of(config, run=run, dimension=dimension),
         )
         client = make_client(setup, number=group.rank, model=model, share=share, limits=limits)
     except BqsgdError as error:

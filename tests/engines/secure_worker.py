@@ -1,0 +1,99 @@
+"""One rank of a run with secure sums; it may be killed or late at any step. argv: JSON of {folder, settings, ...}.
+
+mischief: rank -> {"STEP:round": "kill" or "late"}; the steps are those of `bqsgd.secure.messages`, and MODEL.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from distributed_worker import linear, points
+
+from bqsgd.engines.torch_distributed import join, torch_distributed
+from bqsgd.engines.torch_distributed.client import answer_rounds, joined_run
+from bqsgd.run import Run
+from bqsgd.secure.messages import is_sum_message, message_kind
+from bqsgd.secure.roster import Roster, public_key, write_identity
+from bqsgd.training.settings import Config
+from bqsgd.training.sums import _made
+from bqsgd.training.task import Task
+
+SEED = 9
+
+
+def small_task(clients):
+    return Task(make_model=linear, shares=[points(60, client) for client in range(clients)])
+
+
+def write_keys(folder, clients, *, generation=0):
+    """Identity keys and their roster, as one process with this seed would make them (generation 0)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    identities = {client: _made(SEED + generation, client) for client in range(clients)}
+    for client, identity in identities.items():
+        write_identity(folder / f"{generation}-{client}.key", identity)
+    roster = Roster({client: public_key(identity) for client, identity in identities.items()})
+    path = folder / f"roster-{generation}.toml"
+    path.write_text(roster.to_toml())
+    return {"roster": str(path), "identity": str(folder / f"{generation}-{{client}}.key")}
+
+
+def step_of(message):
+    """The step of a message of the server, and its round."""
+    if is_sum_message(message):
+        return message_kind(message).name, struct.unpack_from("<Q", message, 32)[0]
+    return "MODEL", struct.unpack_from("<Q", message, 8)[0]
+
+
+class Mischief:
+    """A client that does as it should, but at the steps in `plan`; notes what it sends."""
+
+    def __init__(self, client, plan, folder):
+        self.real, self.plan, self.rounds = client.answer, plan, folder / "rounds.jsonl"
+        self.notes = folder / f"sent-{client.client}.jsonl"
+
+    def __call__(self, message):
+        step, round = step_of(message)
+        what = self.plan.get(f"{step}:{round}")
+        answer = self.real(message)  # a masked vector is counted in the ledger from here on
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "late":
+            while not (self.rounds.exists() and f'"round": {round},' in self.rounds.read_text()):
+                time.sleep(0.05)
+        if isinstance(answer, (bytes, bytearray)):
+            with self.notes.open("a") as stream:
+                note = {"step": step, "round": round, "sha": hashlib.sha256(answer).hexdigest()}
+                stream.write(json.dumps(note) + "\n")
+        return answer
+
+
+def main():
+    asked = json.loads(sys.argv[1])
+    folder, config = Path(asked["folder"]), Config.of(**asked["settings"])
+    with join(timeout_seconds=500) as group:
+        plan = asked["mischief"].get(str(group.rank), {})
+        task, disk = small_task(group.size), folder / f"disk-{group.rank}"
+        if not group.serves:
+            with joined_run(task, config, group=group, folder=disk, resuming=asked["resume"]) as (client, *ways):
+                answer_rounds(Mischief(client, plan, folder), client.spending, *ways)
+            return
+        how = {"folder": disk, "engine": torch_distributed(group)}
+        with Run.resume(task, **how) if asked["resume"] else Run.start(task, config, **how) as run:
+            own = run.engine.own.clients[0]
+            own.answer = Mischief(own, plan, folder)
+            with (folder / "rounds.jsonl").open("a") as stream:
+                for record in run.rounds():
+                    stream.write(json.dumps(record.to_dict()) + "\n")
+                    stream.flush()
+        np.save(folder / "model.npy", run.model)
+        print("finished after round", run.round, "guarantee", run.summary.guarantee)
+
+
+if __name__ == "__main__":
+    main()

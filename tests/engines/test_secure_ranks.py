@@ -1,0 +1,199 @@
+"""Secure sums over torch.distributed: the bytes of one process, and faults on real processes."""
+
+import hashlib
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distributed_processes import lines, run_ranks
+from secure_worker import SEED, Mischief, small_task, write_keys
+from test_exchange import Rank
+
+from bqsgd.engines.engine import Setup, make_client
+from bqsgd.engines.in_process import in_process
+from bqsgd.engines.torch_distributed.engine import TorchDistributed
+from bqsgd.errors import InvalidParameter
+from bqsgd.ledger import Ledger
+from bqsgd.run import Run
+from bqsgd.training.settings import Config
+from bqsgd.training.sums import SumSetup
+
+WORKER = Path(__file__).parent / "secure_worker.py"
+CLIENTS = 4
+SETTINGS = {
+    "clients": CLIENTS, "rounds": 6, "batch_size": 16, "rate": 0.25, "levels": 20, "trials": 120, "epsilon": 50.0,
+    "clip": "l2", "clip_norm": 1.0, "range": 0.25, "secure": True, "dropouts": 1, "key_rounds": 3,
+    "evaluate_every": 3, "checkpoint_every": 1, "run": "ranks",
+}  # fmt: skip
+
+
+def over_ranks(folder):
+    """The engine of ranks, without processes: each answers at once."""
+
+    def make(setup):
+        setup.check_roster()
+        clients = [
+            make_client(setup, number=number, model=setup.task.make_model(), share=share)
+            for number, share in enumerate(setup.task.shares)
+        ]
+        for client in clients:
+            client.answer = Mischief(client, {}, folder)
+        samples = {client.client: client.setting.dataset_size for client in clients}
+        return TorchDistributed(clients[0], [Rank(client) for client in clients[1:]], samples=samples, most_bytes=10**7)
+
+    return make
+
+
+def sent(folder):
+    return {client: lines(folder / f"sent-{client}.jsonl") for client in range(CLIENTS)}
+
+
+def one_process(folder):
+    """What every client sends, and the model, in one process with the same seed."""
+
+    def make(setup):
+        engine = in_process(setup)
+        for client in engine.clients.values():
+            client.answer = Mischief(client, {}, folder)
+        return engine
+
+    folder.mkdir()
+    config = Config.of(**SETTINGS, seed=SEED, workers=1)
+    with Run.start(small_task(CLIENTS), config, engine=make, force=True) as run:
+        assert all(record.used == CLIENTS for record in run.rounds())
+    return sent(folder), run.model
+
+
+def test_the_same_bytes_as_in_one_process(tmp_path):
+    expected, model = one_process(tmp_path / "one")
+    assert {note["step"] for note in expected[2]} == {
+        "BATCH", "KEY_BUNDLE", "SHARE_BUNDLE", "MODEL", "SURVIVORS", "CERTIFICATE",
+    }  # fmt: skip
+    config = Config.of(**SETTINGS, seed=SEED, **write_keys(tmp_path / "keys", CLIENTS))
+    with Run.start(small_task(CLIENTS), config, engine=over_ranks(tmp_path), force=True) as run:
+        list(run.rounds())
+    assert sent(tmp_path) == expected
+    np.testing.assert_array_equal(run.model, model)
+
+
+def test_no_roster_no_sum_between_processes(tmp_path):
+    with pytest.raises(InvalidParameter, match="need a roster"):
+        Run.start(small_task(CLIENTS), Config.of(**SETTINGS, seed=1), engine=over_ranks(tmp_path), force=True)
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    with pytest.raises(InvalidParameter, match="leave both out"):
+        Run.start(small_task(CLIENTS), Config.of(**SETTINGS, seed=1, **keys), force=True)
+    with pytest.raises(InvalidParameter, match="must name clients 0 to 4"):
+        Run.start(small_task(5), Config.of(**SETTINGS | keys | {"clients": 5}, seed=1), engine=over_ranks(tmp_path))
+    with pytest.raises(InvalidParameter, match="needs its identity key"):
+        Run.start(
+            small_task(CLIENTS), Config.of(**SETTINGS, seed=1, roster=keys["roster"]), engine=over_ranks(tmp_path)
+        )
+    wrong = write_keys(tmp_path / "keys", CLIENTS, generation=1)
+    mixed = {"roster": keys["roster"], "identity": wrong["identity"]}
+    with pytest.raises(InvalidParameter, match="not the one that the roster has"):
+        Run.start(small_task(CLIENTS), Config.of(**SETTINGS, seed=1, **mixed), engine=over_ranks(tmp_path))
+
+
+def test_a_roster_that_changed_is_refused(tmp_path):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    config = Config.of(**SETTINGS, seed=SEED, **keys)
+    folder = tmp_path / "run"
+    with Run.start(small_task(CLIENTS), config, folder=folder, engine=over_ranks(tmp_path), force=True) as run:
+        next(run.rounds())
+    digest = hashlib.sha256(Path(keys["roster"]).read_bytes()).hexdigest()
+    other = write_keys(tmp_path / "keys", CLIENTS, generation=1)
+    Path(keys["roster"]).write_text(Path(other["roster"]).read_text())
+    assert hashlib.sha256(Path(keys["roster"]).read_bytes()).hexdigest() != digest
+    with pytest.raises(InvalidParameter, match="not the roster that the run began with"):
+        Run.resume(small_task(CLIENTS), folder=folder, engine=over_ranks(tmp_path))
+
+
+def test_no_message_is_longer_than_what_a_rank_reads():
+    from bqsgd.training.sums import most_bytes
+
+    for dropouts, colluders, key_rounds in ((0, 0, 1), (1, 0, 7), (1, 1, 3)):
+        config = Config.of(
+            **SETTINGS | {"clients": 5, "dropouts": dropouts, "colluders": colluders, "key_rounds": key_rounds}, seed=1
+        )
+        sums = SumSetup.of(config, run="ranks", dimension=6)
+        setup = Setup(task=small_task(5), config=config, folder=None, resuming=False, dimension=6, sums=sums)
+        longest = []
+        with closing(in_process(setup)) as engine:
+            real = engine.exchange
+
+            def exchange(messages, *, round, real=real, longest=longest):
+                longest += [len(message) for message in messages.values() if message[:4] == b"BQSA"]
+                for answer in real(messages, round=round):
+                    longest.append(len(answer.frame))
+                    yield answer
+
+            engine.exchange = exchange
+            with Run.start(small_task(5), config, engine=lambda setup: engine, force=True) as run:
+                next(run.rounds())
+        assert 0 < max(longest) <= most_bytes(config)
+
+
+def run(folder, keys, **options):
+    return run_ranks(folder, SETTINGS | keys, script=WORKER, **options)
+
+
+def statuses(records, client):
+    return ["ok" if entry["status"] == "ok" else "no" for record in records for entry in record["clients"]
+            if entry["client"] == client]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["BATCH:3", "KEY_BUNDLE:3", "MODEL:2", "SURVIVORS:2", "CERTIFICATE:2"])
+def test_a_rank_killed_at_any_step_costs_no_round(tmp_path, step):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    ended = run(tmp_path, keys, mischief={"3": {step: "kill"}})
+    assert ended[0][0] == 0, ended[0][1]
+    assert ended[3][0] == -9
+    records = lines(tmp_path / "rounds.jsonl")
+    assert [record["stepped"] for record in records] == [True] * 6
+    kind, at = step.split(":")
+    last = int(at) + (kind in ("SURVIVORS", "CERTIFICATE"))  # its masked vector was there by then
+    assert statuses(records, 3) == ["ok"] * last + ["no"] * (6 - last)
+    with Ledger(tmp_path / "disk-3" / "ledgers" / "client-0003.ledger") as ledger:
+        assert ledger.spent_rounds == int(at) + (kind in ("MODEL", "SURVIVORS", "CERTIFICATE"))
+
+
+@pytest.mark.slow
+def test_a_late_rank_misses_the_round_and_comes_back(tmp_path):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    settings = {"deadline_seconds": 20.0}
+    ended = run_ranks(tmp_path, SETTINGS | keys | settings, script=WORKER, mischief={"2": {"MODEL:1": "late"}})
+    assert ended[0][0] == 0, ended[0][1]
+    records = lines(tmp_path / "rounds.jsonl")
+    assert all(record["stepped"] for record in records)
+    assert statuses(records, 2)[1] == "no"
+    assert statuses(records, 2)[-1] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["MODEL:3", "SURVIVORS:3", "CERTIFICATE:3"])
+def test_a_killed_server_goes_on_with_new_keys(tmp_path, step):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    ended = run(tmp_path, keys, mischief={"0": {step: "kill"}})
+    assert ended[0][0] == -9
+    ended = run(tmp_path, keys, resume=True)
+    assert all(code == 0 for code, _ in ended), ended
+    records = lines(tmp_path / "rounds.jsonl")
+    assert [record["round"] for record in records] == [0, 1, 2, 3, 4, 5]
+    assert all(record["stepped"] and record["clients"][3]["status"] == "ok" for record in records)
+    for client in range(CLIENTS):
+        notes = [note for note in lines(tmp_path / f"sent-{client}.jsonl") if note["step"] == "MODEL"]
+        assert len({note["sha"] for note in notes}) == len(notes), "a mask was used twice"
+        with Ledger(tmp_path / f"disk-{client}" / "ledgers" / f"client-{client:04}.ledger") as ledger:
+            assert len(notes) <= ledger.spent_rounds <= 7
+
+
+@pytest.mark.slow
+def test_ranks_whose_keys_are_not_in_the_roster_send_nothing(tmp_path):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    other = write_keys(tmp_path / "keys", CLIENTS, generation=1)
+    ended = run(tmp_path, keys | {"identity": other["identity"]})
+    assert all(code != 0 for code, _ in ended)
+    assert "not the one that the roster has" in ended[0][1]
+    assert not list(tmp_path.glob("sent-*.jsonl"))
