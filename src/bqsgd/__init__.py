@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bqsgd.answers import account, plan
+    from bqsgd.answers import account, plan, plan_secure
     from bqsgd.codec import decode_frame, encode_frame
     from bqsgd.errors import BudgetExhausted
     from bqsgd.ledger import Ledger
@@ -42,6 +42,7 @@ __all__ = [
     "encode_frame",
     "make_private",
     "plan",
+    "plan_secure",
     "privacy_rng",
     "train",
 ]
@@ -59,6 +60,7 @@ _HOMES = {
     "encode_frame": "bqsgd.codec",
     "make_private": "bqsgd.private",
     "plan": "bqsgd.answers",
+    "plan_secure": "bqsgd.answers",
     "privacy_rng": "bqsgd.noise",
     "train": "bqsgd.run",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
@@ -18,11 +18,15 @@ from bqsgd.params import Mechanism, check_delta
 from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import Proposal, propose
 from bqsgd.planner.search import make_plan
+from bqsgd.planner.sums import SumPlan, plan_sum
 from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import Guarantee, as_given, rounded_down
-from bqsgd.release import RELATIONS, SAMPLINGS, Release
+from bqsgd.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
+from bqsgd.release import RELATIONS, SAMPLINGS, Release, Trust
+from bqsgd.secure.graph import thresholds
 
 _WIDTH = 120
+_ANY_BITS = 8
+"""Of a budget whose bits nobody asks for: a secure sum chooses its own modulus."""
 
 
 class PrintedAnswer:
@@ -148,6 +152,78 @@ class PlanAnswer(PrintedAnswer):
         return fields | ({} if self.proposal is None else {"proposal": asdict(self.proposal)})
 
 
+@dataclass(frozen=True, kw_only=True)
+class SumPlanAnswer(PrintedAnswer):
+    """What the clients of a secure sum run: levels, trials of the whole sum, modulus; and what that guarantees each."""
+
+    setting: ClientSetting
+    plan: SumPlan
+    budget: Budget
+    rounds: int
+    guarantee: Guarantee
+
+    @property
+    def title(self) -> str:
+        """Who takes part, budget and rounds."""
+        rule = self.plan.rule
+        return (
+            f"Plan for sums over {rule.clients} clients, epsilon {as_given(self.budget.epsilon)}, delta "
+            f"{as_given(self.budget.delta)}, {self.rounds} rounds"
+        )
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The mechanism, the modulus, who may be missing or collude, the error and the guarantee."""
+        plan, rule, noise = self.plan, self.plan.rule, self.plan.noise
+        deviation, single = math.sqrt(plan.variance() + plan.rounding), math.sqrt(plan.variance())
+        modulus = f"{plan.width} bits per coordinate: "
+        if plan.window is None:
+            modulus += "never wraps"
+        else:
+            modulus += (
+                f"a coordinate whose mean is within {plan.window:g} of the range wraps with a probability of at most "
+                f"{rounded_up(plan.wrap_probability, 2)} a round, one beyond may; that costs accuracy, never privacy"
+            )
+        return {
+            "mechanism": (
+                f"levels {plan.levels}, trials {plan.trials} in every sum; a client draws {noise.drawn} and takes out "
+                f"what is not needed"
+            ),
+            "modulus": modulus,
+            "clients": (
+                f"at least {rule.fewest} of {rule.clients} in a sum, at most {rule.colluders} collude; "
+                f"{rule.honest} are surely there and honest"
+            ),
+            "error": (
+                f"{deviation:.3g} times the range of a client (standard deviation per coordinate of the mean), "
+                f"{single:.3g} of it noise, the rest rounding at the most"
+            ),
+            **guarantee_lines(self.guarantee),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types."""
+        plan, rule = self.plan, self.plan.rule
+        return {
+            "clients": rule.clients,
+            "dropouts": rule.dropouts,
+            "colluders": rule.colluders,
+            "epsilon": self.budget.epsilon,
+            "delta": self.budget.delta,
+            "rounds": self.rounds,
+            "release": self.setting.release(plan.mechanism).to_dict(),
+            "levels": plan.levels,
+            "trials": plan.trials,
+            "trials_per_client": plan.noise.drawn,
+            "bits_per_coordinate": plan.width,
+            "window": plan.window,
+            "wrap_probability": plan.wrap_probability,
+            "variance": plan.variance(),
+            "variance_rounding": plan.rounding,
+            "guarantee": self.guarantee.to_dict(),
+        }
+
+
 def account(
     *,
     levels: int,
@@ -238,16 +314,10 @@ def plan(
     (True, True)
     """
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
-    proposal = None
-    if batch_size is None or rounds is None:
-        if sampling != "poisson" or linf is not None or l2 is not None:
-            raise InvalidParameter(
-                "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or "
-                "leave out sampling, linf and l2"
-            )
-        proposal = propose(budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds)
-        batch_size, rounds = proposal.batch_size, proposal.rounds
-        linf = l2 = proposal.sensitivity
+    batch_size, rounds, linf, l2, proposal = _proposed(
+        budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds,
+        sampling=sampling, linf=linf, l2=l2,
+    )  # fmt: skip
     setting = _setting(
         dimension=dimension,
         batch_size=batch_size,
@@ -258,6 +328,97 @@ def plan(
         l2=l2,
     )
     return PlanAnswer(setting=setting, plan=make_plan(budget, setting, rounds=rounds), proposal=proposal)
+
+
+def plan_secure(
+    *,
+    clients: int,
+    dropouts: int,
+    colluders: int,
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    dataset_size: int,
+    batch_size: int | None = None,
+    rounds: int | None = None,
+    bits: int | None = None,
+    window: float | None = None,
+    sampling: str = "poisson",
+    relation: str | None = None,
+    linf: float | None = None,
+    l2: float | None = None,
+) -> SumPlanAnswer:
+    """Choose levels, trials and modulus of secure sums for the least error of the sum, as `bqsgd plan --secure` does.
+
+    Args:
+        clients, dropouts, colluders: how many clients there are, may be missing from a sum, may tell the server all
+            they know.
+        bits: fixes the modulus, 2^bits; without it the plan chooses.
+        window: share of the range that the modulus has room for; without it no sum ever wraps.
+        epsilon, delta, dimension, dataset_size, batch_size, rounds, sampling, relation, linf, l2: as in `plan`, of each
+            client. Clients of different sizes fit one plan at a common rate: give the size of any of them.
+
+    Raises:
+        Infeasible: no plan meets the budget, or so many dropouts and colluders cannot be borne; the message names the
+            nearest that can.
+
+    >>> found = plan_secure(
+    ...     clients=10, dropouts=1, colluders=0, epsilon=4, delta=1e-3, dimension=5, batch_size=32, dataset_size=1000,
+    ...     rounds=1, sampling="none")
+    >>> found.guarantee.epsilon <= 4, found.plan.wrap_probability
+    (True, 0.0)
+    """
+    rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+    budget = Budget(bits=_ANY_BITS, epsilon=epsilon, delta=delta)
+    batch_size, rounds, linf, l2, _ = _proposed(
+        budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds,
+        sampling=sampling, linf=linf, l2=l2,
+    )  # fmt: skip
+    setting = replace(
+        _setting(
+            dimension=dimension,
+            batch_size=batch_size,
+            dataset_size=dataset_size,
+            sampling=sampling,
+            relation=relation,
+            linf=linf,
+            l2=l2,
+        ),
+        trust=Trust.SUMS_ONLY,
+        colluders=colluders,
+    )
+    found = plan_sum(budget, setting, rule, rounds=rounds, window=window, width=bits)
+    release = setting.release(found.mechanism)
+    return SumPlanAnswer(
+        setting=setting,
+        plan=found,
+        budget=budget,
+        rounds=rounds,
+        guarantee=Accountant().compose(release, rounds).guarantee(delta=delta),
+    )
+
+
+def _proposed(
+    budget: Budget,
+    *,
+    dimension: int,
+    dataset_size: int,
+    batch_size: int | None,
+    rounds: int | None,
+    sampling: str,
+    linf: float | None,
+    l2: float | None,
+) -> tuple[int, int, float | None, float | None, Proposal | None]:
+    """Batch size, rounds and sensitivity, proposed where the first two are left out."""
+    if batch_size is not None and rounds is not None:
+        return batch_size, rounds, linf, l2, None
+    if sampling != "poisson" or linf is not None or l2 is not None:
+        raise InvalidParameter(
+            "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or leave "
+            "out sampling, linf and l2"
+        )
+    found = propose(budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds)
+    return found.batch_size, found.rounds, found.sensitivity, found.sensitivity, found
 
 
 def _setting(*, sampling: str, relation: str | None, **given: Any) -> ClientSetting:

@@ -48,7 +48,7 @@ def print_lines(title: str, lines: Mapping[str, str]) -> None:
     typer.echo(aligned(title, lines, width=max(40, shutil.get_terminal_size().columns)))
 
 
-def answer(found: PrintedAnswer, *, nominal: NominalPrivacy | None, json: bool) -> None:
+def answer(found: PrintedAnswer, *, nominal: NominalPrivacy | None = None, json: bool) -> None:
     """Print an answer, with the paper's nominal figure as its last line where it was asked for."""
     lines, fields = found.lines, found.to_dict()
     if nominal is not None:

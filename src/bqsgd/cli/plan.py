@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bqsgd.cli import _options as options
 from bqsgd.cli.output import Json, answer
+from bqsgd.errors import InvalidParameter
 
 
 def account(
@@ -54,11 +55,17 @@ def account(
 
 
 def plan(
-    bits: Annotated[int, typer.Option(help="Most bits per coordinate; a code takes at most 2^bits values.")],
     epsilon: Annotated[float, typer.Option(help="Privacy budget, total over all rounds.")],
     delta: Annotated[float, typer.Option(help="Delta of the budget, total over all rounds.")],
     dimension: options.DimensionOption,
     dataset_size: options.DatasetSizeOption,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Most bits per coordinate; a code takes at most 2^bits values. With --secure, those of the modulus; "
+            "chosen if left out."
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Public batch size by which a client divides, L. Proposed if left out.", min=1)
     ] = None,
@@ -69,6 +76,17 @@ def plan(
     relation: options.RelationOption = None,
     linf: options.LinfOption = None,
     l2: options.L2Option = None,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Plan secure sums: the server sees only sums, and clients share one noise.")
+    ] = False,
+    clients: Annotated[int | None, typer.Option(help="Clients of a secure sum.", min=2)] = None,
+    dropouts: Annotated[
+        int | None, typer.Option(help="Most clients missing from a sum. Default: a tenth of them.", min=0)
+    ] = None,
+    colluders: Annotated[int, typer.Option(help="Most clients that may tell the server all they know.", min=0)] = 0,
+    window: Annotated[
+        float | None, typer.Option(help="Share of the range that the sum has room for. Default: it never wraps.")
+    ] = None,
     nominal: options.NominalOption = False,
     json: Json = False,
 ) -> None:
@@ -81,22 +99,41 @@ def plan(
     Examples: bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dimension 39700 --dataset-size 15000
               bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --dimension 61706 --batch-size 512 --dataset-size 15000
               --rounds 600
+              bqsgd plan --secure --clients 100 --dropouts 10 --epsilon 3 --delta 1e-5 --dimension 39700
+              --batch-size 41 --dataset-size 600 --rounds 300 --l2 1 --linf 1
     """
     import bqsgd
 
-    found = bqsgd.plan(
-        bits=bits,
-        epsilon=epsilon,
-        delta=delta,
-        dimension=dimension,
-        dataset_size=dataset_size,
-        batch_size=batch_size,
-        rounds=rounds,
-        sampling=sampling.value,
-        relation=None if relation is None else relation.value,
-        linf=linf,
-        l2=l2,
-    )
+    asked: dict[str, Any] = {
+        "epsilon": epsilon,
+        "delta": delta,
+        "dimension": dimension,
+        "dataset_size": dataset_size,
+        "batch_size": batch_size,
+        "rounds": rounds,
+        "sampling": sampling.value,
+        "relation": None if relation is None else relation.value,
+        "linf": linf,
+        "l2": l2,
+    }
+    if secure:
+        if clients is None:
+            raise InvalidParameter("--secure needs --clients: how many share one noise")
+        if nominal:
+            raise InvalidParameter("the paper has no nominal figure for sums over clients: leave out --nominal")
+        missing = clients // 10 if dropouts is None else dropouts
+        answer(
+            bqsgd.plan_secure(
+                clients=clients, dropouts=missing, colluders=colluders, bits=bits, window=window, **asked
+            ),
+            json=json,
+        )
+        return
+    if clients is not None or dropouts is not None or colluders or window is not None:
+        raise InvalidParameter("--clients, --dropouts, --colluders and --window are those of --secure")
+    if bits is None:
+        raise InvalidParameter("give --bits, the most that a coordinate may take (--secure chooses its own)")
+    found = bqsgd.plan(bits=bits, **asked)
     published = None
     if nominal:
         from bqsgd.cli.paper import nominal_privacy
