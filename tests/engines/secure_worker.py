@@ -21,7 +21,7 @@ from bqsgd.run import Run
 from bqsgd.secure.messages import is_sum_message, message_kind
 from bqsgd.secure.roster import Roster, public_key, write_identity
 from bqsgd.training.settings import Config
-from bqsgd.training.sums import _made
+from bqsgd.training.sums import _made, _seed
 from bqsgd.training.task import Task
 
 SEED = 9
@@ -37,7 +37,7 @@ def write_keys(folder, clients, *, generation=0):
     identities = {client: _made(SEED + generation, client) for client in range(clients)}
     for client, identity in identities.items():
         write_identity(folder / f"{generation}-{client}.key", identity)
-    roster = Roster({client: public_key(identity) for client, identity in identities.items()})
+    roster = Roster({client: public_key(identity) for client, identity in identities.items()}, _seed(SEED + generation))
     path = folder / f"roster-{generation}.toml"
     path.write_text(roster.to_toml())
     return {"roster": str(path), "identity": str(folder / f"{generation}-{{client}}.key")}

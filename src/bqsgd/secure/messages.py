@@ -83,9 +83,12 @@ class SumHeader:
 def most_bytes(rule: Thresholds, *, rounds: int) -> int:
     """No message is longer, masked vectors left out, where keys travel for at most so many rounds together."""
     noise_parts = 2 * (rule.dropouts + 1)  # by the number of survivors, two numbers of trials to keep
-    keys = HEADER_BYTES + _PUBLIC_KEY_BYTES * (1 + rounds) + _SIGNATURE_BYTES
-    shares = _TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
-    return HEADER_BYTES + 2 * SECRET_BYTES + _COUNT.size + rule.clients * (_ENTRY.size + max(keys, shares))
+    keys = HEADER_BYTES + _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES
+    shares = TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
+    statement = TAG_BYTES + (rule.clients + 7) // 8
+    wrapped = KEY_BYTES * rounds * (1 + rule.clients)
+    parts = rule.clients * (_ENTRY.size + max(keys, shares, statement)) + wrapped
+    return HEADER_BYTES + 2 * SECRET_BYTES + _COUNT.size + parts
 
 
 def message_kind(message: Bytes) -> Kind:
