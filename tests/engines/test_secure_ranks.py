@@ -110,7 +110,7 @@ def test_a_roster_that_changed_is_refused(tmp_path):
 
 
 def test_no_message_is_longer_than_what_a_rank_reads():
-    from bqsgd.training.sums import most_bytes
+    from bqsgd.training.sums import most_sum_bytes
 
     for dropouts, colluders, key_rounds in ((0, 0, 1), (1, 0, 7), (1, 1, 3)):
         config = Config.of(
@@ -131,7 +131,7 @@ def test_no_message_is_longer_than_what_a_rank_reads():
             engine.exchange = exchange
             with Run.start(small_task(5), config, engine=lambda setup: engine, force=True) as run:
                 next(run.rounds())
-        assert 0 < max(longest) <= most_bytes(config)
+        assert 0 < max(longest) <= most_sum_bytes(config)
 
 
 def run(folder, keys, **options):

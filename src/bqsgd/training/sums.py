@@ -105,7 +105,7 @@ class SumSetup:
         return hashlib.sha256(self.agreement.run.encode()).hexdigest()[:16]
 
 
-def most_bytes(config: Config) -> int:
+def most_sum_bytes(config: Config) -> int:
     """No message of a run's secure sums is longer, masked vectors left out; 0 where it has none."""
     if not config.secure.on:
         return 0

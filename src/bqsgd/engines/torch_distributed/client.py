@@ -30,7 +30,7 @@ from bqsgd.models import dimension_of
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
-from bqsgd.training.sums import SumSetup, most_bytes, with_roster
+from bqsgd.training.sums import SumSetup, most_sum_bytes, with_roster
 from bqsgd.training.task import Samples, Task
 from bqsgd.wire.model_message import MODEL_HEADER_BYTES
 
@@ -73,7 +73,7 @@ def joined_run(
     share = share_of(task, config, group)
     channel, model = group.channel(SERVER), task.make_model()
     dimension = dimension_of(model)
-    longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension, most_bytes(config))
+    longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension, most_sum_bytes(config))
     connection = ServerConnection(channel, most_bytes=longest)
     kind, message = _first(connection)
     try:

@@ -31,7 +31,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.client import Client
 from bqsgd.training.node_limits import NodeLimits
-from bqsgd.training.sums import most_bytes
+from bqsgd.training.sums import most_sum_bytes
 
 _log = logging.getLogger("bqsgd.engines.torch_distributed")
 _PATIENCE_SECONDS = 1800.0
@@ -54,7 +54,7 @@ def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> 
             client,
             channels,
             samples=_greet(channels, setup),
-            most_bytes=max(_most_frame_bytes(setup.dimension), most_bytes(config)),
+            most_bytes=max(_most_frame_bytes(setup.dimension), most_sum_bytes(config)),
             deadline_seconds=config.server.deadline_seconds,
         )
 
