@@ -107,8 +107,15 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_
     assert [record["round"] for record in lines(folder / "rounds.jsonl")] == list(range(ROUNDS))
 
 
-def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys):
-    settings = [*SETTINGS, "--rounds", "12"]
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="all, whole models"),
+        pytest.param(("--cohort", "1", "--down-bits", "5"), id="cohort, changes", marks=pytest.mark.slow),
+    ],
+)
+def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys, more):
+    settings = [*SETTINGS, "--rounds", "12", *more]
     with processes([torchrun(*settings, "--out", str(tmp_path / "ranks"), ranks=2)]) as started:
         [(code, output)] = finish(started)
     assert code == 0, output

@@ -180,12 +180,12 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
 
 def _ledgers(folder: Path) -> int:
     """Rounds that the clients' own ledgers count in total."""
-    from bqsgd.ledger import Ledger
+    from bqsgd.ledger.register import SUFFIX, opened_ledgers
 
     total = 0
-    for path in folder.rglob("*.ledger"):
-        with Ledger(path) as ledger:
-            total += ledger.spent_rounds
+    for path in [*folder.rglob("*.ledger"), *folder.rglob(f"*{SUFFIX}")]:
+        with opened_ledgers(path) as ledgers:
+            total += sum(ledgers.ledger(client).spent_rounds for client in ledgers.clients)
     return total
 
 

@@ -1,0 +1,87 @@
+"""A thousand simulated clients on Flower (Ray), of which a hundred are asked in a round; and the same in one process.
+
+MNIST in shares of 60 samples, a linear model, planned noise, one register of ledgers. With a seed both give the same
+model bit for bit.
+
+    python -m experiments.flower_clients        # writes experiments/results/flower_clients.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bqsgd.cli.flower import run_demo
+from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd.records.folder import read_rounds
+from bqsgd.run import Run
+from bqsgd.tasks import settings_of
+
+RESULTS = Path(__file__).parent / "results" / "flower_clients.json"
+SETTINGS: dict[str, Any] = {
+    "dataset": "mnist",
+    "model": "linear",
+    "epsilon": 8.0,
+    "batch_size": 30,
+    "clip": "l2",
+    "clip_norm": 1.0,
+    "range": 0.1,
+    "learning_rate": 0.5,
+    "momentum": 0.0,
+    "schedule": "constant",
+    "weights": "equal",
+    "evaluate_every": 5,
+    "seed": 1,
+}
+
+
+def main() -> None:
+    """Run both and write what they took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=1000)
+    parser.add_argument("--cohort", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    settings = SETTINGS | {"clients": asked.clients, "cohort": asked.cohort, "rounds": asked.rounds}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        more = {"run": "many", "join_seconds": 3000.0, "round_seconds": 1800.0}
+        fields = run_demo(folder, settings | more, tls=False, limit_seconds=5400)
+        records = list(read_rounds(folder / "server"))
+        found = load_checkpoint(folder / "server")
+        assert found is not None
+        model = found[0]["model"]
+    named, config = settings_of(**settings)
+    began = time.monotonic()
+    with Run.start(named.task(config), config, force=True) as run:
+        for _ in run.rounds():
+            pass
+    here = time.monotonic() - began
+    times = np.diff([0.0, *(record.time for record in records)])
+    result = {
+        "settings": settings,
+        "frames": [record.used for record in records],
+        "rounds_in_ledgers": fields["rounds_in_ledgers"],
+        "accuracy": fields["accuracy"],
+        "seconds_in_all": round(fields["seconds"], 1),
+        "seconds_by_round": [round(float(value), 1) for value in times],
+        "seconds_in_one_process": round(here, 1),
+        "same_model_as_in_one_process": model.tobytes() == run.server.model.tobytes(),
+        "bytes_up": sum(record.bytes_up for record in records),
+        "bytes_down": sum(record.bytes_down for record in records),
+        "processes_left": fields["processes_left"],
+        "load": round(os.getloadavg()[0], 1),
+    }
+    print(json.dumps(result))
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
