@@ -226,6 +226,36 @@ def test_without_a_seed_cohorts_differ():
     assert sorted(Cohorts(config, range(30)).draw(0, lost=range(25))) == [25, 26, 27, 28, 29]
 
 
+SECURE = {
+    "clients": 12, "cohort": 6, "rounds": 4, "secure": True, "dropouts": 1, "levels": None, "trials": None,
+    "epsilon": 8.0, "unit": "client", "clip": "l2", "clip_norm": 1.0, "range": 1.0, "local_steps": 2, "run": "sums",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("down_bits", [None, 6])
+def test_secure_sums_over_cohorts(tmp_path, down_bits):
+    config = Config.of(**{**BASE, **SECURE, "down_bits": down_bits})
+    few = Task(make_model=make_model, shares=[points(seed) for seed in range(12)], test=points(10**6, 500))
+    with Run.start(few, config, folder=tmp_path, force=True) as run:
+        records = list(run.rounds())
+    assert [record.used for record in records] == [6] * 4
+    assert Counter(client for some in asked(records) for client in some) == dict.fromkeys(range(12), 2)
+    stated = run.summary.guarantee
+    assert stated.epsilon <= 8.0
+    assert stated.unit == "client"
+    assert "only sums" in str(stated)
+    assert run.server.sums.rule.clients == 6
+    again = Run.start(few, config, force=True)
+    assert asked(list(again.rounds())) == asked(records)
+    assert again.server.model.tobytes() == run.server.model.tobytes()
+    again.close()
+
+
+def test_a_secure_sum_takes_no_spare_clients():
+    with pytest.raises(InvalidParameter, match="raise dropouts"):
+        Config.of(**{**BASE, **SECURE, "ask": 8})
+
+
 class TestChanges:
     """The model's changes in place of the model."""
 

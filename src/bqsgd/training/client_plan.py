@@ -110,7 +110,7 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
         Infeasible: no integers meet the budget.
         InvalidParameter: clients of different sizes would need different plans.
     """
-    privacy, rule, window = config.privacy, config.secure.rule(config.clients.count), config.secure.window
+    privacy, rule, window = config.privacy, config.secure.rule(config.asked), config.secure.window
     fixed = privacy.mechanism
     if fixed is not None:
         width = width_of(rule, fixed.levels, fixed.trials, window=window)
@@ -126,7 +126,7 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
             "chance of every sample to be in a round's batch (or levels and trials)"
         )
     any_client = client_setting(config, dimension=dimension, dataset_size=privacy.batch_size)
-    found = _planned_sum(any_client, privacy.budget(client=0, round=0), rule, config.run.rounds, window)
+    found = _planned_sum(any_client, privacy.budget(client=0, round=0), rule, config.turns, window)
     if isinstance(found, Infeasible):
         raise Infeasible(str(found))
     return found

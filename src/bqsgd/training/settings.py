@@ -396,7 +396,7 @@ class Config:
     def _check_secure(self) -> None:
         """Raise where a setting needs what a sum does not have: single messages, or clients that differ."""
         privacy, server = self.privacy, self.server
-        self.secure.rule(self.clients.count)
+        self.secure.rule(self.asked)
         if server.aggregation != "mean":
             raise InvalidParameter(
                 f"aggregation = {server.aggregation!r} compares single messages, and with secure sums the server sees "
@@ -419,8 +419,10 @@ class Config:
             )
         if privacy.budgets:
             raise InvalidParameter("budgets that differ by client are no secure sum's: its clients share one noise")
-        if self.clients.cohort is not None:
-            raise InvalidParameter("a secure sum is over all clients of its roster: leave out the cohort")
+        if self.clients.ask is not None:
+            raise InvalidParameter(
+                "a secure sum bears the stragglers that its noise is planned for: raise dropouts instead of ask"
+            )
 
     @property
     def asked(self) -> int:

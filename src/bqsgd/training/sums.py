@@ -3,10 +3,10 @@
 The client's side is `training.client.Client`, which answers the messages of a sum as it answers a model. Engines carry
 both and know neither.
 
-Keys and shares are exchanged for a batch of rounds at once; then a round has three exchanges: model and masked vector,
-survivors and signature, certificate and unmasking. Whoever does not answer one is missing from there on. A round that
-ends without a sum is lost and has still been counted by the clients that masked a vector; the next one begins with new
-keys.
+Keys and shares are exchanged for a batch of rounds at once, or, with cohorts, for each round anew; then a round has
+three exchanges: model and masked vector, survivors and signature, certificate and unmasking. Whoever does not answer
+one is missing from there on. A round that ends without a sum is lost and has still been counted by the clients that
+masked a vector; the next one begins with new keys.
 """
 
 from __future__ import annotations
@@ -207,8 +207,9 @@ class SumRounds:
         found, started = SumOutcome(), time.perf_counter()
         waited = 0.0
         try:
-            if not self._ready or round > self._server.last_round:
-                self._begin(found, round, carry)
+            named = self.agreement.rule.clients < len(self.agreement.roster.keys)
+            if named or not self._ready or round > self._server.last_round:
+                self._begin(found, round, carry, cohort=messages if named else None)
             server = self._server
             server.open(round)
             before = time.perf_counter()
@@ -228,14 +229,18 @@ class SumRounds:
         found.seconds = time.perf_counter() - started - waited
         return found
 
-    def _begin(self, found: SumOutcome, round: int, carry: Carry) -> None:
-        """New keys and shares for the rounds from this one on, under an epoch that was never used."""
+    def _begin(self, found: SumOutcome, round: int, carry: Carry, *, cohort: Iterable[int] | None) -> None:
+        """New keys and shares for the rounds from this one on, under an epoch that was never used.
+
+        cohort: who takes part, and then in this round alone; None for everybody.
+        """
         self._ready = ()
         self._epoch += 1
         if self._last_epoch is not None:
             self._last_epoch(self._epoch)
         server = self._server
-        server.begin(epoch=self._epoch, first_round=round, rounds=min(self.key_rounds, self.rounds - round))
+        rounds = min(self.key_rounds, self.rounds - round) if cohort is None else 1
+        server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort)
         self._step(found, {client: server.request(client) for client in server.asked}, carry, server.take_keys)
         self._step(found, {client: server.key_bundle(client) for client in server.keyed}, carry, server.take_shares)
         ready: list[int] = []
