@@ -9,8 +9,11 @@ import torch
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.release import Scheme
+from bqsgd.persample import L2
+from bqsgd.persample.generators import states
+from bqsgd.release import Scheme, Unit
 from bqsgd.training.draws import Purpose, Sources, draw_batch, seed_for, torch_generator
+from bqsgd.training.values import check_model
 
 
 def draws(scheme, count, batch_size, dataset_size):
@@ -97,3 +100,31 @@ def test_the_whole_state_of_torchs_generator_is_drawn():
     whole = state[24 : 24 + 8 * 624].numpy().view(np.uint64)
     assert len(np.unique(whole)) == 624
     assert whole.max() < 2**32
+
+
+def test_threads_that_overlap_never_draw_from_the_programs_own_generators():
+    torch.manual_seed(1)
+    known = torch.rand(64).tolist()
+    torch.manual_seed(1)
+    first, second = (Sources(seed=None, client=client).lent(Purpose.FORWARD, 0, shared=True) for client in (0, 1))
+    first.__enter__()
+    found = [float(torch.rand(()))]
+    second.__enter__()
+    first.__exit__(None, None, None)  # before the one that came later
+    found += [float(torch.rand(())) for _ in range(8)]
+    second.__exit__(None, None, None)
+    assert not set(found) & set(known)
+    assert torch.rand(64).tolist() == known
+
+
+def test_a_check_within_a_step_gives_the_masks_back():
+    with Sources(seed=None, client=0).lent(Purpose.FORWARD, 0):
+        before = states()
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+        middle = states()
+        batch = torch.rand(2, 3, generator=torch.Generator()), torch.zeros(2, dtype=torch.long)
+        loss = torch.nn.CrossEntropyLoss(reduction="none")
+        settings = {"clip": L2(1.0), "batch_size": 16, "unit": Unit.SAMPLE}
+        assert check_model(model, loss, batch, **settings)
+        assert states() == middle != before
+        assert not check_model(model.eval(), loss, batch, **settings)

@@ -172,6 +172,18 @@ def test_what_would_fail_in_a_round_is_refused_before_there_is_a_ledger(case, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_with_dropout_trains_the_same_with_any_number_of_workers():
+    """Threads share one generator of masks; a client that draws has it alone."""
+
+    def dropping():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+
+    task = Task(make_model=dropping, shares=[data(32, shift) for shift in range(2)])
+    one, two = (run(task, config=CONFIG.but(workers=workers))[0] for workers in (1, 2))
+    assert np.array_equal(one.model, two.model)
+
+
 @pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
 def test_a_gru_trains():
     class Net(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.persample.capture import NoRule, capture, capture_row_wise
 from bqsgd.persample.factors import Factor, Outer, Summed, micro_batch
 from bqsgd.persample.functional import LossFunction, per_sample_gradients
+from bqsgd.persample.generators import alone, generators_kept
 from bqsgd.persample.gradients import errors_of_losses
 from bqsgd.persample.rows import aligned_zeros, packed_rows_for, rows_for
 from bqsgd.persample.rowwise import NotRowWise
@@ -43,22 +45,23 @@ def check_samples_apart(
     Raises:
         InvalidParameter: the check failed, so that no sensitivity can be stated for this model on this machine.
     """
-    generator = torch.Generator().manual_seed(0)
-    probe = _randomised(model, generator)
-    _check_norms(probe, loss_fn, *batch)
-    rows = packed_rows_for(batch_size)
-    own, any_row, seen = copy.deepcopy(model), True, _seen_row_wise
-    try:
-        seen(own, loss_fn, _company(batch, rows, generator), False)
-    except (NotRowWise, NoRule):
-        rows, any_row, seen = rows if packed else rows_for(batch_size), packed, _seen
-    _check_rows(partial(seen, probe, loss_fn), batch, rows, generator, any_row=any_row)
-    if any(layer.training for layer in own.modules()):
-        with torch.no_grad():
-            for parameter, value in zip(own.parameters(), probe.parameters(), strict=True):
-                parameter.copy_(value)
-        # Rows that are alike meet different random draws there, so whether a row matters is a question to `probe`.
-        _check_rows(partial(seen, own, loss_fn), batch, rows, generator, any_row=False)
+    with alone, generators_kept():
+        generator = torch.Generator().manual_seed(0)
+        probe = _randomised(model, generator)
+        _check_norms(probe, loss_fn, *batch)
+        rows = packed_rows_for(batch_size)
+        own, any_row, seen = copy.deepcopy(model), True, _seen_row_wise
+        try:
+            seen(own, loss_fn, _company(batch, rows, generator), False)
+        except (NotRowWise, NoRule):
+            rows, any_row, seen = rows if packed else rows_for(batch_size), packed, _seen
+        _check_rows(partial(seen, probe, loss_fn), batch, rows, generator, any_row=any_row)
+        if any(layer.training for layer in own.modules()):
+            with torch.no_grad():
+                for parameter, value in zip(own.parameters(), probe.parameters(), strict=True):
+                    parameter.copy_(value)
+            # Rows that are alike meet different random draws there, so whether a row matters is a question to `probe`.
+            _check_rows(partial(seen, own, loss_fn), batch, rows, generator, any_row=False)
 
 
 def _check_rows(
@@ -71,12 +74,13 @@ def _check_rows(
 ) -> None:
     """Of full passes of so many rows; seen(pass, whether all its rows are alike) is all that gradients are made of."""
     first, second = (_company(batch, rows, generator) for _ in range(2))
-    with _same_draws():
+    seed = secrets.randbits(32)  # of all threads: what another one draws meanwhile must not be known
+    with _same_draws(seed):
         before = seen(first, False)
     for parity in (0, 1):
         kept = torch.arange(rows) % 2 == parity
         mixed = [torch.where(kept.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(first, second, strict=True)]
-        with _same_draws():
+        with _same_draws(seed):
             after = seen(mixed, False)
         for old, new in zip(before, after, strict=True):
             if not _same_bits(old[kept], new[kept]):
@@ -95,24 +99,12 @@ def _check_rows(
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the state of torch's, NumPy's and Python's generators back at the end."""
-    numbers, python = np.random.get_state(), random.getstate()  # noqa: NPY002  (the ones that models and data use)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            np.random.set_state(numbers)  # noqa: NPY002
-            random.setstate(python)
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
+def _same_draws(seed: int) -> Iterator[None]:
     """What is drawn at random is the same every time."""
     with generators_kept():
-        torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        random.seed(0)
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        random.seed(seed)
         yield
 
 

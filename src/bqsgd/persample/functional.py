@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.persample.generators import generators_kept
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """loss_fn(outputs, targets) -> one loss per sample, shape (batch,)."""
@@ -53,7 +54,7 @@ def _takes_vmap(model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets
     question = (loss_fn, model.training, inputs.shape, inputs.dtype, targets.shape, targets.dtype)
     if question not in found:
         zeros = torch.zeros_like(inputs), torch.zeros_like(targets)
-        with torch.random.fork_rng(devices=[]):
+        with generators_kept():
             try:
                 _vmapped(model, loss_fn, *zeros)
                 found[question] = True

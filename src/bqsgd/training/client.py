@@ -178,7 +178,9 @@ class Client:
                 self.spending.spend(release, round=round, last_round=self._last_round(round), within=asked)
         except BudgetExhausted:
             return Declined(reason="the privacy budget is spent")
-        with self._timed("gradients"), self.sources.lent(Purpose.FORWARD, round), buffers_kept(self.model):
+        shared = not (self.samples.draws or self.objective.draws)  # or clients of other threads would wait for nothing
+        lent = self.sources.lent(Purpose.FORWARD, round, shared=shared)
+        with self._timed("gradients"), lent, buffers_kept(self.model):
             values = self._values(round)
         with self._timed("encode"):
             frame = self._encoded(values, release, round)

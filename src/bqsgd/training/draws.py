@@ -15,7 +15,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from fractions import Fraction
 
@@ -25,7 +25,7 @@ import torch
 
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd.params import check_int
-from bqsgd.persample.check import generators_kept
+from bqsgd.persample.generators import alone, generators_kept
 from bqsgd.release import Scheme
 
 
@@ -71,16 +71,19 @@ class Sources:
         assert self.seed is not None
         return seeded_rng(seed=seed_for(self.seed, purpose, client=self.client, round=round))
 
-    def lent(self, purpose: Purpose, round: int) -> AbstractContextManager[None]:
+    def lent(self, purpose: Purpose, round: int, *, shared: bool = False) -> AbstractContextManager[None]:
         """`lent` from the source for one purpose in one round."""
-        return lent(self.at(purpose, round))
+        return lent(self.at(purpose, round), shared=shared)
 
 
 @contextmanager
-def lent(rng: NoiseSource) -> Iterator[None]:
+def lent(rng: NoiseSource, *, shared: bool = False) -> Iterator[None]:
     """Meanwhile the generators of torch, NumPy and Python draw from `rng`, whatever seeds a program has given them;
-    afterwards they go on as if nothing had been drawn."""
-    with generators_kept():
+    afterwards they go on as if nothing had been drawn.
+
+    shared: other threads may draw at the same time. What is drawn is then unknown to all, but not the same every time.
+    """
+    with nullcontext() if shared else alone, generators_kept():
         torch.set_rng_state(torch_generator(rng).get_state())
         np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
         random.seed(rng.words(_KEY_WORDS).tobytes())

@@ -73,6 +73,9 @@ class Reader:
             `default_collate`, which is known to keep samples apart.
     """
 
+    draws = True
+    """Whether reading may draw random numbers."""
+
     def __init__(self, dataset: Any, collate: _Collate = default_collate) -> None:
         self.dataset, self.collate_fn = dataset, collate
 
@@ -159,6 +162,8 @@ def _joined(members: list[Any]) -> Any:
 
 class _Arrays(Reader):
     """Inputs and targets in memory, a row per sample: the same, a slice at a time."""
+
+    draws = False
 
     def __init__(self, inputs: Tensor | npt.NDArray[Any], targets: Tensor | npt.NDArray[Any]) -> None:
         self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
@@ -294,6 +299,8 @@ class Objective:
         self._gathered = _Gathered(model, loss, forward or _inputs_then_target)
         self._passed: dict[object, bool] = {}
         """What was checked -> whether it passed."""
+        self.draws = False
+        """Whether model or loss draw random numbers, as far as was seen."""
 
     def _plain(self, data: Any) -> bool:
         return (
@@ -323,11 +330,11 @@ class Objective:
         asked: dict[str, Any] = {"clip": clip, "batch_size": batch_size, "unit": unit, "packed": packed}
         try:
             if self._plain(data):
-                check_model(self.model, self.loss, data, **asked)
+                draws = check_model(self.model, self.loss, data, **asked)
             else:
                 self._gathered.hold(_made_up(data))
                 numbers = torch.arange(_MADE_UP)
-                check_model(self._gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
+                draws = check_model(self._gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
         except (InvalidParameter, Warning):
             raise
         except Exception as error:
@@ -336,6 +343,7 @@ class Objective:
                 f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             ) from error
         self._passed[question] = True
+        self.draws |= draws
 
     def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
         """The clipped gradients of all parts over the public batch size, and how many samples count as zero.

@@ -23,6 +23,7 @@ from bqsgd.persample import BatchMean, check_samples_apart, clipped_gradients
 from bqsgd.persample.check import samples_like
 from bqsgd.persample.clips import L2, Clamp, Clip, Dual, Scale
 from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.generators import alone, generators_kept, states
 from bqsgd.persample.rows import Numbers
 from bqsgd.release import Unit
 
@@ -35,12 +36,13 @@ _apart: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], LossFunction]] = W
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def _hooks(layer: nn.Module) -> Iterator[int]:
+    return (id(hook) for kind in _HOOKS for hook in getattr(layer, kind, {}).values())
+
+
 def made_of(model: nn.Module) -> object:
     """What a program can change of a model in mid-training: its layers, their modes and hooks."""
-    return tuple(
-        (id(layer), type(layer), layer.training, *(id(hook) for kind in _HOOKS for hook in vars(layer)[kind].values()))
-        for layer in model.modules()
-    )
+    return tuple((id(layer), type(layer), layer.training, *_hooks(layer)) for layer in model.modules())
 
 
 def check_model(
@@ -53,36 +55,39 @@ def check_model(
     unit: Unit,
     packed: bool = False,
     made_up: tuple[Tensor, Tensor] | None = None,
-) -> None:
+) -> bool:
     """Run model and loss on rows of zeros shaped like `batch`: what raises here is no matter of the data.
 
     Where the guarantee is for one sample, also refuse a model or a machine on which samples touch each other, tried on
-    made-up samples. Nothing of the data is read but its shape, and nothing is left behind: buffers and torch's
-    generator are put back.
+    made-up samples. Nothing of the data is read but its shape, and nothing is left behind: buffers and generators are
+    put back. Returns whether model or loss draw random numbers.
 
     made_up: the samples to try; made from the shapes of `batch` unless given.
     """
     x, y = (torch.zeros((_TRIAL_ROWS, *rows.shape[1:]), dtype=rows.dtype, device=rows.device) for rows in batch)
     parameters = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=[]):
+    with alone, generators_kept():
+        untouched = states()
         with buffers_kept(model):
             if unit is Unit.CLIENT:
                 torch.autograd.grad(loss(model(x), y).mean(), trainable(model), allow_unused=True)
             else:
                 clipped_gradients(model, loss, (x, y), indices=None, clip=clip, batch_size=1)
-        if not all(p._version == version and torch.equal(p, before) for p, version, before in parameters):
-            raise InvalidParameter(
-                "the model changes its parameters in its forward: what it writes there would not be private; do it "
-                "outside of the forward, from public values"
-            )
-        if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
-            form = x.shape, y.shape, x.dtype, y.dtype
-            question = (packed, batch_size, torch.get_num_threads(), id(loss), made_of(model), *form)
-            answered = _apart.setdefault(model, {})
-            if answered.get(question) is not loss:
-                tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
-                check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
-                answered[question] = loss
+        draws = states() != untouched
+    if not all(p._version == version and torch.equal(p, before) for p, version, before in parameters):
+        raise InvalidParameter(
+            "the model changes its parameters in its forward: what it writes there would not be private; do it outside "
+            "of the forward, from public values"
+        )
+    if unit is Unit.SAMPLE and not isinstance(clip, BatchMean):
+        form = x.shape, y.shape, x.dtype, y.dtype
+        question = (packed, batch_size, torch.get_num_threads(), id(loss), made_of(model), *form)
+        answered = _apart.setdefault(model, {})
+        if answered.get(question) is not loss:
+            tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
+            check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
+            answered[question] = loss
+    return draws
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""The generators of torch, NumPy and Python, from which models, losses and data sets draw: one of each for the process.
+
+Threads share them. Whoever relies on what is drawn next holds them `alone`. However threads overlap, nobody draws from
+the program's own states as long as anybody else has set others.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+alone = threading.RLock()
+"""Held while what is drawn must depend on nobody else."""
+_counting = threading.Lock()
+_kept: list[list[Any]] = []
+"""The states to be put back by each of those that have set others, in the order in which they came."""
+
+
+def states() -> tuple[object, ...]:
+    """Of all three, to be compared."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002  (the ones that models and data use)
+    return torch.get_rng_state().numpy().tobytes(), numpy[1].tobytes(), numpy[2:], random.getstate()
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put back the states at the end; one who ends before another that came later leaves it to that one."""
+    with _counting:
+        own: list[Any] = [torch.get_rng_state(), np.random.get_state(), random.getstate()]  # noqa: NPY002
+        _kept.append(own)
+    try:
+        yield
+    finally:
+        with _counting:
+            place = next(n for n, kept in enumerate(_kept) if kept is own)
+            del _kept[place]
+            if place < len(_kept):
+                _kept[place][:] = own
+            else:
+                torch.set_rng_state(own[0])
+                np.random.set_state(own[1])  # noqa: NPY002
+                random.setstate(own[2])
