@@ -1,7 +1,8 @@
 """An empirical lower bound on epsilon from the real code. Passing proves nothing; failing proves a fault.
 
 A source of observations runs two worlds that differ in one record: the encoder alone (`EncoderRuns`), or clients from
-their data to their frames (`ClientRuns`, which imports torch on first use). `audit` compares it with a claim.
+their data to their frames (`ClientRuns`, which imports torch on first use), or secure sums (`audit.sums`). `audit`
+compares it with a claim.
 """
 
 from __future__ import annotations
