@@ -3,10 +3,32 @@
 `make test` draws the same examples every time. `make test-all` draws new ones, to look further.
 """
 
+import json
 import os
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """made_once(name, make): what `make` returns, as JSON; of all workers of a test run only one calls it."""
+    shared = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = shared.parent
+
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        path = shared / f"{name}.json"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                path.write_text(json.dumps(make()), encoding="utf-8")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    return made

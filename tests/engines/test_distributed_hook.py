@@ -19,12 +19,16 @@ SCRIPT = Path(__file__).parent / "distributed_hook_worker.py"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(made_once, tmp_path_factory):
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("hook")
-    ended = run_ranks(folder, {}, script=SCRIPT, ranks=2)
-    assert [code for code, _ in ended] == [0, 0], ended
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+    def run():
+        folder = tmp_path_factory.mktemp("hook")
+        ended = run_ranks(folder, {}, script=SCRIPT, ranks=2)
+        assert [code for code, _ in ended] == [0, 0], ended
+        return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+    return made_once("hook", run)
 
 
 def test_without_per_sample_clipping_it_compresses_and_says_once_that_it_guarantees_nothing(found):
