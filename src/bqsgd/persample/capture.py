@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.factors import Factor
 from bqsgd.persample.functional import LossFunction, check_losses
-from bqsgd.persample.rowwise import NotRowWise, RowWise
+from bqsgd.persample.rowwise import NotRowWise, Pass, RowWise
 from bqsgd.persample.rules import RULES, has_batch_first, merge
 
 
@@ -106,15 +106,21 @@ def capture_row_wise(
     inputs: Tensor,
     parameters: list[nn.Parameter],
     errors_at: Callable[[Tensor], Tensor],
+    *,
+    live: int | None = None,
 ) -> list[Factor | None]:
     """The same with row-wise operations alone, from the errors at the model's outputs that `errors_at` returns.
+
+    live: the first rows, which hold samples; the others are filled up and need not be computed.
 
     Raises:
         NoRule: the fast rules do not cover this model.
         NotRowWise: the model needs other operations.
     """
+    weights = {values.untyped_storage().data_ptr() for values in (*model.parameters(), *model.buffers())}
+    known = Pass(len(inputs), live, weights)
     with torch.enable_grad():
-        with _recording(ruled_layers(model)) as uses, RowWise():
+        with _recording(ruled_layers(model)) as uses, RowWise(known):
             outputs = model(inputs)
         if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != len(inputs):
             raise NotRowWise("the model's output is not one tensor with a row per sample")
@@ -122,7 +128,7 @@ def capture_row_wise(
             raise NotRowWise("the model's output depends on no trainable parameter")
         uses = _account_for(parameters, uses, outputs.grad_fn, len(inputs))
         start = errors_at(outputs.detach())
-        with RowWise():
+        with RowWise(known):
             errors = torch.autograd.grad(outputs, [use.edge for use in uses], start, allow_unused=True)
     with torch.no_grad():
         return _factors(parameters, uses, errors, len(inputs))

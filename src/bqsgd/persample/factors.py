@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bqsgd.persample._kernels import loops as kernels
@@ -65,33 +66,29 @@ def rows_of(values: Tensor, index: Tensor) -> Tensor:
 
 def max_norm(values: Tensor) -> Tensor:
     """(batch,) float64 max-norm of each sample; NaN stays NaN."""
-    return values.flatten(1).abs().amax(dim=1).double()  # eight times as fast as vector_norm(ord=inf)
+    return kernels.largest(values)
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Gradients as they are: `values` is (batch, coordinates). For biases and other small tensors.
-
-    With an `order`, coordinate j is column order[j]; columns that it leaves out hold zeros.
-    """
+    """Gradients as they are: `values` is (batch, coordinates). For biases and other small tensors."""
 
     values: Tensor
-    order: Tensor | None = None
 
     def bounds(self) -> Tensor:
         return self.max_norms()
 
     def take(self, index: Tensor) -> Dense:
-        return Dense(rows_of(self.values, index), self.order)
+        return Dense(rows_of(self.values, index))
 
     def kept(self, index: Tensor) -> Dense:
         return self.take(index)
 
     def joined(self, others: Sequence[Any]) -> Dense:
-        return Dense(torch.cat([self.values, *(other.values for other in others)]), self.order)
+        return Dense(torch.cat([part.values.t() for part in (self, *others)], dim=1).t())
 
     def materialise(self, index: slice | Tensor) -> Tensor:
-        return self.values[index] if self.order is None else self.values[index][:, self.order]
+        return self.values[index]
 
     def max_norms(self) -> Tensor:
         return max_norm(self.values)
@@ -100,10 +97,7 @@ class Dense:
         return kernels.squared_norms(self.values, bound)
 
     def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
-        total = out.zero_() if self.order is None else out.new_zeros(self.values.shape[1])
-        kernels.add_steps(self.values, grid, weights, total, bound=bound)
-        if self.order is not None:
-            torch.index_select(total, 0, self.order, out=out)
+        kernels.add_steps(self.values, grid, weights, out.zero_(), bound=bound)
 
 
 class Built:
@@ -139,6 +133,7 @@ class Built:
                 self._built = self._gradients(slice(0, self.batch))
             yield slice(0, self.batch), self._built
             return
+        size = max(1, size - size % kernels.AT_ONCE) if size >= kernels.AT_ONCE else size
         for start in range(0, self.batch, size):
             part = slice(start, min(self.batch, start + size))
             yield part, self._gradients(part)
@@ -218,10 +213,15 @@ class Outer(Built):
     def coordinates(self) -> int:  # type: ignore[override]
         return self.groups * self.outputs * self.inputs
 
-    @cached_property
-    def windows(self) -> kernels.Windows | None:
-        """The same for the CPU kernels, or None where they do not apply."""
+    def _pairs(self) -> kernels.Pairs:
+        """The same for the CPU kernels."""
         raise NotImplementedError
+
+    @cached_property
+    def pairs(self) -> kernels.Pairs | None:
+        """None where the kernels do not apply, or hold more than the scratch for as many samples as they take."""
+        fits = kernels.usable(self.a) and kernels.usable(self.e) and micro_batch(self.coordinates) >= kernels.AT_ONCE
+        return self._pairs() if fits else None
 
     def patches(self, index: slice | Tensor) -> Tensor:
         """(samples, groups, positions, inputs)."""
@@ -239,22 +239,16 @@ class Outer(Built):
 
     def kept(self, index: Tensor) -> Factor:
         chosen = self if len(index) == self.batch else self.take(index)  # a full pass is in order
-        windows = None if self.positions == 1 else chosen.windows
-        if windows is None or windows.size > KEPT_SHARE * (self.a[0].numel() + self.e[0].numel()):
-            return self.take(index)
+        large = self.coordinates > KEPT_SHARE * (self.a[0].numel() + self.e[0].numel())
+        if self.positions == 1 or large or chosen.pairs is None:
+            return chosen
         return chosen._gradients(slice(0, chosen.batch))
 
     def take(self, index: Tensor) -> Outer:
         raise NotImplementedError
 
     def _gradients(self, part: slice) -> Dense:
-        if self.windows is None:
-            return super()._gradients(part)
-        return Dense(self.windows.gradients(part), self.order(self.windows))
-
-    def order(self, windows: kernels.Windows) -> Tensor:
-        """Where each coordinate lies among those of `windows`."""
-        raise NotImplementedError
+        return super()._gradients(part) if self.pairs is None else Dense(self.pairs.gradients(part))
 
 
 class LinearWeight(Outer):
@@ -279,15 +273,16 @@ class LinearWeight(Outer):
     def errors(self, index: slice | Tensor) -> Tensor:
         return self.e[index].unsqueeze(1)
 
-    @cached_property
-    def windows(self) -> kernels.Windows | None:
-        if not kernels.usable(self.a):
-            return None
-        base = np.arange(self.positions) * self.outputs
-        return kernels.Windows(self.e.flatten(1), base, np.arange(self.outputs), self.a.unsqueeze(2))
-
-    def order(self, windows: kernels.Windows) -> Tensor:
-        return windows.places().flatten()
+    def _pairs(self) -> kernels.Pairs:
+        return kernels.Pairs(
+            *(
+                kernels.Side(
+                    values, np.arange(self.positions * size), self.positions * size, np.arange(size),
+                    np.arange(self.positions) * size,
+                )
+                for values, size in ((self.e, self.outputs), (self.a, self.inputs))
+            )
+        )  # fmt: skip
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         if self.positions == 1:  # one product an entry
@@ -312,45 +307,48 @@ class LinearWeight(Outer):
             super().steps(grid, weights, out, bound=bound)
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Of a convolution; `padding` is zeros on both sides of every axis, last axis first, as `F.pad` wants them."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    groups: int
+
+    def padded(self, space: Sequence[int]) -> list[int]:
+        sides = list(reversed(self.padding))
+        return [size + sides[2 * axis] + sides[2 * axis + 1] for axis, size in enumerate(space)]
+
+
 class ConvWeight(Outer):
-    """A convolution of padded inputs a (batch, channels, *space) with errors e (batch, outputs, *positions)."""
+    """A convolution of inputs a (batch, channels, *space) with errors e (batch, outputs, *positions)."""
 
-    def __init__(
-        self,
-        a: Tensor,
-        e: Tensor,
-        *,
-        kernel: tuple[int, ...],
-        stride: tuple[int, ...],
-        dilation: tuple[int, ...],
-        groups: int,
-    ) -> None:
-        self.a, self.e = a.contiguous(), e.contiguous()
-        self.kernel, self.stride, self.dilation, self.groups = kernel, stride, dilation, groups
+    def __init__(self, a: Tensor, e: Tensor, geometry: Geometry) -> None:
+        self.a, self.e, self.geometry, self.groups = a, e, geometry, geometry.groups
         self.batch, self.positions = len(a), int(np.prod(e.shape[2:]))
-        self.inputs, self.outputs = a.shape[1] // groups * int(np.prod(kernel)), e.shape[1] // groups
-
-    def _of(self, a: Tensor, e: Tensor) -> ConvWeight:
-        """Other samples of the same convolution."""
-        geometry = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-        return ConvWeight(a, e, **geometry)  # type: ignore[arg-type]
+        channels, taps = a.shape[1] // self.groups, int(np.prod(geometry.kernel))
+        self.inputs, self.outputs = channels * taps, e.shape[1] // self.groups
 
     def take(self, index: Tensor) -> ConvWeight:
-        return self._of(rows_of(self.a, index), rows_of(self.e, index))
+        return ConvWeight(rows_of(self.a, index), rows_of(self.e, index), self.geometry)
 
     def joined(self, others: Sequence[Any]) -> ConvWeight:
         every = [self, *others]
-        return self._of(torch.cat([part.a for part in every]), torch.cat([part.e for part in every]))
+        a, e = (torch.cat(values) for values in ([part.a for part in every], [part.e for part in every]))
+        return ConvWeight(a, e, self.geometry)
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Where a patch lies in a flat sample: base of each position, offset of each input, stride of a group."""
-        space = self.a.shape[2:]
+        """Where a patch lies in a flat padded sample: base of each position, offset of each input, stride of a group."""
+        space = self.geometry.padded(self.a.shape[2:])
         steps = [int(np.prod(space[axis + 1 :])) for axis in range(len(space))]
         base, taps = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         for axis, step in enumerate(steps):
-            base = (base[:, None] + np.arange(self.e.shape[2 + axis]) * (self.stride[axis] * step)).reshape(-1)
-            taps = (taps[:, None] + np.arange(self.kernel[axis]) * (self.dilation[axis] * step)).reshape(-1)
+            every, away = self.geometry.stride[axis] * step, self.geometry.dilation[axis] * step
+            base = (base[:, None] + np.arange(self.e.shape[2 + axis]) * every).reshape(-1)
+            taps = (taps[:, None] + np.arange(self.geometry.kernel[axis]) * away).reshape(-1)
         channels, area = self.a.shape[1] // self.groups, int(np.prod(space))
         offsets = (np.arange(channels)[:, None] * area + taps).reshape(-1)
         return base, offsets, channels * area
@@ -358,21 +356,28 @@ class ConvWeight(Outer):
     def patches(self, index: slice | Tensor) -> Tensor:
         base, offsets, group_stride = self.addresses
         where = np.arange(self.groups)[:, None, None] * group_stride + base[:, None] + offsets
-        return self.a[index].flatten(1)[:, torch.from_numpy(where).to(self.a.device)]
+        padded = F.pad(self.a[index], self.geometry.padding)
+        return padded.flatten(1)[:, torch.from_numpy(where).to(self.a.device)]
 
     def errors(self, index: slice | Tensor) -> Tensor:
         return self.e[index].reshape(-1, self.groups, self.outputs, self.positions).transpose(2, 3)
 
-    @cached_property
-    def windows(self) -> kernels.Windows | None:
-        if not kernels.usable(self.a):
-            return None
+    def _pairs(self) -> kernels.Pairs:
         base, offsets, group_stride = self.addresses
-        lanes = self.e.view(self.batch, self.groups, self.outputs, self.positions).permute(0, 3, 1, 2)
-        return kernels.Windows(self.a.flatten(1), base, offsets, lanes, group_stride)
-
-    def order(self, windows: kernels.Windows) -> Tensor:
-        return windows.places().transpose(1, 2).flatten()
+        space = self.a.shape[1:]
+        padded = [space[0], *self.geometry.padded(space[1:])]
+        before = [0, *list(reversed(self.geometry.padding))[1::2]]
+        places = np.zeros(1, dtype=np.int64)
+        for axis, size in enumerate(space):
+            step = int(np.prod(padded[axis + 1 :]))
+            places = (places[:, None] + (np.arange(size) + before[axis]) * step).reshape(-1)
+        sizes = self.groups * self.outputs * self.positions, int(np.prod(padded))
+        rows, steps = np.arange(self.outputs) * self.positions, np.arange(self.positions)
+        return kernels.Pairs(
+            kernels.Side(self.e, np.arange(sizes[0]), sizes[0], rows, steps, self.outputs * self.positions),
+            kernels.Side(self.a, places, sizes[1], offsets, base, group_stride),
+            self.groups,
+        )
 
 
 class TableRows(Built):

@@ -181,8 +181,9 @@ def _row_wise(
     rows = packed_rows_for(batch_size)
     for chunk, x, y in passes(inputs, targets, plan_chunks(len(inputs), None, rows), rows):
         own = None if numbers is None else numbers[chunk.members.numpy()]
-        factors = capture_row_wise(model, x, parameters, partial(errors_of_losses, loss_fn, y[chunk.rows], own))
-        yield len(chunk.rows), _kept(factors, chunk)
+        errors_at, live = partial(errors_of_losses, loss_fn, y[chunk.rows], own), len(chunk.rows)
+        factors = capture_row_wise(model, x, parameters, errors_at, live=live)
+        yield GROUP_SAMPLES, _kept(factors, chunk)
 
 
 def _in_own_rows(

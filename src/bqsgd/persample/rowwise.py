@@ -1,15 +1,18 @@
-"""Operations that treat a row of a batch alike wherever it stands: inside `RowWise` a model has no others.
+"""A pass in which every row goes through the same operations: the mode under which a model's samples may be packed.
 
-torch's own kernels may round a row of a product otherwise in another place of the batch. `RowWise` runs below autograd,
-sees every operation of a forward and of its backward, and lets pass only
-- those that move values, select them, or are one IEEE operation an entry, as torch has them;
-- products, convolutions, tanh and mean pooling, by the compiled loops of `_kernels.rowwise`.
-Anything else raises `NotRowWise`, among it whatever could let values decide what is computed.
+`RowWise` sits below autograd and sees every operation of a forward and a backward. Each is passed on if it moves or
+selects values or is one IEEE operation an entry, and is run by a loop of our own (`_kernels.rowwise`) if it is a
+product, a convolution, a pooling or tanh. So every row of its results is one fixed function of the same row of its
+inputs, whatever its place and whatever stands in the others: claim 8 of `docs/accounting.md` with nothing taken from
+torch's kernels. Everything else raises `NotRowWise`, among it whatever could let values decide what is computed.
+
+Results have the samples last in memory, so that the next loop finds neighbouring samples beside each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,11 +30,31 @@ class NotRowWise(Exception):
     """An operation outside the list, by name."""
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What is known of a pass: how many rows it has, in how many of them samples stand, and which memory is weights.
+
+    Rows without a sample are not computed: what comes out for them is zeros, or what follows from zeros.
+    """
+
+    rows: int | None = None
+    live: int | None = None
+    weights: Collection[int] = ()
+
+    def counted(self, samples: int) -> int:
+        """How many of so many rows have to be computed."""
+        return samples if self.live is None or samples != self.rows else self.live
+
+    def is_weight(self, values: Tensor) -> bool:
+        return values.untyped_storage().data_ptr() in self.weights
+
+
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation inside is row-wise, or raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Pass | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._pass = known or Pass()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,7 +70,7 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in SUMS and named.get("alpha", 1) == 1:
             return func(*args, **named)
         if func in COMPILED:
-            return COMPILED[func](*args, **named)
+            return COMPILED[func](self._pass, *args, **named)
         raise NotRowWise(f"{func} is not a row-wise operation")
 
 
@@ -59,9 +82,8 @@ EXACT = {
     aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
     # select among values
     aten.relu.default, aten.relu_.default, aten.threshold_backward.default,
-    aten.max_pool2d_with_indices.default,
-    # one IEEE operation an entry; the backward of pooling adds in the order of the plane
-    aten.mul.Tensor, aten.mul_.Tensor, aten.neg.default, aten.max_pool2d_with_indices_backward.default,
+    # one IEEE operation an entry
+    aten.mul.Tensor, aten.mul_.Tensor, aten.neg.default,
     # the mask of a dropout, drawn for every entry apart
     aten.empty_like.default, aten.bernoulli_.float, aten.div_.Scalar,
 }  # fmt: skip
@@ -69,83 +91,75 @@ SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor}
 """One operation an entry unless a factor is given."""
 
 
-def _arrays(*tensors: Tensor) -> list[np.ndarray]:
+def _check(*tensors: Tensor) -> None:
     if not all(usable(tensor) for tensor in tensors):
         raise NotRowWise("the compiled loops take float32 on the CPU")
-    return [tensor.detach().contiguous().numpy() for tensor in tensors]
 
 
-def _mm(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def _samples_last(x: Tensor) -> np.ndarray:
+    """(..., rows) of x (rows, ...), contiguous; a copy only where it does not lie so already."""
+    _check(x)
+    return x.detach().movedim(0, -1).contiguous().numpy()
+
+
+def _rows_first(found: np.ndarray, rows: int) -> Tensor:
+    """The tensor (rows, ...) of (..., rows and what fills up the last vector)."""
+    return torch.from_numpy(found)[..., :rows].movedim(-1, 0)
+
+
+def _samples(known: Pass, x: Tensor) -> kernels.Samples:
+    """x (rows, ...) as (entries, rows)."""
+    _check(x)
+    rows, moved = len(x), x.detach().movedim(0, -1)
+    wide = moved.stride(-2) if moved.dim() > 1 and moved.shape[-2] > 1 else rows
+    usual = [int(np.prod(moved.shape[axis + 1 : -1])) * wide for axis in range(moved.dim() - 1)] + [1]
+    plain = all(
+        size == 1 or have == want for size, have, want in zip(moved.shape, moved.stride(), usual, strict=True)
+    )
+    if plain and wide >= rows:
+        entries = x[0].numel()
+        flat = torch.as_strided(moved, ((entries - 1) * wide + rows,), (1,)) if entries else moved.reshape(-1)
+        return kernels.Samples(flat.numpy(), wide, known.counted(rows))
+    return kernels.Samples(moved.contiguous().numpy().reshape(-1), rows, known.counted(rows))
+
+
+def _mm(known: Pass, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x w by the loop for weights times samples. Autograd also multiplies weights by errors that are transposed."""
     if x.shape[1] != w.shape[0]:
         raise RuntimeError(f"matrices of {tuple(x.shape)} and {tuple(w.shape)} cannot be multiplied")
-    across = w.stride(0) == 1 and w.stride(1) != 1
-    left, right = _arrays(x, w.t() if across else w)
-    return torch.from_numpy(
-        kernels.product(left, right, across=across, bias=None if bias is None else _arrays(bias)[0])
-    )
+    _check(x, w)
+    if known.is_weight(x) and not known.is_weight(w) and bias is None:
+        return _mm(known, w.t(), x.t()).t()
+    shift = None if bias is None else bias.detach().numpy()
+    found = kernels.product(w.detach().t().numpy(), _samples(known, x), shift, samples=len(x))
+    return _rows_first(found, len(x))
 
 
-def _addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _addmm(known: Pass, bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if bias.dim() != 1 or bias.numel() != w.shape[1] or beta != 1 or alpha != 1:
         raise NotRowWise("addmm with something else than a bias")
-    return _mm(x, w, bias)
+    _check(bias)
+    return _mm(known, x, w, bias)
 
 
 def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    size: Sequence[int],
-    before: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
+    known: Pass, x: Tensor, read: kernels.Reading, weight: Tensor, bias: Tensor | None, size: Sequence[int]
 ) -> Tensor:
-    """Output o of place p is the sum over taps i of x[p * stride + i * dilation - before] weight[o, i].
-
-    x (batch, groups * channels, *space) is zero outside, weight (groups, outputs, channels, *kernel). The points of x
-    that are `stride` apart become planes of their own, so that neighbouring places read neighbouring points.
-    """
-    groups, outputs, channels, *kernel = weight.shape
-    axes = range(len(kernel))
-    planes = [size[axis] + (kernel[axis] - 1) * dilation[axis] // stride[axis] for axis in axes]
-    batch, count, area = len(x), int(np.prod(stride)), int(np.prod(planes))
-    sample = x.shape[1] * count * area
-    values = x.new_zeros(batch * sample + kernels.WIDTH)
-    spread = values[: batch * sample].view(batch, x.shape[1], *stride, *planes)
-    order = [0, 1, *(place for axis in axes for place in (2 + len(kernel) + axis, 2 + axis))]
-    inside: list[Any] = [...]
-    taken: list[Any] = [...]
-    for axis in axes:
-        reach = planes[axis] * stride[axis]
-        inside.append(slice(max(0, before[axis]), max(0, min(reach, before[axis] + x.shape[2 + axis]))))
-        taken.append(slice(max(0, -before[axis]), max(0, reach - before[axis])))
-    if count == 1:
-        spread.view(batch, x.shape[1], *planes)[tuple(inside)] = x[tuple(taken)]
-    else:
-        padded = x.new_zeros(batch, x.shape[1], *(planes[axis] * stride[axis] for axis in axes))
-        padded[tuple(inside)] = x[tuple(taken)]
-        split = [side for axis in axes for side in (planes[axis], stride[axis])]
-        spread.permute(order).copy_(padded.view(batch, x.shape[1], *split))
-    steps = [int(np.prod(planes[axis + 1 :])) for axis in axes]
-    taps = np.arange(channels) * (count * area)
-    for axis in axes:
-        away = np.arange(kernel[axis]) * dilation[axis]
-        own = away % stride[axis] * (int(np.prod(stride[axis + 1 :])) * area) + away // stride[axis] * steps[axis]
-        taps = (taps[:, None] + own).reshape(-1)
-    lines = np.zeros(1, dtype=np.int64)
-    for axis in axes[:-1]:
-        lines = (lines[:, None] + np.arange(size[axis]) * steps[axis]).reshape(-1)
-    flat, weights = _arrays(values, weight.reshape(groups, outputs, -1))
-    shift = None if bias is None else _arrays(bias)[0]
-    found = kernels.convolution(flat, batch, channels * count * area, taps, weights, shift, lines, size[-1])
-    return torch.from_numpy(found).view(batch, groups * outputs, *size)
+    """x (rows, channels, *space) and weight (groups, outputs, channels a group, *kernel)."""
+    _check(x, weight, *([] if bias is None else [bias]))
+    weights = weight.detach().flatten(2).contiguous().numpy()
+    shift = None if bias is None else bias.detach().numpy()
+    samples = _samples(known, x)
+    found = kernels.convolution(samples, x[0].numel(), read, weights, shift, samples=len(x))
+    return _rows_first(found.reshape(-1, *size, found.shape[1]), len(x))
 
 
-def _on_each_axis(values: Sequence[int], axes: int) -> list[int]:
-    return list(values) * axes if len(values) == 1 else list(values)
+def _on_each_axis(values: Sequence[int], axes: int) -> tuple[int, ...]:
+    return tuple(values) * axes if len(values) == 1 else tuple(values)
 
 
 def _convolution(
+    known: Pass,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -158,16 +172,19 @@ def _convolution(
 ) -> Tensor:
     if transposed:
         raise NotRowWise("a transposed convolution")
-    kernel = weight.shape[2:]
+    kernel, space = tuple(weight.shape[2:]), tuple(x.shape[2:])
     stride, padding, dilation = (_on_each_axis(given, len(kernel)) for given in (stride, padding, dilation))
-    size = [
-        (x.shape[2 + axis] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1
+    size = tuple(
+        (space[axis] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1
         for axis in range(len(kernel))
-    ]
-    return _convolve(x, weight.reshape(groups, -1, *weight.shape[1:]), bias, size, padding, stride, dilation)
+    )
+    channels = weight.shape[1]
+    read = kernels.reading(channels, space, kernel, size, stride, padding, dilation, False)
+    return _convolve(known, x, read, weight.reshape(groups, -1, channels, *kernel), bias, size)
 
 
 def _convolution_backward(
+    known: Pass,
     error: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -180,52 +197,61 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, None, None]:
-    """The error at the input: a convolution of the errors, spread out by the stride, with the mirrored kernel."""
+    """The error at the input: every point reads the errors of the positions that read it."""
     if transposed or any(output_mask[1:]):
         raise NotRowWise("a gradient of the weights, or a transposed convolution")
     if not output_mask[0]:
         return None, None, None
-    kernel, axes = weight.shape[2:], range(weight.dim() - 2)
+    kernel, size = tuple(weight.shape[2:]), tuple(x.shape[2:])
     stride, padding, dilation = (_on_each_axis(given, len(kernel)) for given in (stride, padding, dilation))
-    if any(step > 1 for step in stride):
-        shape = [(error.shape[2 + axis] - 1) * stride[axis] + 1 for axis in axes]
-        sparse = error.new_zeros(*error.shape[:2], *shape)
-        spread: list[Any] = [..., *(slice(None, None, step) for step in stride)]
-        sparse[tuple(spread)] = error
-        error = sparse
-    before = [dilation[axis] * (kernel[axis] - 1) - padding[axis] for axis in axes]
-    mirrored = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flip([3 + axis for axis in axes])
-    return _convolve(error, mirrored, None, x.shape[2:], before, [1 for _ in axes], dilation), None, None
+    read = kernels.reading(
+        error.shape[1] // groups, tuple(error.shape[2:]), kernel, size, stride, padding, dilation, True
+    )
+    turned = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
+    return _convolve(known, error, read, turned, None, size), None, None
 
 
-def _tanh(x: Tensor) -> Tensor:
-    return torch.from_numpy(kernels.tanh(_arrays(x)[0]))
+def _flat_alike(*tensors: Tensor) -> list[np.ndarray]:
+    """The values of tensors of one shape, all in the order in which the last of them lies."""
+    _check(*tensors)
+    last = tensors[-1].detach()
+    if last.is_contiguous():
+        return [tensor.detach().contiguous().numpy() for tensor in tensors]
+    return [_samples_last(tensor) for tensor in tensors]
 
 
-def _tanh_(x: Tensor) -> Tensor:
-    return x.copy_(_tanh(x))
+def _unflattened(found: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(found) if like.is_contiguous() else torch.from_numpy(found).movedim(-1, 0)
 
 
-def _tanh_backward(error: Tensor, output: Tensor) -> Tensor:
-    return torch.from_numpy(kernels.tanh_backward(*_arrays(error, output)))
+def _tanh(known: Pass, x: Tensor) -> Tensor:
+    return _unflattened(kernels.tanh(*_flat_alike(x)), x)
+
+
+def _tanh_(known: Pass, x: Tensor) -> Tensor:
+    return x.copy_(_tanh(known, x))
+
+
+def _tanh_backward(known: Pass, error: Tensor, output: Tensor) -> Tensor:
+    return _unflattened(kernels.tanh_backward(*_flat_alike(error, output)), output)
+
+
+Pair = tuple[int, int]
 
 
 def _pool_geometry(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    divisor: int | None,
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    if any(padding) or ceil_mode or divisor is not None or x.dim() != 4:
-        raise NotRowWise("mean pooling beyond windows that lie inside")
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil_mode: bool
+) -> tuple[Pair, Pair] | None:
+    """Windows and steps of a pooling whose windows lie inside the plane; None for any other."""
+    if any(padding) or ceil_mode or x.dim() != 4:
+        return None
     both = _on_each_axis(kernel, 2)
     steps = _on_each_axis(stride, 2) if stride else both
     return (both[0], both[1]), (steps[0], steps[1])
 
 
 def _avg_pool2d(
+    known: Pass,
     x: Tensor,
     kernel: Sequence[int],
     stride: Sequence[int] = (),
@@ -234,13 +260,14 @@ def _avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    both, steps = _pool_geometry(x, kernel, stride, padding, ceil_mode, divisor_override)
-    (planes,) = _arrays(x.flatten(0, 1))
-    found = torch.from_numpy(kernels.mean_pool(planes, both, steps))
-    return found.view(*x.shape[:2], *found.shape[1:])
+    geometry = _pool_geometry(x, kernel, stride, padding, ceil_mode)
+    if geometry is None or divisor_override is not None:
+        raise NotRowWise("mean pooling beyond windows that lie inside")
+    return _rows_first(kernels.mean_pool(_samples_last(x), *geometry), len(x))
 
 
 def _avg_pool2d_backward(
+    known: Pass,
     error: Tensor,
     x: Tensor,
     kernel: Sequence[int],
@@ -250,10 +277,53 @@ def _avg_pool2d_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
-    both, steps = _pool_geometry(x, kernel, stride, padding, ceil_mode, divisor_override)
-    (errors,) = _arrays(error.flatten(0, 1))
-    found = kernels.mean_pool_backward(errors, (len(errors), *x.shape[2:]), both, steps)
-    return torch.from_numpy(found).view(x.shape)
+    geometry = _pool_geometry(x, kernel, stride, padding, ceil_mode)
+    if geometry is None or divisor_override is not None:
+        raise NotRowWise("mean pooling beyond windows that lie inside")
+    shape = (*x.shape[1:], len(x))
+    return _rows_first(kernels.mean_pool_backward(_samples_last(error), shape, *geometry), len(x))
+
+
+def _max_pool2d(
+    known: Pass,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """With the place of each maximum in its window; torch, which selects values as well, has other kinds of windows."""
+    geometry = _pool_geometry(x, kernel, stride, padding, ceil_mode) if set(dilation) == {1} else None
+    if geometry is None:
+        found: tuple[Tensor, Tensor] = aten.max_pool2d_with_indices.default(
+            x, kernel, stride, padding, dilation, ceil_mode
+        )
+        return found
+    out, chosen = kernels.max_pool(_samples_last(x), *geometry)
+    return _rows_first(out, len(x)), _rows_first(chosen, len(x))
+
+
+def _max_pool2d_backward(
+    known: Pass,
+    error: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    chosen: Tensor,
+) -> Tensor:
+    geometry = _pool_geometry(x, kernel, stride, padding, ceil_mode) if set(dilation) == {1} else None
+    if geometry is None:  # adds in the order of the plane
+        found: Tensor = aten.max_pool2d_with_indices_backward.default(
+            error, x, kernel, stride, padding, dilation, ceil_mode, chosen
+        )
+        return found
+    places = chosen.movedim(0, -1).contiguous().numpy()
+    shape = (*x.shape[1:], len(x))
+    return _rows_first(kernels.max_pool_backward(_samples_last(error), places, shape, *geometry), len(x))
 
 
 COMPILED: dict[Any, Callable[..., Any]] = {
@@ -266,4 +336,6 @@ COMPILED: dict[Any, Callable[..., Any]] = {
     aten.tanh_backward.default: _tanh_backward,
     aten.avg_pool2d.default: _avg_pool2d,
     aten.avg_pool2d_backward.default: _avg_pool2d_backward,
+    aten.max_pool2d_with_indices.default: _max_pool2d,
+    aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
 }

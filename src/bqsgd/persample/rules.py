@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample._kernels.loops import row_sums
-from bqsgd.persample.factors import ConvWeight, Dense, Factor, LinearWeight, Summed, TableRows
+from bqsgd.persample.factors import ConvWeight, Dense, Factor, Geometry, LinearWeight, Summed, TableRows
 
 Gradients = Iterator[tuple[Tensor | None, Callable[[], Factor]]]
 Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
@@ -25,16 +25,10 @@ def _linear(layer: nn.Linear, a: Tensor, e: Tensor) -> Gradients:
 
 def _conv(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, a: Tensor, e: Tensor) -> Gradients:
     def weight() -> Factor:
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        padding = _padding(layer)
-        return ConvWeight(
-            F.pad(a, padding, mode=mode) if any(padding) else a,
-            e,
-            kernel=layer.kernel_size,
-            stride=layer.stride,
-            dilation=layer.dilation,
-            groups=layer.groups,
-        )
+        padding, seen = tuple(_padding(layer)), a
+        if layer.padding_mode != "zeros" and any(padding):
+            padding, seen = (0,) * len(padding), F.pad(a, padding, mode=layer.padding_mode)
+        return ConvWeight(seen, e, Geometry(layer.kernel_size, layer.stride, layer.dilation, padding, layer.groups))
 
     yield layer.weight, weight
     yield layer.bias, lambda: Dense(row_sums(e.flatten(2)))

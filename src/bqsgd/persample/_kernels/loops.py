@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from torch import Tensor
 from bqsgd.persample._kernels import tiles
 from bqsgd.persample._kernels.grid import Grid, held_to
 
-BLOCK_FLOATS = 1 << 16
-"""Operands a block of samples may hold: a quarter of a megabyte, well inside a core's own cache."""
-
-
+AT_ONCE = tiles.LANES
+"""Samples whose gradients `Pairs` makes at once."""
 PIECES = 4
 """Parts a thread's work is cut into; any thread may take any part."""
 
@@ -61,81 +59,123 @@ def usable(values: Tensor) -> bool:
     return values.device.type == "cpu" and values.dtype == torch.float32
 
 
+def samples_last(values: Tensor) -> tuple[np.ndarray, int]:
+    """(samples, ...) float values as one flat array and a stride: entry i of sample b is flat[i * stride + b].
+
+    A copy unless the samples of an entry lie beside each other already; those of another device are copied too.
+    """
+    moved = values.detach().cpu().flatten(1).t()
+    entries, samples = moved.shape
+    if moved.stride(1) == 1 and moved.stride(0) >= samples and entries > 1:
+        stride = moved.stride(0)
+        return torch.as_strided(moved, ((entries - 1) * stride + samples,), (1,)).numpy(), stride
+    return moved.contiguous().numpy().reshape(-1), samples
+
+
+BESIDE = 128
+"""Samples a loop takes at a time."""
+
+
 @njit(nogil=True, cache=True)
-def _squares(values: np.ndarray, bound: float, start: int, stop: int, out: np.ndarray) -> None:
-    """Sums of squares in float64, in 16 parts so that they vectorise; the order is that of the coordinates alone."""
-    size = values.shape[1]
-    whole = size - size % 16
-    parts = np.empty(16)
-    for sample in range(start, stop):
-        parts[:] = 0.0
-        for first in range(0, whole, 16):
-            for lane in range(16):
-                value = min(abs(np.float64(values[sample, first + lane])), bound)
-                parts[lane] += value * value
-        total = 0.0
-        for lane in range(16):
-            total += parts[lane]
-        for at in range(whole, size):
-            value = min(abs(np.float64(values[sample, at])), bound)
-            total += value * value
-        out[sample] = total
+def _squares(values: np.ndarray, stride: int, size: int, bound: float, start: int, stop: int, out: np.ndarray) -> None:
+    """Sums of squares in float64, one coordinate after another."""
+    for first in range(start, stop, BESIDE):
+        sums = out[first : min(stop, first + BESIDE)]
+        sums[:] = 0
+        for at in range(size):
+            own = values[at * stride + first : at * stride + first + sums.size]
+            for sample in range(sums.size):
+                value = min(abs(np.float64(own[sample])), bound)
+                sums[sample] += value * value
 
 
 def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
     """(batch,) float64 sums of squares of (batch, coordinates), clamped to +-bound where one is given."""
-    array, out = _array(values), np.empty(len(values))
-    in_threads(lambda start, stop: _squares(array, np.inf if bound is None else bound, start, stop, out), len(out))
+    (flat, stride), out = samples_last(values), np.empty(len(values))
+    size, reach = values.shape[1], np.inf if bound is None else bound
+    in_threads(lambda start, stop: _squares(flat, stride, size, reach, start, stop, out), len(out))
     return torch.from_numpy(out)
 
 
 @njit(nogil=True, cache=True)
-def _sums(values: np.ndarray, start: int, stop: int, out: np.ndarray) -> None:
-    size = values.shape[1]
-    whole = size - size % 16
-    parts = np.empty(16, np.float32)
-    for row in range(start, stop):
-        parts[:] = 0
-        for first in range(0, whole, 16):
-            for lane in range(16):
-                parts[lane] += values[row, first + lane]
-        total = np.float32(0)
-        for lane in range(16):
-            total += parts[lane]
-        for at in range(whole, size):
-            total += values[row, at]
-        out[row] = total
+def _largest(values: np.ndarray, stride: int, size: int, start: int, stop: int, out: np.ndarray) -> None:
+    """Largest magnitudes; NaN is above all."""
+    for first in range(start, stop, BESIDE):
+        found = out[first : min(stop, first + BESIDE)]
+        found[:] = 0
+        for at in range(size):
+            own = values[at * stride + first : at * stride + first + found.size]
+            for sample in range(found.size):
+                value, held = abs(own[sample]), found[sample]
+                found[sample] = value if (value > held) | (value != value) else held
 
 
-def row_sums(values: Tensor) -> Tensor:
-    """(..., n) -> (...): sums over the last axis, in an order that follows from n alone."""
+def largest(values: Tensor) -> Tensor:
+    """(batch,) float64 max-norms of (batch, ...); NaN stays NaN."""
     if not usable(values):
-        return values.sum(dim=-1)
-    array = _array(values).reshape(-1, values.shape[-1])
-    out = np.empty(len(array), np.float32)
-    in_threads(lambda start, stop: _sums(array, start, stop, out), len(out))
-    return torch.from_numpy(out).view(values.shape[:-1])
-
-
-STRETCH = 2048
-"""Coordinates whose sums stay in the nearest cache while the samples pass by."""
+        return values.flatten(1).abs().amax(dim=1).double()
+    (flat, stride), out = samples_last(values), np.empty(len(values), np.float32)
+    size = values[0].numel() if len(values) else 0
+    in_threads(lambda start, stop: _largest(flat, stride, size, start, stop, out), len(out))
+    return torch.from_numpy(out.astype(np.float64))
 
 
 @njit(nogil=True, cache=True)
-def _add_steps(values: np.ndarray, weights: np.ndarray, reach: float, start: int, stop: int, out: np.ndarray) -> None:
-    for first in range(start, stop, STRETCH):
-        last = min(stop, first + STRETCH)
-        for sample in range(len(values)):
-            weight = weights[sample]
-            for at in range(first, last):
-                out[at] += np.rint(min(max(np.float64(values[sample, at]), -reach), reach) * weight)
+def _sums(values: np.ndarray, stride: int, terms: int, samples: int, start: int, stop: int, out: np.ndarray) -> None:
+    for row in range(start, stop):
+        sums = out[row]
+        sums[:] = 0
+        for term in range(terms):
+            at = (row * terms + term) * stride
+            own = values[at : at + samples]
+            for sample in range(samples):
+                sums[sample] += own[sample]
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """(batch, rows, n) -> (batch, rows): sums over the last axis, one term after another."""
+    if values.shape[-1] == 1:
+        return values[..., 0]
+    if not usable(values):
+        return values.sum(dim=-1)
+    (flat, stride), (batch, rows, terms) = samples_last(values), values.shape
+    out = np.empty((rows, batch), np.float32)
+    in_threads(lambda start, stop: _sums(flat, stride, terms, batch, start, stop, out), rows)
+    return torch.from_numpy(out).t()
+
+
+_WHOLE = 1.5 * 2.0**52
+"""Adding and taking away this rounds a float64 below 2^51 to the nearest whole number."""
+
+
+@njit(nogil=True, cache=True)
+def _add_steps(
+    values: np.ndarray, stride: int, weights: np.ndarray, reach: float, start: int, stop: int, out: np.ndarray
+) -> None:
+    samples = weights.size
+    whole = samples - samples % 16
+    parts = np.empty(16)
+    for at in range(start, stop):
+        own = values[at * stride : at * stride + samples]
+        parts[:] = 0
+        for first in range(0, whole, 16):
+            for lane in range(16):
+                held = min(max(np.float64(own[first + lane]), -reach), reach) * weights[first + lane]
+                parts[lane] += (held + _WHOLE) - _WHOLE
+        total = 0.0
+        for lane in range(16):
+            total += parts[lane]
+        for sample in range(whole, samples):
+            held = min(max(np.float64(own[sample]), -reach), reach) * weights[sample]
+            total += (held + _WHOLE) - _WHOLE
+        out[at] += total
 
 
 def add_steps(values: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
     """out += sum_b of weights_b values_b in whole grid steps; values_b is clamped to +-bound first, if given."""
-    array, scaled, target = _array(values), (weights / grid.step).numpy(), out.numpy()
+    (flat, stride), scaled, target = samples_last(values), (weights / grid.step).numpy(), out.numpy()
     reach = held_to(bound)
-    in_threads(lambda start, stop: _add_steps(array, scaled, reach, start, stop, target), len(target))
+    in_threads(lambda start, stop: _add_steps(flat, stride, scaled, reach, start, stop, target), len(target))
 
 
 def in_steps(values: Tensor, grid: Grid, weights: Tensor, *, bound: float | None) -> Tensor:
@@ -157,19 +197,23 @@ def outer_steps(a: Tensor, e: Tensor, grid: Grid, weights: Tensor, out: Tensor, 
     clamp(e a, C) = e clamp(a, C / |e|): two vector instructions instead of four, the thresholds being made once a
     sample and row. Each sample's activations are scaled by a power of two to below 1, so that nothing overflows.
     """
-    inputs, errors, target = a.contiguous().numpy(), e.contiguous().numpy(), out.numpy()
-    scales = np.ldexp(1.0, -np.frexp(np.abs(inputs).max(axis=1).astype(np.float64))[1])
+    (inputs, input_stride), (errors, error_stride) = samples_last(a), samples_last(e)
+    (batch, columns), rows, target = a.shape, e.shape[1], out.numpy()
+    scales = np.ldexp(1.0, -np.frexp(largest(a).numpy())[1])
     factors, reach = (weights / grid.step).numpy(), held_to(bound)
-    lanes = np.empty((-(-inputs.shape[1] // tiles.OUTER_WIDTH), len(inputs), tiles.OUTER_WIDTH), np.float32)
-    in_threads(lambda start, stop: tiles.pack_lanes(inputs, scales, start, stop, lanes), len(inputs))
+    lanes = np.empty((-(-columns // tiles.OUTER_WIDTH), batch, tiles.OUTER_WIDTH), np.float32)
+    in_threads(
+        lambda start, stop: tiles.pack_lanes(inputs, input_stride, columns, scales, start, stop, lanes), len(lanes)
+    )
 
     def strips(start: int, stop: int) -> None:
-        rows = slice(start * tiles.OUTER_ROWS, stop * tiles.OUTER_ROWS)
-        scalars = np.zeros((stop - start, len(errors), 2 if bound else 1, tiles.OUTER_ROWS), np.float32)
-        tiles.pack_scalars(np.ascontiguousarray(errors[:, rows]), scales, factors, reach, scalars)
-        tiles.run_outer(scalars, lanes, 0, stop - start, target[rows])
+        scalars = np.empty((stop - start, batch, 2 if bound else 1, tiles.OUTER_ROWS), np.float32)
+        tiles.pack_scalars(errors, error_stride, rows, scales, factors, reach, start, scalars)
+        tiles.run_outer(
+            scalars, lanes, 0, stop - start, target[start * tiles.OUTER_ROWS : stop * tiles.OUTER_ROWS]
+        )
 
-    in_threads(strips, -(-errors.shape[1] // tiles.OUTER_ROWS))
+    in_threads(strips, -(-rows // tiles.OUTER_ROWS))
 
 
 @njit(nogil=True, cache=True)
@@ -195,47 +239,41 @@ def clamped_outer_squares(a: Tensor, e: Tensor, bound: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Gradients that are sums over positions of scalar x lane, the scalars read through a window that slides.
+class Side:
+    """One factor of the products: row r at position p is entry group * `group` + rows[r] + steps[p] of a sample.
 
-    Row r of a group at position p is scalars[b, group * group_stride + base[p] + offsets[r]]; its lanes are
-    lanes[b, p, group].
+    values (batch, ...) has its entry i at places[i] of `size` entries, zeros elsewhere.
     """
 
-    scalars: Tensor
-    base: np.ndarray
-    offsets: np.ndarray
-    lanes: Tensor
-    group_stride: int = 0
+    values: Tensor
+    places: np.ndarray
+    size: int
+    rows: np.ndarray
+    steps: np.ndarray
+    group: int = 0
 
-    @property
-    def _tiles(self) -> tuple[int, int, int, int]:
-        """Groups, panels of lanes, rows with those that fill up a tile, lanes of a panel."""
-        groups, size = self.lanes.shape[2:]
-        width = tiles.NARROW if size <= tiles.NARROW else tiles.WIDE
-        return groups, -(-size // width), -(-len(self.offsets) // tiles.ROWS) * tiles.ROWS, width
+    def of(self, part: slice) -> Side:
+        return replace(self, values=self.values[part])
 
-    @property
-    def size(self) -> int:
-        """Coordinates of a gradient with those that fill up its tiles."""
-        return int(np.prod(self._tiles))
+
+@dataclass(frozen=True)
+class Pairs:
+    """Gradients that are sums over positions of products of the errors' rows and the inputs' rows."""
+
+    errors: Side
+    inputs: Side
+    groups: int = 1
 
     def gradients(self, part: slice) -> Tensor:
-        """(samples, coordinates) of the samples `part`, in the order of the tiles and with zeros where a tile is filled
-        up; `places` tells where each lies."""
-        groups, _, padded, width = self._tiles
-        rows, (_, positions, _, size) = len(self.offsets), self.lanes.shape
-        offsets = np.pad(self.offsets, (0, padded - rows), mode="edge")
-        scalars, lanes = self.scalars[part].contiguous().numpy(), self.lanes[part].numpy()
-        block = max(1, BLOCK_FLOATS // (scalars.shape[1] + positions * groups * size))
-        found = np.empty((len(lanes), self.size), np.float32)
-        windows = (scalars, self.group_stride, self.base, offsets, rows, lanes, width, block)
-        flat, stride = found.reshape(-1), found.shape[1]
-        in_threads(lambda start, stop: tiles.run_windows(*windows, start, stop, flat, stride), len(lanes))
-        return torch.from_numpy(found)
-
-    def places(self) -> Tensor:
-        """(groups, rows, lanes a group): where each coordinate lies in the order of the tiles."""
-        groups, panels, padded, width = self._tiles
-        ordered = torch.arange(self.size).view(groups, panels, padded, width).transpose(1, 2).flatten(2)
-        return ordered[:, : len(self.offsets), : self.lanes.shape[3]]
+        """(samples, coordinates) of the samples `part`, ordered by group, row of the errors, row of the inputs."""
+        e, a = self.errors.of(part), self.inputs.of(part)
+        (left, left_stride), (right, right_stride) = samples_last(e.values), samples_last(a.values)
+        batch, height, width = len(e.values), len(e.rows), len(a.rows)
+        blocks = -(-batch // tiles.LANES)
+        out = np.empty((self.groups * height * width, blocks * tiles.LANES), np.float32)
+        rows = np.pad(e.rows, (0, -height % tiles.PAIR_ROWS), mode="edge")
+        columns = np.pad(a.rows, (0, -width % tiles.PAIR_COLUMNS), mode="edge")
+        fixed = (left, left_stride, e.places, rows, e.steps, e.group, right, right_stride, a.places, a.size)
+        rest = (columns, a.steps, a.group, self.groups, height, width, batch)
+        in_threads(lambda start, stop: tiles.run_pairs(*fixed, *rest, start, stop, out), blocks)
+        return torch.from_numpy(out).t()[:batch]

@@ -1,17 +1,20 @@
 """Products, convolutions and the like in which every entry is the same sequence of operations wherever it stands.
 
-An entry of a product is c, then fma(x_k, w_k, c) for k = 0, 1, ...: in this order whatever the entry's row and column,
-the number of rows, the width of the processor's vectors and the threads. Element-wise loops are compiled without
-contraction or reassociation, so each entry is the IEEE operations as written.
+Samples lie in the lanes: an array here is (entries of a sample, samples), so that one instruction does the same to
+neighbouring samples. An entry of a product is c, then fma(w_k, x_k, c) for k = 0, 1, ...: in this order whatever the
+sample's place, the number of samples, the width of the processor's vectors and the threads. Element-wise loops are
+compiled without contraction or reassociation, so each entry is the IEEE operations as written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product as combinations
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
@@ -22,169 +25,315 @@ from bqsgd.persample._kernels.loops import in_threads
 from bqsgd.persample._kernels.vectors import LANES, WORD, Emit
 
 STRIP = 6
-VECTORS = 4 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else 1
-"""A tile of a product: 6 rows by 64 columns in 24 of 32 registers, or by 16 in 12 of 16."""
-WIDTH = LANES * VECTORS
-DEPTH = 128
-"""Terms of a panel that stay in the nearest cache while the rows pass by."""
+MANY = 4 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else 1
+"""A tile of a product: 6 rows by 64 samples in 24 of 32 registers, or by 16 in 12 of 16."""
+DEPTH = 256
+"""Terms whose values stay in a core's cache while the rows pass by."""
 
 
-@intrinsic
-def _tile(
-    typing: Any, rows: Any, row_at: Any, lanes: Any, lane_at: Any, places: Any, place_at: Any, depth: Any, out: Any,
-    out_at: Any, out_stride: Any,
-) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-    """out[r, j] = fma(rows[k, r], lanes[places[k] + j], out[r, j]) for k = 0 .. depth - 1, of a strip's 6 rows r."""
+def _product_tile(vectors: int) -> Callable[..., None]:
+    @intrinsic
+    def tile(
+        typing: Any, rows: Any, row_at: Any, terms: Any, lanes: Any, lane_at: Any, places: Any, start: Any, stop: Any,
+        bias: Any, bias_at: Any, fresh: Any, out: Any, out_at: Any, out_stride: Any,
+    ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
+        """out[r, j] = fma(rows[terms[k], r], lanes[lane_at + places[k], j], out[r, j]) for k = start .. stop - 1, of a
+        strip's 6 rows r and 16 * vectors samples j; `fresh` begins with bias[r] instead."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit, kinds = Emit(context, builder), signature.args
-        left = emit.pointer(kinds[0], arguments[0], arguments[1])
-        right = emit.pointer(kinds[2], arguments[2], arguments[3])
-        place = emit.pointer(kinds[4], arguments[4], arguments[5])
-        target = emit.pointer(kinds[7], arguments[7], arguments[8])
-        targets = [emit.at(target, builder.mul(arguments[9], ir.Constant(WORD, row))) for row in range(STRIP)]
-        sums = emit.registers(STRIP, VECTORS)
-        for row in range(STRIP):
-            for column, register in enumerate(sums[row]):
-                builder.store(emit.load(targets[row], LANES * column), register)
-        with cgutils.for_range(builder, arguments[6], intp=WORD) as loop:
-            scalar = emit.at(left, builder.mul(loop.index, ir.Constant(WORD, STRIP)))
-            lane = emit.at(right, builder.load(emit.at(place, loop.index)))
-            values = [emit.load(lane, LANES * column) for column in range(VECTORS)]
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            emit, kinds, width = Emit(context, builder), signature.args, ir.Constant(WORD, LANES * vectors)
+            zero = ir.Constant(WORD, 0)
+            left = emit.pointer(kinds[0], arguments[0], arguments[1])
+            term = emit.pointer(kinds[2], arguments[2], zero)
+            right = emit.pointer(kinds[3], arguments[3], builder.mul(arguments[4], width))
+            place = emit.pointer(kinds[5], arguments[5], zero)
+            shift = emit.pointer(kinds[8], arguments[8], arguments[9])
+            target = emit.pointer(kinds[11], arguments[11], arguments[12])
+            targets = [emit.at(target, builder.mul(arguments[13], ir.Constant(WORD, row))) for row in range(STRIP)]
+            sums = emit.registers(STRIP, vectors)
+            with builder.if_else(arguments[10]) as (begins, goes_on):
+                with begins:
+                    for row in range(STRIP):
+                        value = emit.broadcast(builder.load(emit.at(shift, row)))
+                        for register in sums[row]:
+                            builder.store(value, register)
+                with goes_on:
+                    for row in range(STRIP):
+                        for column, register in enumerate(sums[row]):
+                            builder.store(emit.load(targets[row], LANES * column), register)
+            one = ir.Constant(WORD, 1)
+            with cgutils.for_range_slice(builder, arguments[6], arguments[7], one, intp=WORD) as (index, _):
+                scalar = emit.at(left, builder.mul(builder.load(emit.at(term, index)), ir.Constant(WORD, STRIP)))
+                lane = emit.at(right, builder.mul(builder.load(emit.at(place, index)), width))
+                values = [emit.load(lane, LANES * column) for column in range(vectors)]
+                for row in range(STRIP):
+                    factor = emit.broadcast(builder.load(emit.at(scalar, row)))
+                    for value, register in zip(values, sums[row], strict=True):
+                        builder.store(emit.fma(factor, value, builder.load(register)), register)
             for row in range(STRIP):
-                factor = emit.broadcast(builder.load(emit.at(scalar, row)))
-                for value, register in zip(values, sums[row], strict=True):
-                    builder.store(emit.fma(factor, value, builder.load(register)), register)
-        for row in range(STRIP):
-            for column, register in enumerate(sums[row]):
-                emit.store(builder.load(register), targets[row], LANES * column)
-        return context.get_dummy_value()
+                for column, register in enumerate(sums[row]):
+                    emit.store(builder.load(register), targets[row], LANES * column)
+            return context.get_dummy_value()
 
-    kinds = (rows, row_at, lanes, lane_at, places, place_at, depth, out, out_at, out_stride)
-    return types.void(*kinds), generate
+        kinds = (rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh)
+        return types.void(*kinds, out, out_at, out_stride), generate
+
+    return tile  # type: ignore[no-any-return]
+
+
+_four, _two, _one = _product_tile(MANY), _product_tile(min(MANY, 2)), _product_tile(1)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _run_tile(  # type: ignore[no-untyped-def]
+    vectors, rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride
+):
+    if vectors == 4:
+        _four(rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride)
+    elif vectors == 2:
+        _two(rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride)
+    else:
+        _one(rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride)
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips(rows: Any, strips: Any) -> None:
-    for group in range(rows.shape[0]):
-        for row in range(rows.shape[1]):
-            strips[group, row // STRIP, :, row % STRIP] = rows[group, row]
+def _block(vectors: int) -> int:
+    """How many of the remaining vectors of samples the next tile takes."""
+    if MANY == 4 and vectors >= 4:
+        return 4
+    return 2 if MANY == 4 and vectors >= 2 else 1
 
 
-def _strips(rows: np.ndarray) -> np.ndarray:
-    """(groups, n, terms) -> (groups, n / 6, terms, 6), with zeros where the last strip is filled up."""
-    groups, count, terms = rows.shape
-    found = np.zeros((groups, -(-count // STRIP), terms, STRIP), np.float32)
-    _fill_strips(rows, found)
-    return found
+@njit(nogil=True, cache=True)
+def _pack(x: Any, stride: int, samples: int, low: int, start: int, stop: int, width: int, packed: Any) -> None:
+    """Entries start..stop of samples low.. of x, `width` of them beside each other, zeros beyond the last sample."""
+    for entry in range(start, stop):
+        for first in range(0, width, LANES):
+            at, to = entry * stride + low + first, (entry - start) * width + first
+            target = packed[to : to + LANES]
+            if low + first + LANES <= samples:  # a loop of known length is one instruction
+                source = x[at : at + LANES]
+                for lane in range(LANES):
+                    target[lane] = source[lane]
+            else:
+                for lane in range(LANES):
+                    target[lane] = x[at + lane] if low + first + lane < samples else np.float32(0)
+
+
+@njit(nogil=True, cache=True)
+def _fill_strips(w: Any, row_stride: int, term_stride: int, rows: int, terms: int, strips: Any) -> None:
+    for strip in range(strips.shape[1]):
+        for begin in range(0, terms, DEPTH):
+            part = strips[begin // DEPTH, strip]
+            for row in range(min(STRIP, rows - strip * STRIP)):
+                at = (strip * STRIP + row) * row_stride + begin * term_stride
+                for term in range(min(DEPTH, terms - begin)):
+                    part[term, row] = w[at + term * term_stride]
+
+
+@njit(nogil=True, cache=True)
+def _fill_strips_across(w: Any, term_stride: int, rows: int, terms: int, strips: Any) -> None:
+    """The same where the rows of one term lie beside each other."""
+    for begin in range(0, terms, DEPTH):
+        for first in range(0, strips.shape[1], 16):
+            for term in range(min(DEPTH, terms - begin)):
+                at = (begin + term) * term_stride
+                for strip in range(first, min(strips.shape[1], first + 16)):
+                    part = strips[begin // DEPTH, strip, term]
+                    for row in range(min(STRIP, rows - strip * STRIP)):
+                        part[row] = w[at + strip * STRIP + row]
 
 
 @njit(nogil=True, cache=True)
 def _run_product(
-    strips: Any, w: Any, across: bool, bias: Any, first: int, last: int, start: int, stop: int, out: Any
+    strips: Any, terms: int, x: Any, stride: int, samples: int, bias: Any, start: int, stop: int, out: Any
 ) -> None:
-    """Columns of panels start..stop and rows of strips first..last of out = bias + x w.
-
-    w is (terms, columns), or (columns, terms) if `across`.
-    """
-    terms, columns = strips.shape[1], out.shape[1]
-    panel, sums = np.zeros(DEPTH * WIDTH, np.float32), np.zeros((last - first) * STRIP * WIDTH, np.float32)
-    places = np.arange(DEPTH) * WIDTH
-    flat = strips.reshape(-1)
-    for at in range(start, stop):
-        low = at * WIDTH
-        used = min(WIDTH, columns - low)
-        for row in range((last - first) * STRIP):
-            sums[row * WIDTH : row * WIDTH + used] = bias[low : low + used]
+    """Rows of strips start..stop of out = bias + w x, from strips (terms / 256, rows / 6, 256, 6)."""
+    flat, target, wide = strips.reshape(-1), out.reshape(-1), out.shape[1]
+    panel, order = np.empty(DEPTH * LANES * MANY, np.float32), np.arange(DEPTH)
+    vectors = (samples + LANES - 1) // LANES
+    done = 0
+    while done < vectors:
+        count = _block(vectors - done)
         for begin in range(0, terms, DEPTH):
             depth = min(DEPTH, terms - begin)
-            if across:
-                for block in range(0, depth, LANES):  # a cache line of each column at a time
-                    end = min(depth, block + LANES)
-                    for lane in range(used):
-                        column = w[low + lane, begin + block : begin + end]
-                        for k in range(column.size):
-                            panel[(block + k) * WIDTH + lane] = column[k]
-            else:
-                for k in range(depth):
-                    panel[k * WIDTH : k * WIDTH + used] = w[begin + k, low : low + used]
-            for strip in range(first, last):
-                row_at, sum_at = (strip * terms + begin) * STRIP, (strip - first) * STRIP * WIDTH
-                _tile(flat, row_at, panel, 0, places, 0, depth, sums, sum_at, WIDTH)  # type: ignore[call-arg]
-        for row in range(first * STRIP, min(last * STRIP, out.shape[0])):
-            at = (row - first * STRIP) * WIDTH
-            out[row, low : low + used] = sums[at : at + used]
+            _pack(x, stride, samples, done * LANES, begin, begin + depth, count * LANES, panel)
+            for strip in range(start, stop):
+                row_at = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP
+                out_at = strip * STRIP * wide + done * LANES
+                _run_tile(count, flat, row_at, order, panel, 0, order, 0, depth, bias, strip * STRIP, begin == 0, target, out_at, wide)  # fmt: skip  # noqa: E501
+        done += count
 
 
-def product(x: np.ndarray, w: np.ndarray, *, across: bool, bias: np.ndarray | None) -> np.ndarray:
-    """bias + x w of (n, terms) rows and (terms, columns) weights, or (columns, terms) weights if `across`."""
-    columns = len(w) if across else w.shape[1]
-    strips = _strips(x[None])[0]
-    start = np.zeros(columns, np.float32) if bias is None else bias
-    out, panels = np.empty((len(x), columns), np.float32), -(-columns // WIDTH)
-    if panels >= len(strips) or panels >= 4 * torch.get_num_threads():
-        in_threads(lambda low, high: _run_product(strips, w, across, start, 0, len(strips), low, high, out), panels)
+@dataclass(frozen=True)
+class Samples:
+    """(entries, samples) values of which the first `live` samples count: entry i of sample j is flat[i * stride + j]."""
+
+    flat: np.ndarray
+    stride: int
+    live: int
+
+
+def product(w: np.ndarray, x: Samples, bias: np.ndarray | None, *, samples: int) -> np.ndarray:
+    """(rows, samples) bias + w x of (rows, terms) weights, which may be transposed in memory."""
+    rows, terms = w.shape
+    strips = np.zeros((-(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP), np.float32)
+    if w.flags.c_contiguous:
+        _fill_strips(w.reshape(-1), terms, 1, rows, terms, strips)
     else:
-        in_threads(lambda low, high: _run_product(strips, w, across, start, low, high, 0, panels, out), len(strips))
-    return out
+        _fill_strips_across(np.ascontiguousarray(w.T).reshape(-1), rows, rows, terms, strips)
+    count = strips.shape[1]
+    shift = np.zeros(count * STRIP, np.float32)
+    if bias is not None:
+        shift[:rows] = bias
+    out = _empty(count * STRIP, samples, x.live)
+    fixed = strips, terms, x.flat, x.stride, x.live, shift
+    in_threads(lambda start, stop: _run_product(*fixed, start, stop, out), count)
+    return out[:rows]
+
+
+def _empty(entries: int, samples: int, live: int) -> np.ndarray:
+    """Space for whole vectors of samples, zeros where none will be computed."""
+    found = np.empty((entries, -(-samples // LANES) * LANES), np.float32)
+    found[:, -(-live // LANES) * LANES :] = 0
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What every output position reads: the terms k of one class of positions, at `base` + places[k] of a plane.
+
+    Positions near an edge have fewer terms; they are classes of their own. A term is (channel, tap of the kernel).
+    """
+
+    base: np.ndarray
+    kind: np.ndarray
+    starts: np.ndarray
+    terms: np.ndarray
+    places: np.ndarray
+
+
+@lru_cache(maxsize=256)
+def reading(
+    channels: int,
+    space: tuple[int, ...],
+    kernel: tuple[int, ...],
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    backward: bool,
+) -> Reading:
+    """Forward, position p reads p * stride + tap * dilation - padding; backward it reads q of p = q * stride + ...
+
+    Points outside `space` are left out, not read as zeros.
+    """
+    axes = [
+        _axis(*each, backward=backward) for each in zip(space, kernel, size, stride, padding, dilation, strict=True)
+    ]
+    steps = [int(np.prod(space[axis + 1 :])) for axis in range(len(space))]
+    area, taps = int(np.prod(space)), int(np.prod(kernel))
+    base, kind = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for (first, which, classes), step in zip(axes, steps, strict=True):
+        base = (base[:, None] + first * step).reshape(-1)
+        kind = (kind[:, None] * len(classes) + which).reshape(-1)
+    starts, terms, places = [0], [], []
+    for chosen in combinations(*(classes for _, _, classes in axes)):
+        term, place = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for pairs, step, extent in zip(chosen, steps, kernel, strict=True):
+            own = np.array(pairs, np.int64).reshape(-1, 2)
+            term = (term[:, None] * extent + own[:, 1]).reshape(-1)
+            place = (place[:, None] + own[:, 0] * step).reshape(-1)
+        terms.append((np.arange(channels)[:, None] * taps + term).reshape(-1))
+        places.append((np.arange(channels)[:, None] * area + place).reshape(-1))
+        starts.append(starts[-1] + len(terms[-1]))
+    return Reading(base, kind, np.array(starts), np.concatenate(terms), np.concatenate(places))
+
+
+def _axis(
+    points: int, kernel: int, size: int, stride: int, padding: int, dilation: int, *, backward: bool
+) -> tuple[np.ndarray, np.ndarray, list[tuple[tuple[int, int], ...]]]:
+    """Along one axis: where each position starts to read, its class, and the (distance, tap) pairs of each class."""
+    classes: dict[tuple[tuple[int, int], ...], int] = {}
+    first, which = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for position in range(size):
+        pairs = []
+        for tap in range(kernel):
+            if backward:
+                point, rest = divmod(position + padding - tap * dilation, stride)
+            else:
+                point, rest = position * stride + tap * dilation - padding, 0
+            if rest == 0 and 0 <= point < points:
+                pairs.append((point, tap))
+        first[position] = pairs[0][0] if pairs else 0
+        relative = tuple((point - int(first[position]), tap) for point, tap in pairs)
+        which[position] = classes.setdefault(relative, len(classes))
+    return first, which, list(classes)
 
 
 @njit(nogil=True, cache=True)
 def _run_convolution(
     x: Any,
     stride: int,
-    group_stride: int,
-    taps: Any,
+    samples: int,
+    entries: int,
+    base: Any,
+    kind: Any,
+    starts: Any,
+    terms: Any,
+    places: Any,
     strips: Any,
+    outputs: int,
     bias: Any,
-    lines: Any,
     start: int,
     stop: int,
     out: Any,
 ) -> None:
-    """Samples start..stop of out[b, group, o, line] = bias[o] + sum_k x[b, group, lines[line] + taps[k] + ...] w[o, k].
+    """Vectors start..stop of samples of out (groups, outputs, positions, samples) from x (entries, samples).
 
-    strips (groups, outputs / 6, taps, 6); out (batch, groups, outputs, lines, length of a line).
+    strips (groups, outputs / 6, terms, 6), bias (groups, outputs filled up to whole strips).
     """
-    groups, outputs, length = out.shape[1], out.shape[2], out.shape[4]
-    size = (lines[-1] + length + WIDTH - 1) // WIDTH * WIDTH
-    found = np.empty(STRIP * size, np.float32)
-    flat, block = strips.reshape(-1), taps.size * STRIP
-    for sample in range(start, stop):
-        for group in range(groups):
-            for strip in range(strips.shape[1]):
-                used = min(STRIP, outputs - strip * STRIP)
-                for row in range(used):
-                    found[row * size : row * size + size] = bias[group * outputs + strip * STRIP + row]
-                row_at, lane_at = (group * strips.shape[1] + strip) * block, sample * stride + group * group_stride
-                for low in range(0, size, WIDTH):
-                    _tile(flat, row_at, x, lane_at + low, taps, 0, taps.size, found, low, size)  # type: ignore[call-arg]
-                for row in range(used):
-                    for line in range(lines.size):
-                        at = row * size + lines[line]
-                        out[sample, group, strip * STRIP + row, line] = found[at : at + length]
+    groups, count, block, positions = strips.shape[0], strips.shape[1], strips.shape[2] * STRIP, base.size
+    flat, target, wide = strips.reshape(-1), out.reshape(-1), out.shape[1]
+    packed = np.empty(entries * LANES * MANY, np.float32)
+    ragged = np.empty(STRIP * LANES * MANY, np.float32)
+    done = start
+    while done < stop:
+        vectors = _block(stop - done)
+        width = vectors * LANES
+        _pack(x, stride, samples, done * LANES, 0, entries, width, packed)
+        for item in range(groups * count):
+            group, strip = item // count, item % count
+            used, lane_at = min(STRIP, outputs - strip * STRIP), group * (entries // groups)
+            for position in range(positions):
+                first, last = starts[kind[position]], starts[kind[position] + 1]
+                row = ((group * outputs + strip * STRIP) * positions + position) * wide + done * LANES
+                if used == STRIP:
+                    _run_tile(vectors, flat, item * block, terms, packed, lane_at + base[position], places, first, last, bias, item * STRIP, True, target, row, positions * wide)  # fmt: skip  # noqa: E501
+                else:
+                    _run_tile(vectors, flat, item * block, terms, packed, lane_at + base[position], places, first, last, bias, item * STRIP, True, ragged, 0, width)  # fmt: skip  # noqa: E501
+                    for own in range(used):
+                        for lane in range(width):
+                            target[row + own * positions * wide + lane] = ragged[own * width + lane]
+        done += vectors
 
 
 def convolution(
-    x: np.ndarray,
-    batch: int,
-    group_stride: int,
-    taps: np.ndarray,
-    weights: np.ndarray,
-    bias: np.ndarray | None,
-    lines: np.ndarray,
-    length: int,
+    x: Samples, entries: int, read: Reading, weights: np.ndarray, bias: np.ndarray | None, *, samples: int
 ) -> np.ndarray:
-    """(batch, groups, outputs, lines, length) of `batch` flat samples x and weights (groups, outputs, taps).
-
-    Place j of a line reads x[b, group * group_stride + lines[line] + j + taps[k]]. The lines of a group are computed as
-    one, with what lies between them, and up to `WIDTH` places beyond the last: x is so much longer than its samples.
-    """
-    groups, outputs, _ = weights.shape
-    shift = np.zeros(groups * outputs, np.float32) if bias is None else bias
-    out = np.empty((batch, groups, outputs, lines.size, length), np.float32)
-    fixed = ((len(x) - WIDTH) // batch, group_stride, taps, _strips(weights), shift, lines)
-    in_threads(lambda start, stop: _run_convolution(x, *fixed, start, stop, out), len(out))
+    """(groups * outputs * positions, samples) from weights (groups, outputs, terms); `entries` of x make a sample."""
+    groups, outputs, terms = weights.shape
+    count = -(-outputs // STRIP)
+    strips, shift = np.zeros((groups, count, terms, STRIP), np.float32), np.zeros((groups, count * STRIP), np.float32)
+    for row in range(outputs):
+        strips[:, row // STRIP, :, row % STRIP] = weights[:, row]
+    if bias is not None:
+        shift[:, :outputs] = bias.reshape(groups, outputs)
+    out = _empty(groups * outputs * len(read.base), samples, x.live)
+    fixed = (x.flat, x.stride, x.live, entries, read.base, read.kind, read.starts, read.terms, read.places, strips)
+    rest = (outputs, shift.reshape(-1))
+    vectors = -(-x.live // LANES)
+    in_threads(lambda start, stop: _run_convolution(*fixed, *rest, start, stop, out), vectors)
     return out
 
 
@@ -236,54 +385,110 @@ def tanh_backward(error: np.ndarray, output: np.ndarray) -> np.ndarray:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _mean_pool(x: Any, kernel: Any, stride: Any, out: Any) -> None:
-    """The lines of a window are added first, then the columns of their sum."""
+    """Windows are added line by line, of (planes, height, width, samples)."""
     share = np.float32(kernel[0] * kernel[1])
-    planes, rows, columns = out.shape
-    sums = np.empty(x.shape[2], np.float32)
+    planes, rows, columns, samples = out.shape
     for plane in range(planes):
         for row in range(rows):
-            sums[:] = x[plane, row * stride[0]]
-            for i in range(1, kernel[0]):
-                line = x[plane, row * stride[0] + i]
-                for at in range(sums.size):
-                    sums[at] += line[at]
             for column in range(columns):
-                total = sums[column * stride[1]]
-                for j in range(1, kernel[1]):
-                    total += sums[column * stride[1] + j]
-                out[plane, row, column] = total / share
+                sums = out[plane, row, column]
+                sums[:] = x[plane, row * stride[0], column * stride[1]]
+                for at in range(1, kernel[0] * kernel[1]):
+                    more = x[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
+                    for lane in range(samples):
+                        sums[lane] += more[lane]
+                for lane in range(samples):
+                    sums[lane] /= share
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _mean_pool_backward(error: Any, kernel: Any, stride: Any, out: Any) -> None:
     share = np.float32(kernel[0] * kernel[1])
-    planes, rows, columns = error.shape
+    planes, rows, columns, samples = error.shape
     out[:] = 0
-    sums = np.empty(out.shape[2], np.float32)
+    parts = np.empty(samples, np.float32)
     for plane in range(planes):
         for row in range(rows):
-            sums[:] = 0
             for column in range(columns):
-                value = error[plane, row, column] / share
-                for j in range(kernel[1]):
-                    sums[column * stride[1] + j] += value
-            for i in range(kernel[0]):
-                line = out[plane, row * stride[0] + i]
-                for at in range(sums.size):
-                    line[at] += sums[at]
+                for lane in range(samples):
+                    parts[lane] = error[plane, row, column, lane] / share
+                for at in range(kernel[0] * kernel[1]):
+                    sums = out[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
+                    for lane in range(samples):
+                        sums[lane] += parts[lane]
 
 
-def mean_pool(x: np.ndarray, kernel: tuple[int, int], stride: tuple[int, int]) -> np.ndarray:
-    """Means over windows that lie inside each of the (planes, height, width)."""
-    size = [(x.shape[1 + axis] - kernel[axis]) // stride[axis] + 1 for axis in range(2)]
-    out = np.empty((len(x), *size), np.float32)
+@njit(nogil=True, cache=True)
+def _max_pool(x: Any, kernel: Any, stride: Any, out: Any, chosen: Any) -> None:
+    """The largest of each window and its place in the window; the first of equals, and NaN above all."""
+    planes, rows, columns, samples = out.shape
+    for plane in range(planes):
+        for row in range(rows):
+            for column in range(columns):
+                best, place = out[plane, row, column], chosen[plane, row, column]
+                best[:] = x[plane, row * stride[0], column * stride[1]]
+                place[:] = 0
+                for at in range(1, kernel[0] * kernel[1]):
+                    more = x[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
+                    for lane in range(samples):
+                        value, held = more[lane], best[lane]
+                        larger = (value > held) | (value != value)
+                        best[lane] = value if larger else held
+                        place[lane] = np.int32(at) if larger else place[lane]
+
+
+@njit(nogil=True, cache=True)
+def _max_pool_backward(error: Any, chosen: Any, kernel: Any, stride: Any, out: Any) -> None:
+    planes, rows, columns, samples = error.shape
+    out[:] = 0
+    for plane in range(planes):
+        for row in range(rows):
+            for column in range(columns):
+                values, place = error[plane, row, column], chosen[plane, row, column]
+                for at in range(kernel[0] * kernel[1]):
+                    sums = out[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
+                    for lane in range(samples):
+                        sums[lane] += values[lane] if place[lane] == at else np.float32(0)
+
+
+Pair = tuple[int, int]
+
+
+def pooled(x: np.ndarray, kernel: Pair, stride: Pair) -> list[int]:
+    """The shape of windows that lie inside each of the (planes, height, width, samples)."""
+    inside = [(x.shape[1 + axis] - kernel[axis]) // stride[axis] + 1 for axis in range(2)]
+    return [len(x), *inside, x.shape[3]]
+
+
+def mean_pool(x: np.ndarray, kernel: Pair, stride: Pair) -> np.ndarray:
+    out = np.empty(pooled(x, kernel, stride), np.float32)
     in_threads(lambda start, stop: _mean_pool(x[start:stop], kernel, stride, out[start:stop]), len(x))
     return out
 
 
-def mean_pool_backward(
-    error: np.ndarray, shape: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int]
-) -> np.ndarray:
+def mean_pool_backward(error: np.ndarray, shape: Sequence[int], kernel: Pair, stride: Pair) -> np.ndarray:
     out = np.empty(shape, np.float32)
     in_threads(lambda start, stop: _mean_pool_backward(error[start:stop], kernel, stride, out[start:stop]), len(error))
+    return out
+
+
+def max_pool(x: np.ndarray, kernel: Pair, stride: Pair) -> tuple[np.ndarray, np.ndarray]:
+    shape = pooled(x, kernel, stride)
+    out, chosen = np.empty(shape, np.float32), np.empty(shape, np.int32)
+    in_threads(
+        lambda start, stop: _max_pool(x[start:stop], kernel, stride, out[start:stop], chosen[start:stop]), len(x)
+    )
+    return out, chosen
+
+
+def max_pool_backward(
+    error: np.ndarray, chosen: np.ndarray, shape: Sequence[int], kernel: Pair, stride: Pair
+) -> np.ndarray:
+    out = np.empty(shape, np.float32)
+    in_threads(
+        lambda start, stop: _max_pool_backward(
+            error[start:stop], chosen[start:stop], kernel, stride, out[start:stop]
+        ),
+        len(error),
+    )
     return out

@@ -16,9 +16,10 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from bqsgd.persample._kernels.vectors import FLOAT, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
+from bqsgd.persample._kernels.vectors import INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
 
 ROUNDER = 1.5 * 2.0**23
 """fma(s, v, ROUNDER) is ROUNDER plus s v rounded to the nearest whole number, for |s v| below 2^22."""
@@ -73,82 +74,48 @@ def outer_tile(rows: int, vectors: int, *, clamped: bool) -> Callable[..., None]
     return tile  # type: ignore[no-any-return]
 
 
-ROWS, NARROW, WIDE = 8, 16, 32
-"""A sequence tile is 8 rows by one or two vectors."""
+PAIR_ROWS, PAIR_COLUMNS = (4, 4) if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else (3, 2)
+"""A tile of gradients of 16 samples: 24 of 32 registers, or 12 of 16."""
+PAIRS = PAIR_ROWS * PAIR_COLUMNS
 
 
 @intrinsic
-def sequence(
-    typing: Any,
-    scalars: Any,
-    scalar_at: Any,
-    stride: Any,
-    base: Any,
-    offsets: Any,
-    offset_at: Any,
-    lanes: Any,
-    lane_at: Any,
-    width: Any,
-    start: Any,
-    stop: Any,
-    mask: Any,
-    result: Any,
-    result_at: Any,
-    result_stride: Any,
-) -> tuple[Any, Callable[..., Any]]:
-    """Tile of g_b = sum_p s_bp v_bp for each sample b of start..stop, written to result[result_at + b * stride].
+def _pair_tile(
+    typing: Any, e: Any, rows: Any, row_at: Any, row_steps: Any, a: Any, columns: Any, column_at: Any,
+    column_steps: Any, out: Any,
+) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
+    """out[r, c] = sum_p e[rows[row_at + r] + row_steps[p]] a[columns[column_at + c] + column_steps[p]] of 16 samples.
 
-    Row r at position p reads scalars[scalar_at + b * stride + base[p] + offsets[offset_at + r]]: a convolution needs no
-    unfolded copy of its input. Lanes: (batch, positions, width), width 16 or 32. Rows with mask 0 become zeros.
+    A sample has a lane: the sum runs over the positions in order, by one fma each.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit, kinds, zero = Emit(context, builder), signature.args, ir.Constant(WORD, 0)
+        width = ir.Constant(WORD, LANES)
         positions = context.make_array(kinds[3])(context, builder, arguments[3]).nitems
-        pointers = {
-            "scalar": emit.pointer(kinds[0], arguments[0], arguments[1]),
-            "base": emit.pointer(kinds[3], arguments[3], zero),
-            "offset": emit.pointer(kinds[4], arguments[4], arguments[5]),
-            "lane": emit.pointer(kinds[6], arguments[6], arguments[7]),
-            "mask": emit.pointer(kinds[11], arguments[11], zero),
-            "result": emit.pointer(kinds[12], arguments[12], arguments[13]),
-        }
-        wide = builder.icmp_signed("==", arguments[8], ir.Constant(WORD, WIDE))
-        with builder.if_else(wide) as (two, one):
-            for branch, vectors in ((two, 2), (one, 1)):
-                with branch:
-                    _sequence_body(emit, vectors, pointers, arguments[2], positions, arguments[9:11], arguments[14])
-        return context.get_dummy_value()
-
-    kinds = (scalars, scalar_at, stride, base, offsets, offset_at, lanes, lane_at, width, start, stop, mask)
-    return types.void(*kinds, result, result_at, result_stride), generate
-
-
-def _sequence_body(
-    emit: Emit, vectors: int, pointers: dict[str, Any], stride: Any, positions: Any, span: Any, result_stride: Any
-) -> None:
-    builder, width = emit.builder, ir.Constant(WORD, LANES * vectors)
-    shifts = [builder.load(emit.at(pointers["offset"], row)) for row in range(ROWS)]
-    sums = emit.registers(ROWS, vectors)
-    with cgutils.for_range_slice(builder, span[0], span[1], ir.Constant(WORD, 1), intp=WORD) as (sample, _):
+        left, right = emit.pointer(kinds[0], arguments[0], zero), emit.pointer(kinds[4], arguments[4], zero)
+        row = emit.pointer(kinds[1], arguments[1], arguments[2])
+        column = emit.pointer(kinds[5], arguments[5], arguments[6])
+        steps = emit.pointer(kinds[3], arguments[3], zero), emit.pointer(kinds[7], arguments[7], zero)
+        target = emit.pointer(kinds[8], arguments[8], zero)
+        lefts = [emit.at(left, builder.mul(builder.load(emit.at(row, n)), width)) for n in range(PAIR_ROWS)]
+        rights = [emit.at(right, builder.mul(builder.load(emit.at(column, n)), width)) for n in range(PAIR_COLUMNS)]
+        sums = emit.registers(PAIR_ROWS, PAIR_COLUMNS)
         for register in chain(*sums):
             builder.store(ZERO, register)
-        own = emit.at(pointers["scalar"], builder.mul(sample, stride))
-        mine = emit.at(pointers["lane"], builder.mul(sample, builder.mul(positions, width)))
         with cgutils.for_range(builder, positions, intp=WORD) as loop:
-            here = emit.at(own, builder.load(emit.at(pointers["base"], loop.index)))
-            lane = emit.at(mine, builder.mul(loop.index, width))
-            values = [emit.load(lane, LANES * column) for column in range(vectors)]
-            for row in range(ROWS):
-                factor = emit.broadcast(builder.load(emit.at(here, shifts[row])))
-                for column, register in enumerate(sums[row]):
-                    builder.store(emit.fma(factor, values[column], builder.load(register)), register)
-        result = emit.at(pointers["result"], builder.mul(sample, result_stride))
-        for row in range(ROWS):
-            mask = builder.fcmp_ordered("!=", builder.load(emit.at(pointers["mask"], row)), ir.Constant(FLOAT, 0.0))
-            for column, register in enumerate(sums[row]):
-                value = builder.select(mask, builder.load(register), ZERO)
-                emit.store(value, result, LANES * (row * vectors + column))
+            down, along = (builder.mul(builder.load(emit.at(step, loop.index)), width) for step in steps)
+            values = [emit.load(emit.at(pointer, along), 0) for pointer in rights]
+            for pointer, registers in zip(lefts, sums, strict=True):
+                factor = emit.load(emit.at(pointer, down), 0)
+                for value, register in zip(values, registers, strict=True):
+                    builder.store(emit.fma(factor, value, builder.load(register)), register)
+        for n, register in enumerate(chain(*sums)):
+            emit.store(builder.load(register), target, LANES * n)
+        return context.get_dummy_value()
+
+    kinds = (e, rows, row_at, row_steps, a, columns, column_at, column_steps, out)
+    return types.void(*kinds), generate
 
 
 # The loops live beside their tiles because numba's cache watches only the file of the function it caches.
@@ -161,36 +128,43 @@ LARGEST_RATIO = 2.0**40
 
 
 @njit(nogil=True, cache=True)
-def pack_lanes(a: Any, scales: Any, start: int, stop: int, packed: Any) -> None:
-    """a (batch, n) of samples start..stop, times a power of two each -> packed (panels, batch, 64), the rest zeros."""
-    for sample in range(start, stop):
-        for panel in range(packed.shape[0]):
-            first = panel * OUTER_WIDTH
-            used = min(OUTER_WIDTH, a.shape[1] - first)
+def pack_lanes(a: Any, stride: int, size: int, scales: Any, start: int, stop: int, packed: Any) -> None:
+    """Entry i of sample b is a[i * stride + b]: panels start..stop of packed (panels, batch, 64), each sample times a
+    power of two, the rest zeros."""
+    batch = packed.shape[1]
+    for panel in range(start, stop):
+        used = min(OUTER_WIDTH, size - panel * OUTER_WIDTH)
+        for first in range(0, batch, LANES):
+            last = min(batch, first + LANES)
             for lane in range(used):
-                packed[panel, sample, lane] = np.float32(np.float64(a[sample, first + lane]) * scales[sample])
+                source = (panel * OUTER_WIDTH + lane) * stride
+                for sample in range(first, last):
+                    packed[panel, sample, lane] = np.float32(np.float64(a[source + sample]) * scales[sample])
+        for sample in range(batch):
             for lane in range(used, OUTER_WIDTH):
                 packed[panel, sample, lane] = np.float32(0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def pack_scalars(e: Any, scales: Any, weights: Any, reach: float, packed: Any) -> None:
-    """e (batch, n), divided by the lanes' powers of two -> packed (strips, batch, 1 or 2, 5): w e, and reach / |e|."""
-    batch, size = e.shape
-    clamped = packed.shape[2] == 2
-    for first in range(0, packed.shape[0], 16):  # a few strips at a time, so that e is read a cache line at a time
-        for sample in range(batch):
-            unscale, weight = 1 / scales[sample], weights[sample]
-            for strip in range(first, min(packed.shape[0], first + 16)):
-                values, place = e[sample, strip * OUTER_ROWS : (strip + 1) * OUTER_ROWS], packed[strip, sample]
-                for at in range(min(OUTER_ROWS, size - strip * OUTER_ROWS)):
-                    value = np.float64(values[at]) * unscale
-                    if clamped:
-                        ratio = abs(value) / reach
-                        if ratio > LARGEST_RATIO:
-                            value, ratio = np.copysign(reach * LARGEST_RATIO, value), LARGEST_RATIO
-                        place[1, at] = np.float32(1 / ratio)
-                    place[0, at] = np.float32(value * weight)
+def pack_scalars(
+    e: Any, stride: int, size: int, scales: Any, weights: Any, reach: float, start: int, packed: Any
+) -> None:
+    """e, divided by the lanes' powers of two -> packed (strips from `start`, batch, 1 or 2, 5): w e, and reach / |e|."""
+    strips, batch, parts = packed.shape[:3]
+    for strip in range(strips):
+        for at in range(OUTER_ROWS):
+            row = (start + strip) * OUTER_ROWS + at
+            if row >= size:
+                packed[strip, :, :, at] = 0
+                continue
+            for sample in range(batch):
+                value = np.float64(e[row * stride + sample]) / scales[sample]
+                if parts == 2:
+                    ratio = abs(value) / reach
+                    if ratio > LARGEST_RATIO:
+                        value, ratio = np.copysign(reach * LARGEST_RATIO, value), LARGEST_RATIO
+                    packed[strip, sample, 1, at] = np.float32(1 / ratio)
+                packed[strip, sample, 0, at] = np.float32(value * weights[sample])
 
 
 @njit(nogil=True, cache=True)
@@ -225,52 +199,58 @@ def run_outer(scalars: Any, lanes: Any, start: int, stop: int, out: Any) -> None
 
 
 @njit(nogil=True, cache=True)
-def _pack(lanes: Any, first: int, last: int, block: int, width: int, packed: Any) -> None:
-    """lanes (batch, positions, groups, n) of samples first..last -> packed (groups, panels, block, positions, width).
-
-    The lanes beyond n are never written: they keep the zeros they start with.
-    """
-    _, positions, groups, size = lanes.shape
-    panel = 0
-    for group in range(groups):
-        for column in range(0, size, width):
-            used = min(width, size - column)
-            for sample in range(first, last):
-                at = (panel * block + sample - first) * positions * width
-                for position in range(positions):
-                    for lane in range(used):
-                        packed[at + position * width + lane] = lanes[sample, position, group, column + lane]
-            panel += 1
+def _pack_block(x: Any, stride: int, samples: int, low: int, places: Any, packed: Any) -> None:
+    """Samples low .. low + 16 of x, entry i at packed[places[i]]; zeros beyond the last sample."""
+    used = min(LANES, samples - low)
+    for entry in range(places.size):
+        at, target = entry * stride + low, packed[places[entry] * LANES : places[entry] * LANES + LANES]
+        if used == LANES:  # a loop of known length is one instruction
+            source = x[at : at + LANES]
+            for lane in range(LANES):
+                target[lane] = source[lane]
+        else:
+            for lane in range(LANES):
+                target[lane] = x[at + lane] if lane < used else np.float32(0)
 
 
 @njit(nogil=True, cache=True)
-def run_windows(
-    scalars: Any,
-    group_stride: int,
-    base: Any,
-    offsets: Any,
-    rows: int,
-    lanes: Any,
+def run_pairs(
+    e: Any,
+    e_stride: int,
+    e_places: Any,
+    rows: Any,
+    row_steps: Any,
+    row_group: int,
+    a: Any,
+    a_stride: int,
+    a_places: Any,
+    a_size: int,
+    columns: Any,
+    column_steps: Any,
+    column_group: int,
+    groups: int,
+    height: int,
     width: int,
-    block: int,
+    samples: int,
     start: int,
     stop: int,
-    result: Any,
-    result_stride: int,
+    out: Any,
 ) -> None:
-    """The gradients g_b of samples start..stop in result (batch, tiles, 8, width), a block that fits in the cache at a
-    time."""
-    _, positions, groups, size = lanes.shape
-    panels, strips, stride = (size + width - 1) // width, offsets.size // ROWS, scalars.shape[1]
-    packed = np.zeros(groups * panels * block * positions * width, np.float32)
-    full, ragged = np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
-    ragged[: rows - (strips - 1) * ROWS] = 1
-    for first in range(start, stop, block):
-        last = min(stop, first + block)
-        _pack(lanes, first, last, block, width, packed)
-        for item in range(groups * panels * strips):
-            strip, panel = item % strips, item // strips
-            scalar_at = panel // panels * group_stride
-            lane_at = (panel * block - first) * positions * width  # so that sample `first` is at the start
-            mask = full if strip < strips - 1 else ragged
-            sequence(scalars, scalar_at, stride, base, offsets, strip * ROWS, packed, lane_at, width, first, last, mask, result, item * ROWS * width, result_stride)  # type: ignore[call-arg]  # fmt: skip  # noqa: E501
+    """Blocks start..stop of 16 samples of out (groups * height * width, samples); rows and columns fill whole tiles."""
+    target, wide = out.reshape(-1), out.shape[1]
+    left, right = np.empty(e_places.size * LANES, np.float32), np.zeros(a_size * LANES, np.float32)
+    tile = np.empty(PAIRS * LANES, np.float32)
+    for block in range(start, stop):
+        _pack_block(e, e_stride, samples, block * LANES, e_places, left)
+        _pack_block(a, a_stride, samples, block * LANES, a_places, right)
+        for group in range(groups):
+            from_row, from_column = left[group * row_group * LANES :], right[group * column_group * LANES :]
+            for row in range(0, height, PAIR_ROWS):
+                for column in range(0, width, PAIR_COLUMNS):
+                    _pair_tile(from_row, rows, row, row_steps, from_column, columns, column, column_steps, tile)  # type: ignore[call-arg]  # noqa: E501
+                    for r in range(min(PAIR_ROWS, height - row)):
+                        for c in range(min(PAIR_COLUMNS, width - column)):
+                            at = ((group * height + row + r) * width + column + c) * wide + block * LANES
+                            into, found = target[at : at + LANES], tile[(r * PAIR_COLUMNS + c) * LANES :]
+                            for lane in range(LANES):
+                                into[lane] = found[lane]
