@@ -8,6 +8,7 @@ compiled without contraction or reassociation, so each entry is the IEEE operati
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -121,27 +122,43 @@ def _pack(x: Any, stride: int, samples: int, low: int, start: int, stop: int, wi
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips(w: Any, row_stride: int, term_stride: int, rows: int, terms: int, strips: Any) -> None:
+def _fill_strips(w: Any, rows: int, terms: int, strips: Any) -> None:
+    """w[row * terms + term] -> strips (terms / 256, rows / 6, 256, 6), zeros beyond the last row."""
     for strip in range(strips.shape[1]):
         for begin in range(0, terms, DEPTH):
-            part = strips[begin // DEPTH, strip]
-            for row in range(min(STRIP, rows - strip * STRIP)):
-                at = (strip * STRIP + row) * row_stride + begin * term_stride
-                for term in range(min(DEPTH, terms - begin)):
-                    part[term, row] = w[at + term * term_stride]
+            part, depth = strips[begin // DEPTH, strip], min(DEPTH, terms - begin)
+            for row in range(STRIP):
+                if strip * STRIP + row < rows:
+                    own = w[(strip * STRIP + row) * terms + begin : (strip * STRIP + row) * terms + begin + depth]
+                    for term in range(depth):
+                        part[term, row] = own[term]
+                else:
+                    for term in range(depth):
+                        part[term, row] = 0
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips_across(w: Any, term_stride: int, rows: int, terms: int, strips: Any) -> None:
-    """The same where the rows of one term lie beside each other."""
+def _fill_strips_across(w: Any, rows: int, terms: int, strips: Any) -> None:
+    """The same of w[term * rows + row]."""
     for begin in range(0, terms, DEPTH):
-        for first in range(0, strips.shape[1], 16):
+        for strip in range(strips.shape[1]):
+            part, full = strips[begin // DEPTH, strip], strip * STRIP + STRIP <= rows
             for term in range(min(DEPTH, terms - begin)):
-                at = (begin + term) * term_stride
-                for strip in range(first, min(strips.shape[1], first + 16)):
-                    part = strips[begin // DEPTH, strip, term]
-                    for row in range(min(STRIP, rows - strip * STRIP)):
-                        part[row] = w[at + strip * STRIP + row]
+                at = (begin + term) * rows + strip * STRIP
+                for row in range(STRIP):
+                    part[term, row] = w[at + row] if full or strip * STRIP + row < rows else np.float32(0)
+
+
+_kept = threading.local()
+
+
+def _scratch(*shape: int) -> np.ndarray:
+    """Memory for weights in strips, kept by each thread: the system takes its time to hand out so much anew."""
+    size = int(np.prod(shape))
+    if getattr(_kept, "memory", np.empty(0)).size < size:
+        _kept.memory = np.empty(size, np.float32)
+    found: np.ndarray = _kept.memory[:size].reshape(shape)
+    return found
 
 
 @njit(nogil=True, cache=True)
@@ -177,11 +194,11 @@ class Samples:
 def product(w: np.ndarray, x: Samples, bias: np.ndarray | None, *, samples: int) -> np.ndarray:
     """(rows, samples) bias + w x of (rows, terms) weights, which may be transposed in memory."""
     rows, terms = w.shape
-    strips = np.zeros((-(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP), np.float32)
+    strips = _scratch(-(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP)
     if w.flags.c_contiguous:
-        _fill_strips(w.reshape(-1), terms, 1, rows, terms, strips)
+        _fill_strips(w.reshape(-1), rows, terms, strips)
     else:
-        _fill_strips_across(np.ascontiguousarray(w.T).reshape(-1), rows, rows, terms, strips)
+        _fill_strips_across(np.ascontiguousarray(w.T).reshape(-1), rows, terms, strips)
     count = strips.shape[1]
     shift = np.zeros(count * STRIP, np.float32)
     if bias is not None:
