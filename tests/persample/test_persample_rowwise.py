@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +17,9 @@ from attacks.cancelling_weights import cancelling_weights
 from bqsgd.errors import InvalidParameter
 from bqsgd.models import AlexNet28, LeNet5
 from bqsgd.persample import Clamp, check_samples_apart, clipped_gradients
-from bqsgd.persample.rows import loss_rows_for, packed_rows_for
+from bqsgd.persample.rows import loss_rows_for, packed_rows_for, rows_for
 from bqsgd.persample.rowwise import NotRowWise, RowWise
+from bqsgd.training.samples import Objective, Part
 
 
 def output_and_error(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,3 +170,60 @@ def test_a_model_that_knows_its_rows_is_found() -> None:
 def test_rows_follow_from_public_sizes_alone() -> None:
     assert [packed_rows_for(size) for size in (1, 32, 64, 128, 256, 512, 1024)] == [16, 48, 80, 160, 288, 288, 272]
     assert [loss_rows_for(size) for size in (1, 10, 1000, 10**6)] == [1024, 1024, 64, 16]
+    for size in range(1, 3000):
+        power = 1 << (size.bit_length() - 1)
+        assert packed_rows_for(size) == packed_rows_for(power)
+        assert rows_for(size) == rows_for(power)
+
+
+class Counting(nn.Module):
+    """Remembers how many rows it was given; with `sigmoid` it is not made of row-wise operations."""
+
+    def __init__(self, *, sigmoid: bool) -> None:
+        super().__init__()
+        self.out, self.sigmoid = nn.Linear(4, 3), sigmoid
+
+    def forward(self, x: Tensor) -> Tensor:
+        ROWS_SEEN.append(len(x))
+        return self.out(torch.sigmoid(x) if self.sigmoid else x)
+
+
+ROWS_SEEN: list[int] = []
+
+
+@pytest.mark.parametrize("batch_size", [100, 256, 300, 1000])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_has_the_rows_that_were_checked(batch_size: int, sigmoid: bool, packed: bool) -> None:
+    """Also where the batch size is no power of two, which sums over several parts divide by."""
+    objective = Objective(Counting(sigmoid=sigmoid), LOSS)
+    data, clip = (torch.randn(40, 4), torch.arange(40) % 3), Clamp(0.01)
+    ROWS_SEEN.clear()
+    objective.check(data, clip=clip, batch_size=batch_size, packed=packed)
+    checked = set(ROWS_SEEN)
+    ROWS_SEEN.clear()
+    mean, _ = objective.mean([Part(numbers=np.arange(40), data=data)], clip=clip, batch_size=batch_size, packed=packed)
+    trained = set(ROWS_SEEN)
+    ROWS_SEEN.clear()
+    alone = clipped_gradients(
+        objective.model, LOSS, data, indices=None if packed else torch.arange(40), clip=clip, batch_size=batch_size
+    )
+    assert trained == set(ROWS_SEEN) <= checked
+    assert np.allclose(mean, alone.mean.numpy(), rtol=1e-15)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 17, 32])
+def test_rows_without_a_sample_are_left_out(samples: int) -> None:
+    """Layers as wide as a pass has rows: what is left out must be rows, not coordinates."""
+    torch.manual_seed(4)
+    rows = packed_rows_for(16)
+    model = nn.Sequential(
+        nn.Linear(rows, rows), nn.ReLU(), nn.Unflatten(1, (1, rows)), nn.Linear(rows, rows), nn.Conv1d(1, rows, 3),
+        nn.Flatten(), nn.Linear(rows * (rows - 2), 3),
+    )  # fmt: skip
+    inputs, targets = torch.randn(samples, rows), torch.randint(0, 3, (samples,))
+    found = clipped_gradients(
+        model, LOSS, (inputs, targets), indices=torch.arange(samples), clip=Clamp(10.0), batch_size=16
+    ).mean
+    exact = torch.autograd.grad(LOSS(model(inputs), targets).sum() / 16, list(model.parameters()))
+    assert torch.allclose(found, torch.cat([part.flatten() for part in exact]).double(), rtol=1e-3, atol=1e-4)

@@ -20,7 +20,7 @@ from bqsgd.persample.factors import Factor, Outer, Summed, micro_batch
 from bqsgd.persample.functional import LossFunction, per_sample_gradients
 from bqsgd.persample.generators import alone, generators_kept
 from bqsgd.persample.gradients import errors_of_losses
-from bqsgd.persample.rows import aligned_zeros, packed_rows_for, rows_for
+from bqsgd.persample.rows import aligned_zeros, packed_rows_for, pass_rows_for
 from bqsgd.persample.rowwise import NotRowWise
 
 TOLERANCE = 1e-3
@@ -54,7 +54,7 @@ def check_samples_apart(
         try:
             seen(own, loss_fn, _company(batch, rows, generator), False)
         except (NotRowWise, NoRule):
-            rows, any_row, seen = rows if packed else rows_for(batch_size), packed, _seen
+            rows, any_row, seen = pass_rows_for(batch_size, packed=packed), packed, _seen
         _check_rows(partial(seen, probe, loss_fn), batch, rows, generator, any_row=any_row)
         if any(layer.training for layer in own.modules()):
             with torch.no_grad():

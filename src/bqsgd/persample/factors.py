@@ -274,15 +274,11 @@ class LinearWeight(Outer):
         return self.e[index].unsqueeze(1)
 
     def _pairs(self) -> kernels.Pairs:
-        return kernels.Pairs(
-            *(
-                kernels.Side(
-                    values, np.arange(self.positions * size), self.positions * size, np.arange(size),
-                    np.arange(self.positions) * size,
-                )
-                for values, size in ((self.e, self.outputs), (self.a, self.inputs))
-            )
-        )  # fmt: skip
+        def side(values: Tensor, size: int) -> kernels.Side:
+            every, steps = np.arange(self.positions * size), np.arange(self.positions) * size
+            return kernels.Side(values, every, len(every), np.arange(size), steps)
+
+        return kernels.Pairs(side(self.e, self.outputs), side(self.a, self.inputs))
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         if self.positions == 1:  # one product an entry
@@ -341,7 +337,7 @@ class ConvWeight(Outer):
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Where a patch lies in a flat padded sample: base of each position, offset of each input, stride of a group."""
+        """Where a patch lies in a flat padded sample: base of each position, offset of each input, a group's stride."""
         space = self.geometry.padded(self.a.shape[2:])
         steps = [int(np.prod(space[axis + 1 :])) for axis in range(len(space))]
         base, taps = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)

@@ -27,9 +27,9 @@ from bqsgd.persample.rows import (
     check_numbers,
     loss_rows_for,
     packed_rows_for,
+    pass_rows_for,
     passes,
     plan_chunks,
-    rows_for,
 )
 from bqsgd.persample.rowwise import NotRowWise
 from bqsgd.persample.rules import refuse_mixing
@@ -195,7 +195,7 @@ def _in_own_rows(
     numbers: npt.NDArray[np.int64] | None,
     batch_size: int,
 ) -> Iterator[tuple[int, list[Factor | None]]]:
-    rows = rows_for(batch_size) if numbers is not None else packed_rows_for(batch_size)
+    rows = pass_rows_for(batch_size, packed=numbers is None)
     for chunk, x, y in passes(inputs, targets, plan_chunks(len(inputs), numbers, rows), rows):
         yield len(chunk.rows), _kept(capture(model, loss_fn, x, y, parameters), chunk)
 
@@ -209,7 +209,8 @@ def _by_torch_func(
     numbers: npt.NDArray[np.int64] | None,
     batch_size: int,
 ) -> Iterator[tuple[int, list[Factor | None]]]:
-    rows = min(rows_for(batch_size), micro_batch(sum(parameter.numel() for parameter in parameters)))
+    most = micro_batch(sum(parameter.numel() for parameter in parameters))
+    rows = min(pass_rows_for(batch_size, packed=numbers is None), most)
     chunks = plan_chunks(len(inputs), numbers, rows)
     laid_out = passes(inputs, targets, chunks, rows)
     gradients = per_sample_gradients(model, loss_fn, ((x, y) for _, x, y in laid_out))

@@ -39,12 +39,20 @@ def rows_for(batch_size: int) -> int:
 def packed_rows_for(batch_size: int) -> int:
     """Rows of every pass where any sample may stand in any row, also from the *public* batch size alone.
 
-    A batch of up to 256 with two standard deviations of a Poisson batch: most go through in one pass. Whole vectors of
-    16; not a multiple of 128, where the entries of a sample would share a few lines of a core's nearest cache.
+    From the power of two below it, as `rows_for`: what is divided by another batch size with the same power has the
+    same rows. A batch of up to 256 with two standard deviations of a Poisson batch: most go through in one pass. Whole
+    vectors of 16; not a multiple of 128, where the entries of a sample would share a few lines of a core's nearest
+    cache.
     """
-    parts = -(-batch_size // MOST_PACKED)
-    rows = -(-math.ceil(batch_size + 2 * math.sqrt(batch_size)) // (16 * parts)) * 16
+    power = 1 << (batch_size.bit_length() - 1)
+    parts = -(-power // MOST_PACKED)
+    rows = -(-math.ceil(power + 2 * math.sqrt(power)) // (16 * parts)) * 16
     return rows + 16 if rows % 128 == 0 else rows
+
+
+def pass_rows_for(batch_size: int, *, packed: bool) -> int:
+    """Rows of every pass of a model that is not made of row-wise operations."""
+    return packed_rows_for(batch_size) if packed else rows_for(batch_size)
 
 
 def loss_rows_for(outputs: int) -> int:

@@ -113,9 +113,7 @@ def _samples(known: Pass, x: Tensor) -> kernels.Samples:
     rows, moved = len(x), x.detach().movedim(0, -1)
     wide = moved.stride(-2) if moved.dim() > 1 and moved.shape[-2] > 1 else rows
     usual = [int(np.prod(moved.shape[axis + 1 : -1])) * wide for axis in range(moved.dim() - 1)] + [1]
-    plain = all(
-        size == 1 or have == want for size, have, want in zip(moved.shape, moved.stride(), usual, strict=True)
-    )
+    plain = all(size == 1 or have == want for size, have, want in zip(moved.shape, moved.stride(), usual, strict=True))
     if plain and wide >= rows:
         entries = x[0].numel()
         flat = torch.as_strided(moved, ((entries - 1) * wide + rows,), (1,)) if entries else moved.reshape(-1)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from bqsgd.persample._kernels import tiles
 from bqsgd.persample._kernels.grid import Grid, held_to
+from bqsgd.persample._kernels.vectors import LANES
 
-AT_ONCE = tiles.LANES
+AT_ONCE = LANES
 """Samples whose gradients `Pairs` makes at once."""
 PIECES = 4
 """Parts a thread's work is cut into; any thread may take any part."""
@@ -209,9 +210,7 @@ def outer_steps(a: Tensor, e: Tensor, grid: Grid, weights: Tensor, out: Tensor, 
     def strips(start: int, stop: int) -> None:
         scalars = np.empty((stop - start, batch, 2 if bound else 1, tiles.OUTER_ROWS), np.float32)
         tiles.pack_scalars(errors, error_stride, rows, scales, factors, reach, start, scalars)
-        tiles.run_outer(
-            scalars, lanes, 0, stop - start, target[start * tiles.OUTER_ROWS : stop * tiles.OUTER_ROWS]
-        )
+        tiles.run_outer(scalars, lanes, 0, stop - start, target[start * tiles.OUTER_ROWS : stop * tiles.OUTER_ROWS])
 
     in_threads(strips, -(-rows // tiles.OUTER_ROWS))
 
@@ -269,8 +268,8 @@ class Pairs:
         e, a = self.errors.of(part), self.inputs.of(part)
         (left, left_stride), (right, right_stride) = samples_last(e.values), samples_last(a.values)
         batch, height, width = len(e.values), len(e.rows), len(a.rows)
-        blocks = -(-batch // tiles.LANES)
-        out = np.empty((self.groups * height * width, blocks * tiles.LANES), np.float32)
+        blocks = -(-batch // LANES)
+        out = np.empty((self.groups * height * width, blocks * LANES), np.float32)
         rows = np.pad(e.rows, (0, -height % tiles.PAIR_ROWS), mode="edge")
         columns = np.pad(a.rows, (0, -width % tiles.PAIR_COLUMNS), mode="edge")
         fixed = (left, left_stride, e.places, rows, e.steps, e.group, right, right_stride, a.places, a.size)

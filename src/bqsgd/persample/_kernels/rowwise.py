@@ -28,8 +28,8 @@ from bqsgd.persample._kernels.vectors import LANES, WORD, Emit
 STRIP = 6
 MANY = 4 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else 1
 """A tile of a product: 6 rows by 64 samples in 24 of 32 registers, or by 16 in 12 of 16."""
-DEPTH = 256
-"""Terms whose values stay in a core's cache while the rows pass by."""
+DEPTH, GROUP = 256, 4
+"""Terms and vectors of samples whose values stay in a core's cache while the rows pass by."""
 
 
 def _product_tile(vectors: int) -> Callable[..., None]:
@@ -167,24 +167,29 @@ def _run_product(
 ) -> None:
     """Rows of strips start..stop of out = bias + w x, from strips (terms / 256, rows / 6, 256, 6)."""
     flat, target, wide = strips.reshape(-1), out.reshape(-1), out.shape[1]
-    panel, order = np.empty(DEPTH * LANES * MANY, np.float32), np.arange(DEPTH)
+    panel, order = np.empty(DEPTH * LANES * GROUP, np.float32), np.arange(DEPTH)
     vectors = (samples + LANES - 1) // LANES
-    done = 0
-    while done < vectors:
-        count = _block(vectors - done)
+    for done in range(0, vectors, GROUP):
+        group = min(GROUP, vectors - done)
         for begin in range(0, terms, DEPTH):
-            depth = min(DEPTH, terms - begin)
-            _pack(x, stride, samples, done * LANES, begin, begin + depth, count * LANES, panel)
+            depth, at = min(DEPTH, terms - begin), 0
+            while at < group:
+                count = _block(group - at)
+                part = panel[at * LANES * DEPTH :]
+                _pack(x, stride, samples, (done + at) * LANES, begin, begin + depth, count * LANES, part)
+                at += count
             for strip in range(start, stop):
-                row_at = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP
-                out_at = strip * STRIP * wide + done * LANES
-                _run_tile(count, flat, row_at, order, panel, 0, order, 0, depth, bias, strip * STRIP, begin == 0, target, out_at, wide)  # fmt: skip  # noqa: E501
-        done += count
+                row_at, at = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP, 0
+                while at < group:
+                    count = _block(group - at)
+                    out_at = strip * STRIP * wide + (done + at) * LANES
+                    _run_tile(count, flat, row_at, order, panel, at * DEPTH // count, order, 0, depth, bias, strip * STRIP, begin == 0, target, out_at, wide)  # fmt: skip  # noqa: E501
+                    at += count
 
 
 @dataclass(frozen=True)
 class Samples:
-    """(entries, samples) values of which the first `live` samples count: entry i of sample j is flat[i * stride + j]."""
+    """(entries, samples) values, the first `live` samples of which count: entry i of sample j is flat[i * stride + j]."""
 
     flat: np.ndarray
     stride: int
@@ -503,9 +508,7 @@ def max_pool_backward(
 ) -> np.ndarray:
     out = np.empty(shape, np.float32)
     in_threads(
-        lambda start, stop: _max_pool_backward(
-            error[start:stop], chosen[start:stop], kernel, stride, out[start:stop]
-        ),
+        lambda start, stop: _max_pool_backward(error[start:stop], chosen[start:stop], kernel, stride, out[start:stop]),
         len(error),
     )
     return out

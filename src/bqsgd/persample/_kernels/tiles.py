@@ -149,7 +149,7 @@ def pack_lanes(a: Any, stride: int, size: int, scales: Any, start: int, stop: in
 def pack_scalars(
     e: Any, stride: int, size: int, scales: Any, weights: Any, reach: float, start: int, packed: Any
 ) -> None:
-    """e, divided by the lanes' powers of two -> packed (strips from `start`, batch, 1 or 2, 5): w e, and reach / |e|."""
+    """e, over the lanes' powers of two -> packed (strips from `start`, batch, 1 or 2, 5): w e, and reach / |e|."""
     strips, batch, parts = packed.shape[:3]
     for strip in range(strips):
         for at in range(OUTER_ROWS):
@@ -247,7 +247,7 @@ def run_pairs(
             from_row, from_column = left[group * row_group * LANES :], right[group * column_group * LANES :]
             for row in range(0, height, PAIR_ROWS):
                 for column in range(0, width, PAIR_COLUMNS):
-                    _pair_tile(from_row, rows, row, row_steps, from_column, columns, column, column_steps, tile)  # type: ignore[call-arg]  # noqa: E501
+                    _pair_tile(from_row, rows, row, row_steps, from_column, columns, column, column_steps, tile)  # type: ignore[call-arg]
                     for r in range(min(PAIR_ROWS, height - row)):
                         for c in range(min(PAIR_COLUMNS, width - column)):
                             at = ((group * height + row + r) * width + column + c) * wide + block * LANES
