@@ -189,7 +189,7 @@ def _run_product(
 
 @dataclass(frozen=True)
 class Samples:
-    """(entries, samples) values, the first `live` samples of which count: entry i of sample j is flat[i * stride + j]."""
+    """(entries, samples) values, the first `live` of which count: entry i of sample j is flat[i * stride + j]."""
 
     flat: np.ndarray
     stride: int
