@@ -227,3 +227,35 @@ def test_rows_without_a_sample_are_left_out(samples: int) -> None:
     ).mean
     exact = torch.autograd.grad(LOSS(model(inputs), targets).sum() / 16, list(model.parameters()))
     assert torch.allclose(found, torch.cat([part.flatten() for part in exact]).double(), rtol=1e-3, atol=1e-4)
+
+
+class Merging(nn.Module):
+    """Views its rows together with another dimension, as code for sequences does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 5), nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inner(x)).view(len(x), 4, 5).transpose(1, 2).reshape(len(x), 20))
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv1d(4, 2, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.conv(x)).view(-1, 4).tanh().view(len(x), 8))
+
+
+@pytest.mark.parametrize("make", [Merging, Flattening])
+def test_views_of_any_kind_are_taken(make: Callable[[], nn.Module]) -> None:
+    """Memory has the samples last where a model may expect them first."""
+    torch.manual_seed(5)
+    model, inputs, targets = make(), torch.randn(21, 4, 6), torch.randint(0, 3, (21,))
+    found = clipped_gradients(
+        model, LOSS, (inputs, targets), indices=torch.arange(21), clip=Clamp(10.0), batch_size=16
+    ).mean
+    exact = torch.autograd.grad(LOSS(model(inputs), targets).sum() / 16, list(model.parameters()))
+    assert torch.allclose(found, torch.cat([part.flatten() for part in exact]).double(), rtol=1e-3, atol=1e-4)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.persample._kernels.grid import MOST_COORDINATES, MOST_SAMPLES, SHRINK, Grid
+from bqsgd.persample._kernels.loops import in_lanes, usable
 from bqsgd.persample.capture import NoRule, capture, capture_row_wise, loss_errors, working
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.persample.factors import Dense, Factor, micro_batch
@@ -179,10 +180,14 @@ def _row_wise(
     batch_size: int,
 ) -> Iterator[tuple[int, list[Factor | None]]]:
     rows = packed_rows_for(batch_size)
-    for chunk, x, y in passes(inputs, targets, plan_chunks(len(inputs), None, rows), rows):
-        own = None if numbers is None else numbers[chunk.members.numpy()]
-        errors_at, live = partial(errors_of_losses, loss_fn, y[chunk.rows], own), len(chunk.rows)
-        factors = capture_row_wise(model, x, parameters, errors_at, live=live)
+    for chunk in plan_chunks(len(inputs), None, rows):
+        start, live = int(chunk.members[0]), len(chunk.members)  # rows as they come: neighbours
+        x, y = inputs[start : start + live], targets[start : start + live]
+        if not usable(x):
+            raise NotRowWise("the compiled loops take float32 on the CPU")
+        own = None if numbers is None else numbers[start : start + live]
+        errors_at = partial(errors_of_losses, loss_fn, y, own)
+        factors = capture_row_wise(model, in_lanes(x, rows), parameters, errors_at, live=live)
         yield GROUP_SAMPLES, _kept(factors, chunk)
 
 

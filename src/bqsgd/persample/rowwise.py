@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bqsgd.persample._kernels import rowwise as kernels
-from bqsgd.persample._kernels.loops import usable
+from bqsgd.persample._kernels.loops import samples_last, usable
 
 aten = torch.ops.aten
 
@@ -65,6 +65,11 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if func in VIEWS:
+            try:
+                return func(*args, **named)
+            except RuntimeError as error:  # of rows together with something else, which lie apart
+                raise NotRowWise(f"{func}: {error}") from error
         if func in EXACT:
             return func(*args, **named)
         if func in SUMS and named.get("alpha", 1) == 1:
@@ -79,7 +84,7 @@ EXACT = {
     aten.alias.default, aten.cat.default, aten.clone.default, aten.constant_pad_nd.default, aten.detach.default,
     aten.expand.default, aten.permute.default, aten.select.int, aten.select_backward.default, aten.slice.Tensor,
     aten.slice_backward.default, aten.split.Tensor, aten.squeeze.dim, aten.t.default, aten.transpose.int,
-    aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+    aten.unsqueeze.default, aten._unsafe_view.default, aten._reshape_alias.default,
     # select among values
     aten.relu.default, aten.relu_.default, aten.threshold_backward.default,
     # one IEEE operation an entry
@@ -87,6 +92,7 @@ EXACT = {
     # the mask of a dropout, drawn for every entry apart
     aten.empty_like.default, aten.bernoulli_.float, aten.div_.Scalar,
 }  # fmt: skip
+VIEWS = {aten.view.default}
 SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor}
 """One operation an entry unless a factor is given."""
 
@@ -110,15 +116,8 @@ def _rows_first(found: np.ndarray, rows: int) -> Tensor:
 def _samples(known: Pass, x: Tensor) -> kernels.Samples:
     """x (rows, ...) as (entries, rows)."""
     _check(x)
-    rows, moved = len(x), x.detach().movedim(0, -1)
-    wide = moved.stride(-2) if moved.dim() > 1 and moved.shape[-2] > 1 else rows
-    usual = [int(np.prod(moved.shape[axis + 1 : -1])) * wide for axis in range(moved.dim() - 1)] + [1]
-    plain = all(size == 1 or have == want for size, have, want in zip(moved.shape, moved.stride(), usual, strict=True))
-    if plain and wide >= rows:
-        entries = x[0].numel()
-        flat = torch.as_strided(moved, ((entries - 1) * wide + rows,), (1,)) if entries else moved.reshape(-1)
-        return kernels.Samples(flat.numpy(), wide, known.counted(rows))
-    return kernels.Samples(moved.contiguous().numpy().reshape(-1), rows, known.counted(rows))
+    flat, wide = samples_last(x)
+    return kernels.Samples(flat, wide, known.counted(len(x)))
 
 
 def _mm(known: Pass, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

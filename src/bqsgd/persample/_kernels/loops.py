@@ -55,6 +55,18 @@ def in_threads(work: Callable[[int, int], None], items: int) -> None:
         raise failures[0]
 
 
+_kept = threading.local()
+
+
+def scratch(name: str, *shape: int) -> np.ndarray:
+    """float32 memory for one use at a time, kept by each thread: the system takes its time to hand out so much anew."""
+    size = int(np.prod(shape))
+    if getattr(_kept, name, np.empty(0)).size < size:
+        setattr(_kept, name, np.empty(size, np.float32))
+    found: np.ndarray = getattr(_kept, name)[:size].reshape(shape)
+    return found
+
+
 def usable(values: Tensor) -> bool:
     """Whether the kernels take this tensor; everything else goes through torch."""
     return values.device.type == "cpu" and values.dtype == torch.float32
@@ -70,7 +82,35 @@ def samples_last(values: Tensor) -> tuple[np.ndarray, int]:
     if moved.stride(1) == 1 and moved.stride(0) >= samples and entries > 1:
         stride = moved.stride(0)
         return torch.as_strided(moved, ((entries - 1) * stride + samples,), (1,)).numpy(), stride
+    if usable(values) and moved.numel():
+        moved = in_lanes(values.flatten(1), samples).t()
     return moved.contiguous().numpy().reshape(-1), samples
+
+
+@njit(nogil=True, cache=True)
+def _transpose(values: np.ndarray, samples: int, size: int, start: int, stop: int, out: np.ndarray) -> None:
+    """Entries start * 16 .. stop * 16 of (samples, size) -> (size, samples and zeros), a square of 16 at a time."""
+    flat, wide = out.reshape(-1), out.shape[1]
+    for column in range(start, stop):
+        for row in range(0, wide, LANES):
+            if row + LANES <= samples and column * LANES + LANES <= size:  # loops of known length
+                for i in range(LANES):
+                    for j in range(LANES):
+                        flat[(column * LANES + i) * wide + row + j] = values[(row + j) * size + column * LANES + i]
+            else:
+                for i in range(min(LANES, size - column * LANES)):
+                    for j in range(min(LANES, wide - row)):
+                        at = (row + j) * size + column * LANES + i
+                        held = values[at] if row + j < samples else np.float32(0)
+                        flat[(column * LANES + i) * wide + row + j] = held
+
+
+def in_lanes(values: Tensor, rows: int) -> Tensor:
+    """(rows, ...) with those of `values` first and zeros after them, the samples of an entry beside each other."""
+    flat, size = values.detach().contiguous().view(-1).numpy(), values[0].numel()
+    out, samples = np.empty((size, rows), np.float32), len(values)
+    in_threads(lambda start, stop: _transpose(flat, samples, size, start, stop, out), -(-size // LANES))
+    return torch.from_numpy(out).view(*values.shape[1:], rows).movedim(-1, 0)
 
 
 BESIDE = 128
@@ -202,13 +242,13 @@ def outer_steps(a: Tensor, e: Tensor, grid: Grid, weights: Tensor, out: Tensor, 
     (batch, columns), rows, target = a.shape, e.shape[1], out.numpy()
     scales = np.ldexp(1.0, -np.frexp(largest(a).numpy())[1])
     factors, reach = (weights / grid.step).numpy(), held_to(bound)
-    lanes = np.empty((-(-columns // tiles.OUTER_WIDTH), batch, tiles.OUTER_WIDTH), np.float32)
+    lanes = scratch("lanes", -(-columns // tiles.OUTER_WIDTH), batch, tiles.OUTER_WIDTH)
     in_threads(
         lambda start, stop: tiles.pack_lanes(inputs, input_stride, columns, scales, start, stop, lanes), len(lanes)
     )
 
     def strips(start: int, stop: int) -> None:
-        scalars = np.empty((stop - start, batch, 2 if bound else 1, tiles.OUTER_ROWS), np.float32)
+        scalars = scratch("scalars", stop - start, batch, 2 if bound else 1, tiles.OUTER_ROWS)
         tiles.pack_scalars(errors, error_stride, rows, scales, factors, reach, start, scalars)
         tiles.run_outer(scalars, lanes, 0, stop - start, target[start * tiles.OUTER_ROWS : stop * tiles.OUTER_ROWS])
 

@@ -8,7 +8,6 @@ compiled without contraction or reassociation, so each entry is the IEEE operati
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from bqsgd.persample._kernels.loops import in_threads
+from bqsgd.persample._kernels.loops import in_threads, scratch
 from bqsgd.persample._kernels.vectors import LANES, WORD, Emit
 
 STRIP = 6
@@ -149,18 +148,6 @@ def _fill_strips_across(w: Any, rows: int, terms: int, strips: Any) -> None:
                     part[term, row] = w[at + row] if full or strip * STRIP + row < rows else np.float32(0)
 
 
-_kept = threading.local()
-
-
-def _scratch(*shape: int) -> np.ndarray:
-    """Memory for weights in strips, kept by each thread: the system takes its time to hand out so much anew."""
-    size = int(np.prod(shape))
-    if getattr(_kept, "memory", np.empty(0)).size < size:
-        _kept.memory = np.empty(size, np.float32)
-    found: np.ndarray = _kept.memory[:size].reshape(shape)
-    return found
-
-
 @njit(nogil=True, cache=True)
 def _run_product(
     strips: Any, terms: int, x: Any, stride: int, samples: int, bias: Any, start: int, stop: int, out: Any
@@ -199,7 +186,7 @@ class Samples:
 def product(w: np.ndarray, x: Samples, bias: np.ndarray | None, *, samples: int) -> np.ndarray:
     """(rows, samples) bias + w x of (rows, terms) weights, which may be transposed in memory."""
     rows, terms = w.shape
-    strips = _scratch(-(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP)
+    strips = scratch("strips", -(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP)
     if w.flags.c_contiguous:
         _fill_strips(w.reshape(-1), rows, terms, strips)
     else:

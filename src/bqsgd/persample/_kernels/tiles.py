@@ -135,14 +135,18 @@ def pack_lanes(a: Any, stride: int, size: int, scales: Any, start: int, stop: in
     for panel in range(start, stop):
         used = min(OUTER_WIDTH, size - panel * OUTER_WIDTH)
         for first in range(0, batch, LANES):
-            last = min(batch, first + LANES)
-            for lane in range(used):
-                source = (panel * OUTER_WIDTH + lane) * stride
-                for sample in range(first, last):
-                    packed[panel, sample, lane] = np.float32(np.float64(a[source + sample]) * scales[sample])
-        for sample in range(batch):
-            for lane in range(used, OUTER_WIDTH):
-                packed[panel, sample, lane] = np.float32(0)
+            if used == OUTER_WIDTH and first + LANES <= batch:  # loops of known length
+                for lane in range(OUTER_WIDTH):
+                    source = (panel * OUTER_WIDTH + lane) * stride + first
+                    for sample in range(LANES):
+                        scaled = np.float32(np.float64(a[source + sample]) * scales[first + sample])
+                        packed[panel, first + sample, lane] = scaled
+            else:
+                for lane in range(OUTER_WIDTH):
+                    source = (panel * OUTER_WIDTH + lane) * stride
+                    for sample in range(first, min(batch, first + LANES)):
+                        value = np.float64(a[source + sample]) * scales[sample] if lane < used else 0.0
+                        packed[panel, sample, lane] = np.float32(value)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
