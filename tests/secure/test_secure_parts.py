@@ -90,7 +90,7 @@ def test_products_are_those_of_the_field():
     words = np.arange(256, dtype=np.uint8).view(np.uint64)
     for factor in range(1, 256):
         result = np.empty_like(words)
-        _scaled(words, np.uint64(factor), result)
+        _scaled(words, np.uint64(factor), result, np.empty_like(words))
         assert result.tobytes() == bytes(slow(value, factor) for value in range(256))
         assert int(_product(np.uint64(factor), np.uint64(29))) == slow(factor, 29)
 
@@ -114,6 +114,10 @@ def test_noise_parts_add_up_for_every_number_of_survivors(n, f, t):
             assert max(kept) - min(kept) <= 1
             assert set(kept) <= set(parts.cuts)
             assert parts.in_sum(survivors) == sum(kept)
+            rank, low, high = parts.unneeded(survivors)
+            assert [low if r < rank else high for r in range(survivors)] == [
+                parts.first_unneeded(survivors, r) for r in range(survivors)
+            ]
             if t == 0:
                 assert sum(kept) == total
         assert parts.drawn == -(-total // rule.honest)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -507,6 +506,8 @@ class SumClient:
         noise, per_round = agreed.noise, messages.secrets_per_round(agreed) * SHARE_BYTES
         first = (round - batch.first_round) * per_round
         listed, for_survivors, for_missing = frozenset(survivors), {}, {}
+        rank, low, high = noise.unneeded(len(survivors))
+        boundary = survivors[rank] if rank < len(survivors) else survivors[-1] + 1
         for client, text in batch.held.items():
             shares = text[first : first + per_round]
             if client not in listed:
@@ -518,14 +519,14 @@ class SumClient:
                 if not batch.strangers[client].isdisjoint(listed):
                     cut = min(batch.strangers[client] & listed)
                     raise ForeignClient(f"client {client} is listed with client {cut} and shares no mask with it")
-            part = noise.first_unneeded(len(survivors), bisect_left(survivors, client))
+            part = low if client < boundary else high
             start = (2 + part) * SHARE_BYTES
             seed_share = shares[start : start + SHARE_BYTES] if part < noise.parts else _NO_SHARE
             for_survivors[client] = (shares[:SHARE_BYTES], seed_share)
         own, self_seed, noise_seed = batch.secrets[round], _NO_SEED, _NO_SEED
         if agreed.rule.sparse is None:  # elsewhere a client could be deceived, and its neighbours with it
             self_seed = own.self_seed
-            unneeded = own.noise_seeds[noise.first_unneeded(len(survivors), bisect_left(survivors, self.number)) :]
+            unneeded = own.noise_seeds[low if self.number < boundary else high :]
             noise_seed = unneeded[0] if unneeded else _NO_SEED
         return Unmasking(
             header=self._header(Kind.UNMASKING, round),

@@ -162,7 +162,8 @@ def _places(packed: Bytes, size: int) -> list[int]:
     bits = np.unpackbits(found, bitorder="little")
     if bits[size:].any():
         raise BadSecureMessage("bits after the last one must be zero")
-    return [int(place) for place in np.flatnonzero(bits[:size])]
+    places: list[int] = np.flatnonzero(bits[:size]).tolist()
+    return places
 
 
 def write_batch(header: SumHeader, agreement: Agreement) -> bytes:
@@ -416,7 +417,7 @@ def read_survivors(message: Bytes, agreement: Agreement) -> tuple[SumHeader, tup
     header = read_header(message, agreement, Kind.SURVIVORS)
     clients = agreement.members.clients
     places = _places(memoryview(message)[HEADER_BYTES:], len(clients))
-    return header, tuple(clients[place] for place in places)
+    return header, tuple(map(clients.__getitem__, places))
 
 
 def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivors: tuple[int, ...]) -> bytes:

@@ -27,8 +27,8 @@ from bqsgd.secure.graph import Thresholds
 from bqsgd.secure.masks import Lanes, derive, lane_type
 
 PIECE = 64
-"""Trials drawn at a time. Up to here the sampler's law is Bin(m, 1/2) to the last bit (`bqsgd.noise`), so that pieces
-add up to exactly the binomial of their total."""
+"""Trials drawn at a time. Up to here the encoder's law is Bin(m, 1/2) to the last bit (`bqsgd.noise`), as that of bits
+is, so that pieces add up to exactly the binomial of their total."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,12 @@ class NoiseParts:
         """The first part to reveal; `parts` if all are needed."""
         return self.cuts.index(self.kept(survivors, rank))
 
+    def unneeded(self, survivors: int) -> tuple[int, int, int]:
+        """(rank, first, other): ranks below `rank` reveal from part `first` on, all others from part `other` on."""
+        rest = self.total % (survivors - self.rule.colluders)
+        rank = self.rule.colluders + rest if rest else 0
+        return rank, self.first_unneeded(survivors, 0), self.first_unneeded(survivors, survivors - 1)
+
     def in_sum(self, survivors: int) -> int:
         """Trials of all survivors together, colluders included."""
         return sum(self.kept(survivors, rank) for rank in range(survivors))
@@ -92,12 +98,14 @@ class NoiseParts:
 
 
 def add_binomial(total: Lanes, trials: int, rng: NoiseSource, *, subtract: bool = False) -> None:
-    """Add (or subtract) an exact Bin(trials, 1/2) to every lane of `total`, in place."""
-    zeros = np.zeros(total.size, dtype=np.float32)
+    """Add (or subtract) an exact Bin(trials, 1/2) to every lane of `total`, in place: the ones among random bits."""
     for first in range(0, trials, PIECE):
-        piece = Mechanism(levels=1, trials=min(PIECE, trials - first))
-        # The value 0 is a quantiser point: its code is 1 + Bin(m, 1/2), without any rounding.
-        drawn = encode(zeros, piece, range=1.0, rng=rng).astype(total.dtype) - total.dtype.type(1)
+        piece = min(PIECE, trials - first)
+        size = next(size for size in (1, 2, 4, 8) if 8 * size >= piece)
+        words = rng.words(-(-total.size * size // 8))
+        bits = words.view(f"<u{size}")[: total.size]
+        bits &= bits.dtype.type((1 << piece) - 1)
+        drawn = np.bitwise_count(bits).astype(total.dtype, copy=False)
         (np.subtract if subtract else np.add)(total, drawn, out=total)
 
 

@@ -68,15 +68,22 @@ def combine(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
 
 
 @nb.njit(cache=True, nogil=True)
-def _scaled(words: _Words, factor: np.uint64, result: _Words) -> None:
-    """result = factor * words in GF(2^8), modulo x^8 + x^4 + x^3 + x + 1, for each of the eight bytes of a word."""
+def _scaled(words: _Words, factor: np.uint64, result: _Words, power: _Words) -> None:
+    """result = factor * words in GF(2^8), modulo x^8 + x^4 + x^3 + x + 1, for each of the eight bytes of a word.
+
+    power: room for as many words.
+    """
     for index in range(words.size):
-        power, total, left = words[index], np.uint64(0), factor
-        while left:
-            total ^= power * (left & _ONE)
-            power = ((power & _LOW) << _ONE) ^ (((power >> _SEVEN) & _ONES) * _REDUCTION)
-            left >>= _ONE
-        result[index] = total
+        power[index] = words[index]
+        result[index] = words[index] * (factor & _ONE)
+    factor >>= _ONE
+    while factor:
+        for index in range(words.size):
+            word = power[index]
+            word = ((word & _LOW) << _ONE) ^ (((word >> _SEVEN) & _ONES) * _REDUCTION)
+            power[index] = word
+            result[index] ^= word * (factor & _ONE)
+        factor >>= _ONE
 
 
 @nb.njit(cache=True, nogil=True)
@@ -84,13 +91,14 @@ def _evaluate(coefficients: _Words, points: _Words) -> _Words:
     """Polynomials at points, by Horner's rule."""
     threshold, words = coefficients.shape
     shares = np.empty((points.size, words), dtype=np.uint64)
+    scaled, power = np.empty(words, dtype=np.uint64), np.empty(words, dtype=np.uint64)
     for row in range(points.size):
         share = shares[row]
         share[:] = coefficients[threshold - 1]
-        for power in range(threshold - 2, -1, -1):
-            _scaled(share, points[row], share)
+        for degree in range(threshold - 2, -1, -1):
+            _scaled(share, points[row], scaled, power)
             for index in range(words):
-                share[index] ^= coefficients[power, index]
+                share[index] = scaled[index] ^ coefficients[degree, index]
     return shares
 
 
@@ -108,7 +116,7 @@ def _product(one: np.uint64, other: np.uint64) -> np.uint64:
 def _at_zero(points: _Words, values: _Words) -> _Words:
     """Lagrange's interpolation at 0; subtraction is exclusive or."""
     total = np.zeros(values.shape[1], dtype=np.uint64)
-    scaled = np.empty_like(total)
+    scaled, power = np.empty_like(total), np.empty_like(total)
     for row in range(points.size):
         over, under = _ONE, _ONE
         for other in range(points.size):
@@ -119,7 +127,7 @@ def _at_zero(points: _Words, values: _Words) -> _Words:
         for _ in range(7):  # 1 / under = under^254 = under^2 under^4 ... under^128
             under = _product(under, under)
             inverse = _product(inverse, under)
-        _scaled(values[row], _product(over, inverse), scaled)
+        _scaled(values[row], _product(over, inverse), scaled, power)
         for index in range(total.size):
             total[index] ^= scaled[index]
     return total

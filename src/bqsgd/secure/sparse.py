@@ -29,12 +29,14 @@ FAILURE_BITS = 40
 """A round of a sparse sum is safe except with probability 2^-40."""
 MAX_SPARSE = 10_000
 _PART = 2.0 ** -(FAILURE_BITS + 2)
-_LOST_CLIENT = 1e-3
+_LOST_CLIENT = 3e-3
 """Share of clients that a round may lose because too many of their neighbours are missing."""
 _LOST_SECRET = 1e-6
 _TILTS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 _EXACT_UP_TO = 48
-_COMMITTEE = 160
+_COMMITTEE = 240
+_CHECK = 30
+"""What a signature to verify costs beside a holder more."""
 _Logs = npt.NDArray[np.float64]
 
 
@@ -77,7 +79,7 @@ def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
             threshold = next((k for k in range(1, holders + 1) if _opened(n, t, holders, k, passed) <= _PART), None)
             if threshold is None or binom.sf(holders - threshold, holders, f / n) > _LOST_SECRET:
                 continue
-            if best is None or 16 * checked + holders < best[0]:
+            if best is None or _CHECK * checked + holders < best[0]:
                 numbers = Sparse(
                     masks=masks,
                     away=away,
@@ -88,7 +90,7 @@ def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
                     checked=checked,
                     failure=cut + _PART + _opened(n, t, holders, threshold, passed),
                 )
-                best = (16 * checked + holders, numbers)
+                best = (_CHECK * checked + holders, numbers)
             break
     if best is None:
         raise _too_many(n, f, t)
