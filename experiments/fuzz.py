@@ -1,7 +1,8 @@
 """Fuzzing every reader of a stranger's bytes: valid files and messages, mutated, and nothing but documented errors.
 
 python -m experiments.fuzz                       # 100,000 cases per reader (minutes each), writes results/fuzz.json
-python -m experiments.fuzz --cases 2000 ledger   # fewer, of one reader; writes nothing
+python -m experiments.fuzz rosters               # the same for some; the others' results stay
+python -m experiments.fuzz --cases 2000 ledgers  # fewer; writes nothing
 
 Frames have a battery of their own (tests/wire/test_wire_fuzz.py). Mutations know the structure (JSON and TOML trees,
 the header of a safetensors file, a ledger's chain, checksums) and are sealed again where a checksum would end the case
@@ -479,6 +480,36 @@ def data_files(folder: Path) -> Reader:
     return Reader(corpus, case, lambda content: parse_idx(content, dimensions=1 if content[3:4] == b"\1" else 3))
 
 
+def sum_messages(kind: str) -> Callable[[Path], Reader]:
+    """One kind of message of a secure sum, on both graphs."""
+
+    def reader(folder: Path) -> Reader:
+        from experiments.fuzz_sums import message_case, sum_corpus
+
+        from bqsgd.secure.messages import Kind
+
+        corpus, read = sum_corpus(Kind[kind.upper().replace(" ", "_")])
+
+        def case(content: tuple[bool, bytes], rng: random.Random) -> bytes:
+            return bytes([content[0]]) + message_case(content[1], rng, mutate_bytes)
+
+        return Reader(corpus, case, lambda content: read(bool(content[0]), content[1:]))
+
+    return reader
+
+
+def kept_states(folder: Path) -> Reader:
+    """What a client of a secure sum keeps between messages."""
+    from experiments import fuzz_sums
+
+    corpus, read = fuzz_sums.kept_states()
+    return Reader(corpus, _document(json_text), read)
+
+
+SUM_MESSAGES = (
+    "batch", "keys", "key bundle", "shares", "share bundle", "partners", "partner bundle", "masked", "survivors",
+    "signature", "certificate", "unmasking",
+)  # fmt: skip
 READERS: dict[str, Callable[[Path], Reader]] = {
     "guarantees": guarantees,
     "first messages": first_messages,
@@ -490,6 +521,8 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "model messages": model_messages,
     "model changes": model_changes,
     "data files": data_files,
+    "kept states of secure sums": kept_states,
+    **{f"secure sums: {kind}": sum_messages(kind) for kind in SUM_MESSAGES},
 }
 
 

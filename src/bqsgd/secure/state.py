@@ -159,7 +159,7 @@ def read_state(content: bytes, agreement: Agreement, client: int) -> ClientState
         state = ClientState(int(said["epoch"]), bytes.fromhex(said["cipher"]), common)
         if said["batch"] is not None:
             state.batch = _read_batch(said["batch"], agreement)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SecureSumError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, SecureSumError) as error:
         if isinstance(error, InvalidParameter):
             raise
         raise InvalidParameter(f"the kept state of client {client} cannot be read: {error}") from error

@@ -1,0 +1,437 @@
+"""The sparse graph: its bounds against enumeration, sums on it, and a server that tries everything against it."""
+
+import contextlib
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from bqsgd.errors import (
+    BadShares,
+    BadSignature,
+    ConflictingSurvivors,
+    ForeignClient,
+    Infeasible,
+    InvalidParameter,
+    RoundUsed,
+    TooFewClients,
+    WrongRound,
+)
+from bqsgd.secure import messages
+from bqsgd.secure.agreement import Agreement
+from bqsgd.secure.graph import Graph, Thresholds, thresholds
+from bqsgd.secure.masks import add_mask, scratch_for, self_key
+from bqsgd.secure.messages import Kind, SumHeader, read_masked
+from bqsgd.secure.roster import Roster
+from bqsgd.secure.sparse import _TILTS, Sparse, _committee, _crossings, _opened, cut_probability
+from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, roster, some_codes
+
+N = 12
+
+
+@pytest.mark.parametrize(("n", "t"), [(6, 1), (7, 1), (8, 2)])
+def test_the_bound_on_crossings_holds_over_all_cyclic_orders(n, t):
+    """E[tilt^X] by enumeration; the bound is never below it, and close to it where colluders hardly count."""
+    table = _crossings(n, t)
+    for s in range(1, (n - t) // 2 + 1):
+        found = np.zeros(len(_TILTS))
+        count = 0
+        for rest in itertools.permutations(range(1, n)):
+            order = (0, *rest)
+            kinds = ["S" if x < s else "C" if x < s + t else "U" for x in order]
+            crossings = sum({kinds[i], kinds[i - 1]} == {"S", "U"} for i in range(n))
+            found += np.array(_TILTS) ** crossings
+            count += 1
+        exact = np.log(found / count)
+        assert (table[:, s - 1] >= exact - 1e-9).all()
+        assert table[-1, s - 1] <= exact[-1] + 0.3
+
+
+def small_graph(seed, n, masks, away):
+    numbers = Sparse(
+        masks=masks, away=away, holders=masks, threshold=1, committee=2, quorum=1, checked=1, failure=1.0
+    )  # fmt: skip
+    rule = Thresholds(clients=n, dropouts=n - 2, colluders=0, sparse=numbers)
+    return Graph(Roster(roster(n).keys, seed.to_bytes(32, "little")), rule)
+
+
+def parts_of(graph, there):
+    """The connected parts of the mask graph among `there`."""
+    left, parts = set(there), []
+    while left:
+        part, edge = set(), [left.pop()]
+        while edge:
+            client = edge.pop()
+            part.add(client)
+            near = left & set(graph.masks(client))
+            left -= near
+            edge += near
+        parts.append(part)
+    return parts
+
+
+@pytest.mark.parametrize(("masks", "away"), [(4, 0), (6, 1), (8, 1)])
+def test_graphs_are_cut_no_more_often_than_the_bound_says(masks, away):
+    """A server that tries every list of survivors (up to two missing) against 100 graphs."""
+    n, t, graphs = 12, 1, 100
+    cut = 0
+    for seed in range(graphs):
+        graph = small_graph(seed, n, masks, away)
+        honest = tuple(range(t, n))
+        lists = (
+            tuple(c for c in range(n) if c not in missing)
+            for size in range(3)
+            for missing in itertools.combinations(honest, size)
+        )
+        for listed in lists:
+            if not graph.too_far_away(listed) and len(parts_of(graph, [c for c in listed if c >= t])) > 1:
+                cut += 1
+                break
+    bound = cut_probability(n, t, masks=masks, away=away)
+    assert stats.binom.sf(cut - 1, graphs, bound) > 1e-3
+    assert bound < 1
+
+
+def test_bounds_of_the_committee_and_the_holders():
+    size, quorum, passed = _committee(1000, 50, 50)
+    worst = stats.hypergeom.isf(2.0**-42, 1000, 50, size)
+    good = (size + int(worst) + 1) // 2
+    assert passed(3) == math.comb(good, 3) / math.comb(quorum, 3)
+    rng = np.random.default_rng(1)
+    holders, t, n = 20, 100, 1000
+    slots = rng.hypergeometric(t, n - 1 - t, 2, size=(200_000, holders // 2)).sum(axis=1)
+    bad = slots + rng.binomial(holders - slots, 0.1)
+    for threshold in range(9, 14):
+        assert min(1.0, (bad >= threshold).mean() * n) <= _opened(n, t, holders, threshold, 0.1)
+    assert _opened(n, t, holders, 14, 0.1) < 1e-2
+
+
+def test_numbers_that_fail_are_not_given():
+    with pytest.raises(Infeasible):
+        thresholds(clients=300, dropouts=100, colluders=100)
+    with pytest.raises(Infeasible):
+        thresholds(clients=20_000, dropouts=100, colluders=100)
+    assert thresholds(clients=300, dropouts=10, colluders=10).failure < 2**-40
+
+
+def test_a_sparse_graph_needs_the_seed_and_the_whole_roster():
+    rule = Thresholds(clients=N, dropouts=2, colluders=0, sparse=SMALL_SPARSE)
+    agreed = Agreement(roster=Roster(roster(N).keys), run="a", rule=rule, dimension=3, width=8)
+    with pytest.raises(InvalidParameter, match="seed"):
+        agreed.graph  # noqa: B018
+    with pytest.raises(InvalidParameter, match="cohort"):
+        Agreement(roster=roster(N + 1), run="a", rule=rule, dimension=3, width=8)
+
+
+def test_neighbours_are_mutual_and_other_seeds_give_others():
+    graph = small_graph(1, 30, 6, 2)
+    other = small_graph(2, 30, 6, 2)
+    for client in range(30):
+        assert all(client in graph.masks(near) for near in graph.masks(client))
+        assert len(graph.masks(client)) <= 6
+    assert any(graph.masks(client) != other.masks(client) for client in range(30))
+
+
+# Sums.
+
+
+def sparse_agreement(**changes):
+    return agreement(N, sparse=SMALL_SPARSE, **{"dropouts": 3, "dimension": 4, "width": 9, **changes})
+
+
+def try_pattern(federation, codes, round, later):
+    """The sum over those that were there, or a refusal."""
+    try:
+        total = federation.sum(codes, round=round, **later)
+    except TooFewClients:
+        return False
+    assert set(total.survivors) <= set(later["masked"])
+    assert np.array_equal(total.lanes, plain_sum(codes, total.survivors, federation.agreement.width))
+    return True
+
+
+def dropouts(seeds):
+    codes, sums = some_codes(sparse_agreement()), 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        leaves = {client: 6 if rng.random() < 0.85 else rng.randrange(6) for client in range(N)}
+        stay = [[client for client in range(N) if leaves[client] > step] for step in range(6)]
+        federation = Federation(sparse_agreement(trials=rng.choice([0, 20])), seed=seed)
+        try:
+            federation.begin(keys=stay[0], shares=stay[1], stated=stay[2])
+        except TooFewClients:
+            continue
+        zero = federation.agreement.trials == 0
+        later = {"masked": stay[3], "signed": stay[4], "unmasked": stay[5]}
+        if zero:
+            sums += try_pattern(federation, codes, 0, later)
+        else:
+            with contextlib.suppress(TooFewClients):
+                federation.sum(codes, **later)
+        assert all(len(kinds) == 1 for kinds in federation.revealed.values())
+    return sums
+
+
+def test_whoever_leaves_a_sparse_sum_at_whichever_step():
+    assert dropouts(range(8)) > 1
+
+
+@pytest.mark.slow
+def test_whoever_leaves_a_sparse_sum_at_whichever_step_many_times():
+    assert dropouts(range(40, 2000)) > 200
+
+
+def test_the_noise_that_is_not_needed_is_taken_out_on_a_sparse_graph():
+    agreed = agreement(N, dropouts=3, dimension=3000, width=12, trials=100, sparse=SMALL_SPARSE)
+    federation = Federation(agreed)
+    federation.begin(rounds=2)
+    zeros = {client: np.zeros(3000, dtype=np.uint8) for client in range(N)}
+    for round, there in enumerate([range(N), range(2, N)]):
+        total = federation.sum(zeros, round=round, masked=there)
+        extra = total.trials - len(total.survivors) * agreed.noise.cuts[0]
+        assert abs(total.lanes.mean() - extra / 2) < 0.5
+
+
+@pytest.mark.slow
+def test_a_sum_over_more_clients_than_a_full_graph_has():
+    agreed = agreement(210, dropouts=10, colluders=10, dimension=5, width=12)
+    assert agreed.rule.sparse is not None
+    federation = Federation(agreed)
+    federation.begin()
+    codes = some_codes(agreed)
+    total = federation.sum(codes, masked=range(4, 210))
+    assert np.array_equal(total.lanes, plain_sum(codes, total.survivors, 12))
+    assert len(total.survivors) >= 200
+
+
+# The server's lies.
+
+
+@pytest.fixture
+def federation():
+    return Federation(sparse_agreement())
+
+
+def masked(federation):
+    codes = some_codes(federation.agreement)
+    for number in federation.server.stated:
+        federation.clients[number].mask(0, codes[number])
+
+
+def survivors(federation, client, listed):
+    header = SumHeader(kind=Kind.SURVIVORS, epoch=1, round=0, client=client)
+    return messages.write_survivors(header, federation.agreement, tuple(listed))
+
+
+def certificate(federation, client, listed, signers=None, **forged):
+    agreed = federation.agreement
+    statement = messages.survivors_statement(agreed, epoch=1, round=0, survivors=tuple(listed))
+    chosen = [c for c in agreed.graph.committee if c in listed] if signers is None else signers
+    signatures = {c: identity(c).sign(statement) for c in chosen} | forged.get("forged", {})
+    header = SumHeader(kind=Kind.CERTIFICATE, epoch=1, round=0, client=client)
+    return messages.write_certificate(header, agreed, signatures)
+
+
+def test_a_second_list_and_a_forged_certificate(federation):
+    federation.begin()
+    masked(federation)
+    everybody = tuple(range(N))
+    client = federation.agreement.graph.committee[0]
+    state_machine = federation.clients[client]
+    state_machine.sign(survivors(federation, client, everybody))
+    with pytest.raises(ConflictingSurvivors):
+        state_machine.sign(survivors(federation, client, everybody[:-1]))
+    with pytest.raises(TooFewClients):
+        state_machine.unmask(
+            certificate(federation, client, everybody, signers=federation.agreement.graph.committee[:3])
+        )
+    forged = dict.fromkeys(federation.agreement.graph.committee, bytes(64))
+    with pytest.raises(BadSignature):
+        state_machine.unmask(certificate(federation, client, everybody, forged=forged))
+    with pytest.raises(RoundUsed):
+        state_machine.unmask(certificate(federation, client, everybody))
+
+
+def test_a_list_that_leaves_a_survivor_without_its_neighbours(federation):
+    """The server says that a client's neighbours are missing, so that it would stand alone: the committee refuses."""
+    federation.begin()
+    masked(federation)
+    graph = federation.agreement.graph
+    lonely = next(c for c in range(N) if len(graph.masks(c)) == 4)
+    listed = [c for c in range(N) if c not in graph.masks(lonely)[:3]]
+    signer = next(c for c in graph.committee if c in listed)
+    with pytest.raises(TooFewClients, match="neighbours"):
+        federation.clients[signer].sign(survivors(federation, signer, listed))
+
+
+def test_too_few_survivors_and_a_client_that_is_not_listed(federation):
+    federation.begin()
+    masked(federation)
+    with pytest.raises(TooFewClients):
+        federation.clients[0].sign(survivors(federation, 0, range(8)))
+    with pytest.raises(ForeignClient):
+        federation.clients[0].sign(survivors(federation, 0, range(1, N)))
+    listed = tuple(range(N - 1))
+    outside = N - 1
+    if outside in federation.agreement.graph.committee:
+        inside = next(c for c in federation.agreement.graph.committee if c != outside)
+        federation.clients[inside].sign(survivors(federation, inside, listed))
+        signers = federation.agreement.graph.committee
+        with pytest.raises(ForeignClient):
+            federation.clients[inside].unmask(certificate(federation, inside, listed, signers=signers))
+
+
+def cut_off(federation, one, other):
+    """The server holds the shares of two mask neighbours back from each other."""
+    server, agreed = federation.server, federation.agreement
+    server.begin(epoch=1, first_round=0, rounds=1)
+    for number in range(N):
+        server.take_keys(federation.clients[number].answer(server.request(number)))
+    for number in server.keyed:
+        server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
+    assert server.shared
+    partners = server._batch.partners
+    partners[one] -= {other}
+    partners[other] -= {one}
+    for number in range(N):
+        server.take_partners(federation.clients[number].take_shares(server.share_bundle(number)))
+    for number in range(N):
+        federation.clients[number].take_partners(server.partner_bundle(number))
+    masked(federation)
+    return agreed
+
+
+def test_two_neighbours_that_were_cut_off_from_each_other_are_not_listed_together(federation):
+    one = 0
+    other = federation.agreement.graph.masks(one)[0]
+    agreed = cut_off(federation, one, other)
+    everybody = tuple(range(N))
+    for client in (one, other):
+        with pytest.raises(ForeignClient, match="no mask"):
+            federation.clients[client].sign(survivors(federation, client, everybody))
+    holders = [c for c in agreed.graph.holders(one) if c != other]
+    for holder in holders:  # the two say nothing, and their holders refuse all the same
+        federation.clients[holder].sign(survivors(federation, holder, everybody))
+        with pytest.raises(ForeignClient, match="no mask"):
+            federation.clients[holder].unmask(certificate(federation, holder, everybody))
+        assert federation.clients[holder]._state.batch.rounds[0].unmasking == b""
+
+
+def test_statements_that_were_changed_exchanged_or_held_back(federation):
+    server, agreed = federation.server, federation.agreement
+    server.begin(epoch=1, first_round=0, rounds=1)
+    for number in range(N):
+        server.take_keys(federation.clients[number].answer(server.request(number)))
+    for number in server.keyed:
+        server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
+    for number in server.shared:
+        server.take_partners(federation.clients[number].take_shares(server.share_bundle(number)))
+    client = federation.clients[0]
+    true = messages.read_partner_bundle(server.partner_bundle(0), agreed)[1]
+    header = SumHeader(kind=Kind.PARTNER_BUNDLE, epoch=1, round=0, client=0)
+    first, second = sorted(true)[:2]
+    stranger = next(c for c in range(1, N) if c not in agreed.graph.holders(0)) if len(true) < N - 1 else None
+    for wrong, error in (
+        ({first: (bytes(len(true[first][0])), true[first][1])}, BadShares),
+        ({first: true[second]}, BadShares),
+        ({first: (true[first][0], bytes(16))}, BadShares),
+        (None if stranger is None else {stranger: true[first]}, ForeignClient),
+    ):
+        if wrong is None:
+            continue
+        stated = {c: tag + bits for c, (bits, tag) in (true | wrong).items()}
+        with pytest.raises(error):
+            client.take_partners(messages.write_partner_bundle(header, agreed, stated))
+        with pytest.raises(WrongRound):
+            client.mask(0, np.zeros(4, dtype=np.uint8))
+    held_back = {c: tag + bits for c, (bits, tag) in true.items() if c != first}
+    client.take_partners(messages.write_partner_bundle(header, agreed, held_back))
+    client.mask(0, np.zeros(4, dtype=np.uint8))
+    everybody = tuple(range(N))
+    client.sign(survivors(federation, 0, everybody))
+    said = messages.read_unmasking(client.unmask(certificate(federation, 0, everybody)), agreed)
+    assert first not in said.survivors
+    assert first not in said.missing
+    assert said.self_seed == said.noise_seed == bytes(16)
+
+
+def test_forged_certificates_pass_as_seldom_as_the_bound_says():
+    """Three of four signatures are good, three are verified: one client in four is deceived."""
+    passed = 0
+    for seed in range(8):
+        federation = Federation(sparse_agreement(), seed=seed)
+        federation.begin()
+        masked(federation)
+        everybody = tuple(range(N))
+        signers = federation.agreement.graph.committee[:4]
+        for client in range(N):
+            federation.clients[client].sign(survivors(federation, client, everybody))
+            forged = certificate(federation, client, everybody, signers=signers[:3], forged={signers[3]: bytes(64)})
+            try:
+                federation.clients[client].unmask(forged)
+                passed += 1
+            except BadSignature:
+                pass
+    assert stats.binomtest(passed, 8 * N, math.comb(3, 3) / math.comb(4, 3)).pvalue > 1e-3
+
+
+def test_every_strategy_against_a_small_graph():
+    """What the argument of claim 12 says, by trying: a server cuts any directed set of mask pairs off, names any list
+    that the committee signs, and asks whom it likes. Whatever it then opens is all honest survivors, or nobody."""
+    n, colluder, rng = 7, 0, random.Random(3)
+    opened_whole = opened_none = 0
+    for seed in range(12):
+        graph = small_graph(seed, n, 4, 2)
+        pairs = [(i, j) for i in range(n) for j in graph.masks(i)]
+        for trial in range(60):
+            chance = 0.0 if trial == 0 else rng.choice([0.02, 0.1, 0.3])
+            partners = {i: set(graph.masks(i)) for i in range(n)}
+            for i, j in pairs:
+                if rng.random() < chance:
+                    partners[i].discard(j)
+            for missing in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(3)):
+                listed = [c for c in range(n) if c not in missing]
+                honest = [c for c in listed if c != colluder]
+                if graph.too_far_away(tuple(listed)) or len(parts_of(graph, honest)) > 1:
+                    continue  # not signed, or the event that the bound is about
+                # A holder opens a client's self-mask only if its statement fits the list.
+                opened = {i for i in honest if set(graph.masks(i)) & set(listed) <= partners[i]}
+                # Masks go away in pairs that are both summed; one-sided masks of survivors stay for good.
+                grown = True
+                while grown:
+                    stuck = {
+                        i for i in opened for j in partners[i] & set(honest) if j not in opened or i not in partners[j]
+                    }
+                    grown = bool(stuck)
+                    opened -= stuck
+                assert opened in (set(), set(honest))
+                opened_whole += opened == set(honest)
+                opened_none += not opened
+    assert opened_whole > 100
+    assert opened_none > 100
+
+
+def test_server_and_colluders_are_left_with_uniform_vectors_on_a_sparse_graph():
+    agreed = agreement(N, dropouts=3, dimension=8, width=3, sparse=SMALL_SPARSE)
+    federation = Federation(agreed)
+    rounds, gone = 60, 11
+    federation.begin(rounds=rounds)
+    codes = {client: np.full(8, client % 8, dtype=np.uint8) for client in range(N)}
+    honest = 5
+    colluders = agreed.graph.masks(honest)[:2]
+    seen = []
+    for round in range(rounds):
+        federation.sum(codes, round=round, masked=[c for c in range(N) if c != gone])
+        lanes = read_masked(federation.masked[round, honest], agreed)[1].copy()
+        scratch, seed = scratch_for(lanes), federation.server._secret(honest, "self_seed")
+        add_mask(lanes, self_key(seed, agreed.session, client=honest, round=round), scratch=scratch, subtract=True)
+        batch = federation.clients[honest]._state.batch
+        for other in {gone, *colluders} & batch.pairs.keys():
+            key = batch.pairs[other][16 * round : 16 * round + 16]
+            add_mask(lanes, key, scratch=scratch, subtract=other > honest)
+        seen.append(lanes % 8)
+    seen = np.array(seen)
+    assert min(stats.chisquare(np.bincount(seen[:, j], minlength=8)).pvalue for j in range(8)) > 1e-4
