@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: install requirements demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling bench-clients docs docs-serve notebooks clean
+.PHONY: install requirements demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling bench-clients docs docs-serve notebooks clean bench-secure
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -61,6 +61,9 @@ bench-scaling: install
 
 bench-clients: install
 	$(BIN)/python -m benchmarks.clients
+
+bench-secure: install
+	$(BIN)/python -m benchmarks.secure
 
 docs: install
 	$(BIN)/mkdocs build --strict
