@@ -198,7 +198,7 @@ def by_clients(n: int, f: int, t: int, *, encode: float, frame_bytes: int, model
     federation.begin(2)
     seconds, server = federation.seconds, float("inf")
     before = dict(federation.up), dict(federation.down)
-    for round in range(ROUNDS, ROUNDS + 3):
+    for round in range(ROUNDS, ROUNDS + 2):
         federation.up, federation.down = dict(before[0]), dict(before[1])
         server = min(server, federation.sum(round))
     seconds["encode"] = federation.base_seconds()

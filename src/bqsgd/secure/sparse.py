@@ -77,7 +77,8 @@ def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
         passed = deceived(checked)
         for holders in range(masks, 129, 2):
             threshold = next((k for k in range(1, holders + 1) if _opened(n, t, holders, k, passed) <= _PART), None)
-            if threshold is None or binom.sf(holders - threshold, holders, f / n) > _LOST_SECRET:
+            different = _different(n, holders)
+            if threshold is None or binom.sf(different - threshold, different, f / n) > _LOST_SECRET:
                 continue
             if best is None or _CHECK * checked + holders < best[0]:
                 numbers = Sparse(
@@ -133,6 +134,12 @@ def _opened(n: int, t: int, holders: int, threshold: int, passed: float) -> floa
         return 1.0
     rate = share * math.log(share / bad) + ((1 - share) * math.log((1 - share) / (1 - bad)) if share < 1 else 0.0)
     return min(1.0, n * math.exp(-holders * rate))
+
+
+def _different(n: int, slots: int) -> int:
+    """How many different clients fill a client's slots, nearly always: pairs of slots that agree are like Poisson."""
+    twice = slots * (slots - 1) / (2 * (n - 1))
+    return max(0, slots - math.ceil(twice + 3 * math.sqrt(twice)))
 
 
 def _masks(n: int, f: int, t: int) -> tuple[int, int, float]:
