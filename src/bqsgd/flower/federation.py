@@ -34,7 +34,7 @@ from bqsgd.storage import private_folder
 
 logger = logging.getLogger("flwr.bqsgd")
 _DAYS = 30
-_START_SECONDS = 90.0
+_START_SECONDS = 300.0
 _CONNECTION = "one-machine"
 _PACKAGE = "private_app"
 
