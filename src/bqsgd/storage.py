@@ -220,6 +220,21 @@ def one_writer(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until nobody else holds the lock file `path`; hold it until the end of the block, or of the process."""
+    try:
+        handle = _locked(path, wait=True)
+    except OSError as error:
+        raise NotWritten(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        if _same(handle, path):
+            path.unlink(missing_ok=True)
+        os.close(handle)
+
+
 def open_regular(path: Path, *, limit: int) -> BinaryIO | None:
     """A regular file of at most `limit` bytes opened for reading, or None when there is none.
 

@@ -11,13 +11,15 @@ from bqsgd.engines.engine import MakeEngine
 from bqsgd.engines.flower.engine import flower
 from bqsgd.engines.flower.messages import TrackedGrid
 from bqsgd.errors import InvalidParameter
-from bqsgd.flower.settings import MakeTask, Service, read_settings
+from bqsgd.flower.settings import MakeTask, Service, read_settings, with_simulated_keys
 from bqsgd.records.folder import CONFIG
-from bqsgd.run import Run, stored_settings
+from bqsgd.run import Run, named, stored_settings
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 
 logger = logging.getLogger("flwr.bqsgd")
+_ROSTER_DIGEST = "roster_digest"
+"""Of the roster that the run began with; the run itself compares it."""
 
 
 def server_app(make_task: MakeTask) -> ServerApp:
@@ -64,14 +66,14 @@ def _opened(task: Task, config: Config, service: Service, engine: MakeEngine) ->
     """A new run, or the one in the server's folder where its name and settings are these."""
     folder = service.folder
     if folder is None or not (folder / CONFIG).exists():
-        return Run.start(task, config, folder=folder, engine=engine)
+        return Run.start(task, with_simulated_keys(named(config)), folder=folder, engine=engine)
     stored, _ = stored_settings(folder)
     name = stored.run.name
     if config.run.name is None:
         raise InvalidParameter(f"{folder} holds run {name!r}; set `run` to that name to continue it, or another folder")
-    given = config.flat()
+    given = with_simulated_keys(config).flat()
     for setting, value in stored.flat().items():
-        if given[setting] != value:
+        if given[setting] != value and setting != _ROSTER_DIGEST:
             raise InvalidParameter(
                 f"{folder} holds a run with {setting}={value!r}, not {given[setting]!r}; name another folder"
             )

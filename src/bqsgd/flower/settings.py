@@ -5,17 +5,20 @@ A node's comes from `flower-supernode --node-config`:
     --node-config 'client=3 ledger-folder="/var/lib/bqsgd" epsilon=3.0 delta=1e-5'
 
 In a simulation Flower gives `partition-id` instead. Simulated clients belong to the user who runs the simulation: they
-agree to any settings, and their ledgers begin anew with every run.
+agree to any settings, and their ledgers begin anew with every run. Their identity keys for secure sums are made by the
+server, beside those ledgers; a real client has its own (`roster="..." identity="..."`).
 
 A run's is flat, with "" for an option that is not set: Flower lets `--run-config` change only keys that exist.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,10 +28,14 @@ from bqsgd.engines.engine import FEW, client_ledger, ledger_path, made_register,
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Ledger
 from bqsgd.params import check_int, check_positive, shown
+from bqsgd.secure.roster import public_key, read_identity, read_roster, write_identity
+from bqsgd.storage import one_at_a_time, private_folder, write_atomic
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
+from bqsgd.training.sums import made_identities
 from bqsgd.training.task import Task
 
+logger = logging.getLogger("flwr.bqsgd")
 LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"
 _DEFAULT_FOLDER = "~/.bqsgd/ledgers"
 MakeTask = Callable[[Config, "Node | None", Mapping[str, Any]], Task]
@@ -36,6 +43,7 @@ MakeTask = Callable[[Config, "Node | None", Mapping[str, Any]], Task]
 test data and no share. options: what the app's configuration holds besides the run's settings."""
 _MAX_BUDGETS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ROSTER = "roster.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +69,69 @@ class Node:
                 "start the SuperNode with --node-config 'client=N ...', N being this client's number"
             )
         limits = NodeLimits.unlimited() if simulated else NodeLimits.of(node_config)
-        folder = limits.ledger_folder or os.environ.get(LEDGER_FOLDER_VARIABLE, _DEFAULT_FOLDER)
+        folder = limits.ledger_folder
         return cls(
             client=check_int("client", number, 0, 2**63 - 1),
-            ledger_folder=Path(folder).expanduser().resolve(),
+            ledger_folder=_usual_folder() if folder is None else folder.resolve(),
             simulated=simulated,
             limits=limits,
             options=dict(node_config),
         )
 
-    def refusal(self, config: Config) -> str | None:
-        """Why this client does not take part in the run, or None."""
-        return self.limits.refusal(config, client=self.client)
+    def refusal(self, config: Config, *, run: str, roster: str | None) -> str | None:
+        """Why this client does not take part in the run, or None; `roster` is the digest of the server's."""
+        refusal = self.limits.refusal(config, client=self.client)
+        if refusal is not None or not config.secure.on:
+            return refusal
+        return self._roster_refusal(config, run=run, roster=roster)
+
+    def _roster_refusal(self, config: Config, *, run: str, roster: str | None) -> str | None:
+        found, identity = self._key_files(run=run)
+        if found is None or identity is None:
+            return "the run has secure sums, and this node has no roster or no identity key (roster, identity)"
+        try:
+            own, key = read_roster(found), public_key(read_identity(identity))
+        except InvalidParameter as error:
+            logger.error("%s", error)
+            return "this node cannot read its roster or its identity key; its own log says why"
+        if own.digest.hex() != roster:
+            return (
+                f"this node's roster has the digest {own.digest.hex()}, the server's {shown(roster)}: all clients and "
+                "the server need the same roster, and a run keeps the one it began with"
+            )
+        if own.clients != tuple(range(config.clients.count)):
+            return f"the roster names {len(own.clients)} clients, the run has 0 to {config.clients.count - 1}"
+        if own.keys[self.client] != key:
+            return f"the roster has another key for client {self.client} than this node's identity"
+        return None
+
+    def _key_files(self, *, run: str) -> tuple[str | None, str | None]:
+        if self.simulated:
+            folder = self.folder(run=run)
+            return str(folder / _ROSTER), str(_identity_path(folder, self.client))
+        given = (self.options.get("roster"), self.options.get("identity"))
+        roster, identity = (None if each is None else str(Path(str(each)).expanduser()) for each in given)
+        return roster, identity
+
+    def own_settings(self, config: Config, *, run: str) -> Config:
+        """The run's settings with what is this client's own in them.
+
+        One process per message: a reservation could not outlive it. Whose keys are whose is for no server to say.
+        """
+        roster, identity = self._key_files(run=run) if config.secure.on else (None, None)
+        return config.but(reserve_rounds=1, roster=roster, identity=identity, roster_digest=None)
 
     def folder(self, *, run: str) -> Path:
         """A real client's ledger continues from run to run; a simulated one's holds one run."""
-        return self.ledger_folder / f"simulated-{run}" if self.simulated else self.ledger_folder
+        return self.ledger_folder / _simulated(run) if self.simulated else self.ledger_folder
+
+    @contextmanager
+    def turn(self, *, run: str) -> Iterator[None]:
+        """Let no two processes of this client answer at once: Flower starts one for every message that arrives."""
+        folder = self.folder(run=run)
+        private_folder(folder)
+        with one_at_a_time(folder / f"client-{self.client:04}.turn"):
+            yield
 
     def private_path(self, *, run: str) -> Path:
         """Where its private figures go, beside its ledger."""
@@ -92,6 +147,38 @@ class Node:
         there = ledger_path(folder, self.client).exists()
         limits = replace(self.limits, ledger_folder=folder)
         return client_ledger(config, None, number=self.client, resuming=there, limits=limits)
+
+
+def with_simulated_keys(config: Config) -> Config:
+    """The settings of a named run on the server, with a roster of made keys where they have secure sums and no roster.
+
+    That is for clients of a simulation, which look for their keys in the same place. A real client trusts no such key.
+    """
+    if not config.secure.on or config.secure.roster is not None:
+        return config
+    folder = _usual_folder() / _simulated(check_name(config.run.name))
+    roster = folder / _ROSTER
+    if not roster.exists():
+        private_folder(folder)
+        identities, made = made_identities(config)
+        for client, identity in identities.items():
+            _identity_path(folder, client).unlink(missing_ok=True)  # of a server that was stopped here
+            write_identity(_identity_path(folder, client), identity)
+        write_atomic(roster, made.to_toml().encode())
+    return config.but(roster=str(roster))
+
+
+def _identity_path(folder: Path, client: int) -> Path:
+    return folder / f"client-{client:04}.key"
+
+
+def _simulated(run: str) -> str:
+    return f"simulated-{run}"
+
+
+def _usual_folder() -> Path:
+    """Where ledgers are unless a node says otherwise."""
+    return Path(os.environ.get(LEDGER_FOLDER_VARIABLE, _DEFAULT_FOLDER)).expanduser().resolve()
 
 
 @dataclass(frozen=True, kw_only=True)

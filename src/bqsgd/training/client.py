@@ -50,6 +50,14 @@ class Declined:
     reason: str
 
 
+def answer_step(sums: SumClient, message: bytes | bytearray | memoryview) -> bytes | Declined:
+    """Answer a step of a secure sum. A refusal is declined, and nothing was revealed then."""
+    try:
+        return sums.answer(message)
+    except SecureSumError as error:
+        return Declined(reason=f"{type(error).__name__}: {error}")
+
+
 class Client:
     """A client with its own data.
 
@@ -127,10 +135,7 @@ class Client:
         declined, and nothing was revealed; the reason depends on messages alone.
         """
         if self.sums is not None and is_sum_message(message):
-            try:
-                return self.sums.answer(message)
-            except SecureSumError as error:
-                return Declined(reason=f"{type(error).__name__}: {error}")
+            return answer_step(self.sums, message)
         started = time.perf_counter()
         try:
             received = receive_model(message, dimension=self.setting.dimension, held=self.held)

@@ -25,6 +25,9 @@ from bqsgd.training.settings import Config
 _ANY = Mechanism(levels=1, trials=1)
 _kept: dict[tuple[Release, Budget, int], Mechanism] = {}
 """First plans found by an earlier process of the same client."""
+_SumQuestion = tuple[ClientSetting, Budget, Thresholds, int, float | None]
+_kept_sums: dict[_SumQuestion, SumPlan] = {}
+"""The same of secure sums."""
 
 
 def client_setting(config: Config, *, dimension: int, dataset_size: int) -> ClientSetting:
@@ -125,11 +128,25 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
             "all clients of a secure sum need one plan, so their sampling rate must be known to all: set rate, the "
             "chance of every sample to be in a round's batch (or levels and trials)"
         )
-    any_client = client_setting(config, dimension=dimension, dataset_size=privacy.batch_size)
-    found = _planned_sum(any_client, privacy.budget(client=0, round=0), rule, config.turns, window)
+    question = _sum_question(config, dimension=dimension)
+    found = _kept_sums.get(question) or _planned_sum(*question)
     if isinstance(found, Infeasible):
         raise Infeasible(str(found))
     return found
+
+
+def _sum_question(config: Config, *, dimension: int) -> _SumQuestion:
+    privacy, secure = config.privacy, config.secure
+    any_client = client_setting(config, dimension=dimension, dataset_size=privacy.batch_size)
+    rule = secure.rule(config.asked)
+    return any_client, privacy.budget(client=0, round=0), rule, config.turns, secure.window
+
+
+def keep_sum_plan(config: Config, *, dimension: int, levels: int, trials: int, width: int) -> None:
+    """Take these as what planning a secure sum finds, as `keep_plan` does."""
+    question = _sum_question(config, dimension=dimension)
+    plan = SumPlan(rule=question[2], levels=levels, trials=trials, width=width, window=config.secure.window)
+    _kept_sums[question] = plan
 
 
 @lru_cache(maxsize=256)

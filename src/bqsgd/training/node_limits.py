@@ -72,6 +72,10 @@ class NodeLimits:
     planning_seconds: float = _limit(
         60.0, "CPU seconds for planning; it ends at most one answer of the accountant late"
     )
+    fewest_in_sum: int = _limit(3, "fewest clients in a secure sum: a run's clients less the dropouts that it bears")
+    colluders: int = _limit(
+        0, "clients that may tell the server all they know: runs whose secure sums withstand fewer are declined"
+    )
     ledger_folder: Path | None = field(
         default=None,
         metadata={
@@ -89,6 +93,8 @@ class NodeLimits:
         for name in ("least_clip", "largest_clip", "largest_parameter", "planning_seconds"):
             check_positive(key_of(name), getattr(self, name))
         check_int("largest-dimension", self.largest_dimension, 1, _MAX_DIMENSION)
+        check_int("fewest-in-sum", self.fewest_in_sum, 1, 2**40)
+        check_int("colluders", self.colluders, 0, 2**40)
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "bool" and not isinstance(value, bool):
@@ -138,6 +144,7 @@ class NodeLimits:
             allow_private_metrics=True,
             allow_packed_rows=True,
             largest_dimension=_MAX_DIMENSION,
+            fewest_in_sum=1,
         )
 
     def refusal(self, config: Config, *, client: int) -> str | None:
@@ -177,6 +184,21 @@ class NodeLimits:
             largest = max(getattr(budget, name) for budget in budgets)
             if most is not None and largest > most:
                 reasons.append(f"the run asks for {name} {as_given(largest)}, this node allows {as_given(most)}")
+        return reasons + (self._sum_refusals(config) if config.secure.on else [])
+
+    def _sum_refusals(self, config: Config) -> list[str]:
+        fewest, withstood = config.secure.rule(config.asked).fewest, config.secure.colluders
+        reasons = []
+        if fewest < self.fewest_in_sum:
+            reasons.append(
+                f"the run's secure sums are over as few as {fewest} clients, this node allows {self.fewest_in_sum} "
+                "(fewest-in-sum)"
+            )
+        if withstood < self.colluders:
+            reasons.append(
+                f"the run's secure sums withstand {withstood} colluding clients, this node asks for {self.colluders} "
+                "(colluders)"
+            )
         return reasons
 
     def model_refusal(self, dimension: int) -> str | None:

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from bqsgd.errors import InvalidParameter, SecureSumError
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.client import EpochFile, SumClient
+from bqsgd.secure.client import EpochFile, StateFile, SumClient
 from bqsgd.secure.messages import Bytes
 from bqsgd.secure.roster import Roster, public_key, read_identity, read_roster
 from bqsgd.secure.server import SumServer, Total
@@ -61,8 +61,7 @@ class SumSetup:
         if secure.roster is None:
             if secure.identity is not None:
                 raise InvalidParameter("an identity is worth nothing without the roster that names it: give both")
-            made = {client: _made(config.privacy.seed, client) for client in range(count)}
-            roster = Roster({client: public_key(key) for client, key in made.items()}, _seed(config.privacy.seed))
+            made, roster = made_identities(config)
         else:
             made = None
             roster = read_roster(secure.roster)
@@ -83,11 +82,17 @@ class SumSetup:
         """Whether all keys were made in this process."""
         return self.made is not None
 
-    def client(self, number: int, *, folder: Path | None, seed: int | None) -> SumClient:
-        """The sum's side of client `number`; `folder` is where it remembers its last epoch, on its own disk."""
-        epochs = None if folder is None else EpochFile(folder / f"client-{number:04}-{self._run_digest}.epoch")
+    def client(self, number: int, *, folder: Path | None, seed: int | None, lasting: bool = True) -> SumClient:
+        """The sum's side of client `number`.
+
+        folder: on its own disk, where it remembers its last epoch. lasting: its process lives as long as the run; else
+        it keeps all of its state in the folder, and only one process of it may be at work at a time.
+        """
+        place = None if folder is None else folder / f"client-{number:04}-{self._run_digest}"
+        epochs = None if place is None or not lasting else EpochFile(place.with_suffix(".epoch"))
+        state = None if place is None or lasting else StateFile(place.with_suffix(".sums"))
         own = self._identity_of(number)
-        return SumClient(self.agreement, identity=own, number=number, last_epoch=epochs, seed=seed)
+        return SumClient(self.agreement, identity=own, number=number, last_epoch=epochs, keep=state, seed=seed)
 
     def _identity_of(self, number: int) -> Ed25519PrivateKey:
         if self.made is not None:
@@ -118,6 +123,13 @@ def with_roster(config: Config) -> Config:
     if not secure.on or secure.roster is None or secure.roster_digest is not None:
         return config
     return config.but(roster_digest=read_roster(secure.roster).digest.hex())
+
+
+def made_identities(config: Config) -> tuple[dict[int, Ed25519PrivateKey], Roster]:
+    """Keys for all clients of a run that belong to one user, and their roster; from the seed where there is one."""
+    identities = {client: _made(config.privacy.seed, client) for client in range(config.clients.count)}
+    public = {client: public_key(key) for client, key in identities.items()}
+    return identities, Roster(public, _seed(config.privacy.seed))
 
 
 def _made(seed: int | None, client: int) -> Ed25519PrivateKey:

@@ -52,8 +52,15 @@ class _Roster:
         self.samples: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         """Node -> why it takes no part: it declined, or what it said of itself does not fit the run."""
+        self.roster_digest = "" if setup.sums is None else setup.sums.agreement.roster.digest.hex()
+        """Of the clients' identity keys, where the run has secure sums."""
         self._asked: dict[int, int] = {}
         self._closed = False
+
+    @property
+    def _fewest(self) -> int:
+        sums, quorum = self.setup.sums, self.config.server.quorum
+        return quorum if sums is None else max(quorum, sums.agreement.rule.fewest)
 
     def client_at(self, node: int) -> int | None:
         """The client on a node, None for a node that never joined or was replaced."""
@@ -74,11 +81,11 @@ class _Roster:
                 time.sleep(_LOOK_SECONDS)
         waited = time.monotonic() - started
         absent = sorted(set(range(self.config.clients.count)) - set(self.nodes))
-        if len(self.nodes) < self.config.server.quorum:
+        if len(self.nodes) < self._fewest:
             why = "; ".join(f"node {node}: {reason}" for node, reason in sorted(self.refused.items())[:_MOST_NAMED])
             raise NoQuorum(
                 f"{len(self.nodes)} of {self.config.clients.count} clients joined within {waited:.0f} s and a round "
-                f"needs {self.config.server.quorum}; missing: {absent[:20]}. "
+                f"needs {self._fewest}; missing: {absent[:20]}. "
                 + (f"Refused: {why}" if why else "Start their SuperNodes or raise join_seconds")
             )
         if absent:
@@ -100,7 +107,8 @@ class _Roster:
         ]
         for node in new:
             self._asked[node] = self._asked.get(node, 0) + 1
-        messages = [Message(pack(None, kind=MODEL), node, MessageType.QUERY, ttl=seconds + 60) for node in new]
+        content = pack(None, kind=MODEL, run=self.setup.run, roster=self.roster_digest)
+        messages = [Message(content, node, MessageType.QUERY, ttl=seconds + 60) for node in new]
         for reply in grid.send_and_receive(messages, timeout=seconds):
             sent = grid.sent_for(reply)
             if sent.kind == MessageType.QUERY:
@@ -186,19 +194,22 @@ class FlowerEngine:
 
     def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Answer]:
         """The messages to those nodes that are online; the answers by client, then late frames of earlier exchanges."""
-        numbers = check_known(messages, self.roster.samples)
+        numbers = check_known(messages, range(self.roster.config.clients.count))
         online = set(self.grid.get_node_ids())
         if online - set(self.roster.nodes.values()):
             self.roster.greet(self.grid, seconds=_GREETING_SECONDS)
         report = self.roster.config.run.evaluated_after(round + 1)
         contents = {
-            id(message): pack(message, kind=MODEL, run=self.run, report=report) for message in messages.values()
+            id(message): pack(message, kind=MODEL, run=self.run, roster=self.roster.roster_digest, report=report)
+            for message in messages.values()
         }
         ttl = 2 * self.round_seconds + 60  # an answer even later than that is not worth a spend
         outgoing, answers = [], {}
         for client in numbers:
-            node = self.roster.nodes[client]
-            if node in online:
+            node = self.roster.nodes.get(client)
+            if node is None:
+                answers[client] = Answer(client=client, reason="it did not join the run")
+            elif node in online:
                 content = contents[id(messages[client])]
                 outgoing.append(Message(content, node, MessageType.TRAIN, ttl=ttl, group_id=str(round)))
             else:
