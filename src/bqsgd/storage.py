@@ -220,7 +220,7 @@ def one_writer(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Wait until nobody else holds the lock file `path`; hold it until the end of the block, or of the process."""
     try:
