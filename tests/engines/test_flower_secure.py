@@ -43,6 +43,11 @@ BASE = {
 BATCH, ROUND = ["BATCH", "KEY_BUNDLE", "SHARE_BUNDLE"], ["MODEL", "SURVIVORS", "CERTIFICATE"]
 
 
+def some_quick(*quick):
+    """All steps; those that are not quick ones are for the long suite."""
+    return [step if step in quick else pytest.param(step, marks=pytest.mark.slow) for step in [*BATCH, *ROUND]]
+
+
 def small_task():
     def share(client):
         rng = np.random.default_rng(client)
@@ -272,7 +277,7 @@ def test_two_processes_of_a_client_answer_one_after_the_other(tmp_path):
     assert sorted(has_data(answer, kind=FRAME) for answer in answers) == [False, True]
 
 
-@pytest.mark.parametrize("step", [*BATCH, *ROUND])
+@pytest.mark.parametrize("step", some_quick("MODEL", "SURVIVORS"))
 def test_a_server_killed_at_any_step_goes_on_to_the_model_of_one_process(tmp_path, step):
     made, _ = stopped_at(step, tmp_path)
     served = made.serve(folder=tmp_path / "server")
@@ -287,7 +292,7 @@ def test_rounds_made_again_with_new_noise_are_counted_again(tmp_path):
     assert made.spent() == dict.fromkeys(range(CLIENTS), 5)
 
 
-@pytest.mark.parametrize("step", [*BATCH, *ROUND])
+@pytest.mark.parametrize("step", some_quick("KEY_BUNDLE", "CERTIFICATE"))
 def test_a_node_that_dies_at_any_step_costs_no_round(tmp_path, step):
     def tamper(client, message, reply):
         found = message.metadata.message_type == MessageType.TRAIN and message.metadata.group_id == "0"
@@ -336,7 +341,7 @@ def test_a_node_with_another_roster_or_the_key_of_another_client_takes_no_part(t
     text = (tmp_path / "roster.toml").read_text()
     (tmp_path / "other.toml").write_text(text.replace("2 = ", "7 = "))
     made.grid.contexts[1001].node_config["roster"] = str(tmp_path / "other.toml")
-    with pytest.raises(NoQuorum, match="a round needs 5.*this node's roster has the digest"):
+    with pytest.raises(NoQuorum, match=r"a round needs 5.*this node's roster has the digest"):
         Federation(tmp_path, rounds=1, dropouts=0, options={"roster": str(tmp_path / "other.toml")}).serve()
     run = made.serve()
     assert run.last.used == 4

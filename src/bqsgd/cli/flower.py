@@ -39,6 +39,9 @@ def demo(
     tls: Annotated[
         bool, typer.Option("--tls", help="Real processes with TLS and node keys instead of a simulation.")
     ] = False,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Secure sums: the server sees only sums, and the clients share one noise.")
+    ] = False,
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
     rounds: Annotated[int | None, typer.Option(help="Rounds. Default: 30, with --tls 4.")] = None,
     epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0,
@@ -56,11 +59,11 @@ def demo(
     TLS and registered node keys only, and one SuperNode process per client,
     each with its own key and its own ledger.
 
-    Example: bqsgd flower demo --tls
+    Example: bqsgd flower demo --tls --secure
     """
     if not 1 <= clients <= _SAMPLES // 16:
         raise InvalidParameter(f"clients must lie in 1..{_SAMPLES // 16} (16 samples each), got {clients}")
-    settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed)
+    settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed, secure=secure)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidParameter(f"{out} is not empty; name another folder")
     fields = run_demo(None if out is None else out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
@@ -105,7 +108,9 @@ def superlink(context: typer.Context) -> None:
     serve(context.args)
 
 
-def demo_settings(*, clients: int, rounds: int | None, tls: bool, epsilon: float, seed: int | None) -> dict[str, Any]:
+def demo_settings(
+    *, clients: int, rounds: int | None, tls: bool, epsilon: float, seed: int | None, secure: bool = False
+) -> dict[str, Any]:
     """Settings of the app for a demo that is short: with --tls few rounds and large steps."""
     settings: dict[str, Any] = {"clients": clients, "epsilon": epsilon, "run": "demo", "momentum": 0.5}
     share = _SAMPLES // clients
@@ -113,6 +118,8 @@ def demo_settings(*, clients: int, rounds: int | None, tls: bool, epsilon: float
         settings |= {"rounds": rounds or 4, "learning_rate": 8.0, "batch_size": min(128, share * 2 // 5)}
     else:
         settings |= {"rounds": rounds or 30, "learning_rate": 1.0, "batch_size": min(64, share * 2 // 5)}
+    if secure:
+        settings |= {"secure": True, "rate": settings["batch_size"] / share}
     return settings if seed is None else settings | {"seed": seed}
 
 
@@ -144,8 +151,12 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
         say(f"SuperLink at {federation.address}" + (", TLS" if tls else ", simulation"))
         if tls:
             names = [f"node-{client}" for client in range(clients)]
+            roster = None
+            if settings.get("secure"):
+                roster = federation.make_identities(clients, seed=settings.get("seed"))
+                settings = settings | {"roster": str(roster)}
             for client, (name, key) in enumerate(zip(names, federation.register(names), strict=True)):
-                federation.start_node(name, client=client, key=key, epsilon=settings["epsilon"])
+                federation.start_node(name, client=client, key=key, epsilon=settings["epsilon"], roster=roster)
             say(f"{clients} node keys registered, {clients} SuperNodes started")
         asked = settings | {"folder": str(folder / "server")}
         say(f"flwr run: {clients} clients, {settings['rounds']} rounds")

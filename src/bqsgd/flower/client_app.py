@@ -108,7 +108,7 @@ def _declined(node: Node, reason: str, **stated: Plain) -> RecordDict:
 
 
 def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDict:
-    config, _, options = read_settings(context.run_config)
+    config, *_ = read_settings(context.run_config)
     node = Node.of(context.node_config)
     run, roster = check_name(field_of(message, "run", str)), field_of(message, "roster", str)
     refusal = node.refusal(config, run=run, roster=roster)

@@ -30,7 +30,10 @@ from cryptography.x509.oid import NameOID
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.flower.processes import Processes
+from bqsgd.secure.roster import write_identity
 from bqsgd.storage import private_folder
+from bqsgd.training.settings import Config
+from bqsgd.training.sums import made_identities
 
 logger = logging.getLogger("flwr.bqsgd")
 _DAYS = 30
@@ -216,13 +219,39 @@ class LocalFederation:
             self.processes.finish(f"register-{name}", seconds=_START_SECONDS + 10 * len(names))
         return [made[name][0] for name in names]
 
+    def make_identities(self, clients: int, *, seed: int | None = None) -> Path:
+        """Identity keys for secure sums, each in its node's folder, and the roster of them; returns the roster."""
+        identities, roster = made_identities(Config.of(clients=clients, seed=seed))
+        for client, identity in identities.items():
+            path = self._identity(client)
+            private_folder(path.parent)
+            write_identity(path, identity)
+        path = self.folder / "roster.toml"
+        path.write_text(roster.to_toml())
+        return path
+
+    def _identity(self, client: int) -> Path:
+        return self.folder / "identities" / f"client-{client:04}.key"
+
     def start_node(
-        self, name: str, *, client: int, key: Path | None, epsilon: float = 10.0, **environment: str
+        self,
+        name: str,
+        *,
+        client: int,
+        key: Path | None,
+        epsilon: float = 10.0,
+        roster: Path | None = None,
+        **environment: str,
     ) -> None:
-        """Start a SuperNode; its ledger is in nodes/`name`, with a budget of `epsilon`."""
+        """Start a SuperNode; its ledger is in nodes/`name`, with a budget of `epsilon`.
+
+        roster: of `make_identities`, for secure sums.
+        """
         ledgers = self.folder / "nodes" / name
         options = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
         limits = f"epsilon={float(epsilon)} allow-no-privacy=true"
+        if roster is not None:
+            limits += f' roster="{roster}" identity="{self._identity(client)}"'
         options += ["--node-config", f'client={client} ledger-folder="{ledgers}" {limits}']
         if self.certificates is None:
             options.append("--insecure")

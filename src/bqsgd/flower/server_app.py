@@ -41,11 +41,12 @@ def server_app(make_task: MakeTask) -> ServerApp:
 
 def serve(grid: Grid, config: Config, service: Service, task: Task) -> Run:
     """Run what is left of the run, over any Flower grid."""
-    engine = flower(TrackedGrid(grid), join_seconds=service.join_seconds, round_seconds=service.round_seconds)
+    tracked = TrackedGrid(grid)
+    engine = flower(tracked, join_seconds=service.join_seconds, round_seconds=service.round_seconds)
     if config.privacy.seed is not None:
         logger.warning("seeded noise: no privacy claim")
     with _opened(task, config, service, engine) as run:
-        clients = len(run.engine.samples)
+        clients, joined = len(run.engine.samples), tracked.batches
         logger.info(
             "run %s: %d clients, %d coordinates, rounds %d to %d",
             run.config.run.name, clients, run.server.model.size, run.round, config.run.rounds - 1,
@@ -58,7 +59,10 @@ def serve(grid: Grid, config: Config, service: Service, task: Task) -> Run:
             )  # fmt: skip
     summary = run.close()
     accuracy = "no test data" if summary.accuracy is None else f"accuracy {summary.accuracy:.2%}"
-    logger.info("done: %d rounds, %s, %s", summary.rounds, accuracy, summary.guarantee or "nothing private was sent")
+    logger.info(
+        "done: %d rounds, %d round trips, %s, %s",
+        summary.rounds, tracked.batches - joined, accuracy, summary.guarantee or "nothing private was sent",
+    )  # fmt: skip
     return run
 
 
