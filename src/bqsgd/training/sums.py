@@ -58,12 +58,12 @@ class SumSetup:
         if not secure.on:
             return None
         plan = sum_plan(config, dimension=dimension)
+        made: Mapping[int, Ed25519PrivateKey] | None = None
         if secure.roster is None:
             if secure.identity is not None:
                 raise InvalidParameter("an identity is worth nothing without the roster that names it: give both")
             made, roster = made_identities(config)
         else:
-            made = None
             roster = read_roster(secure.roster)
             if roster.clients != tuple(range(count)):
                 raise InvalidParameter(f"{secure.roster} must name clients 0 to {count - 1}, one each")
