@@ -116,6 +116,7 @@ def _train(make_task: MakeTask, message: Message, context: Context) -> RecordDic
         return _declined(node, refusal)
     config = node.own_settings(config, run=run)
     question, stated = data_of(message, kind=MODEL), dict[str, Plain]()
+    answer: bytes | bytearray | Declined
     with node.turn(run=run) if config.secure.on else nullcontext():
         if config.secure.on and is_sum_message(question):
             answer = _step(make_task, question, config, node, context, run=run)
@@ -131,13 +132,14 @@ def _step(
     make_task: MakeTask, question: bytes, config: Config, node: Node, context: Context, *, run: str
 ) -> bytes | Declined:
     """Answer a step of a secure sum that needs no data, nor anything else of the task but its size."""
-    known = context.state.get(_DIMENSION)
+    memory: _Memory = context.state
+    known = memory.get(_DIMENSION)
     if known is None:
         *_, options = read_settings(context.run_config)
         dimension = dimension_of(_own(make_task(config, node, options)).make_model())
     else:
         dimension = int(known["dimension"])
-    sums = _sum_client(config, node, context.state, run=run, dimension=dimension)
+    sums = _sum_client(config, node, memory, run=run, dimension=dimension)
     return sums if isinstance(sums, Declined) else answer_step(sums, question)
 
 
@@ -154,11 +156,11 @@ def _update(
     """Answer a model; what the client says of itself goes into `stated`."""
     *_, options = read_settings(context.run_config)
     task = _own(make_task(config, node, options))
-    model, sums = task.make_model(), None
-    if config.secure.on:
-        sums = _sum_client(config, node, context.state, run=run, dimension=dimension_of(model))
-        if isinstance(sums, Declined):
-            return sums
+    model = task.make_model()
+    dimension = dimension_of(model)
+    sums = _sum_client(config, node, context.state, run=run, dimension=dimension) if config.secure.on else None
+    if isinstance(sums, Declined):
+        return sums
     ledger = node.ledger(config, run=run)
     try:
         client = Client(
