@@ -93,7 +93,7 @@ def test_the_page_lists_every_limit_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
     for each in fields(NodeLimits):
         default = each.default
-        shown = ", ".join(default) if isinstance(default, tuple) else {False: "false"}.get(default, default)
+        shown = ", ".join(default) if isinstance(default, tuple) else "false" if default is False else default
         expected = each.metadata["meaning"] + " | " + (f"{shown:g}" if isinstance(shown, float) else str(shown))
         if default is not None:
             assert rows[key_of(each.name)] == expected

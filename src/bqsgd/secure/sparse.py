@@ -21,7 +21,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
-from scipy.stats import binom, hypergeom
 
 from bqsgd.errors import Infeasible
 
@@ -67,6 +66,8 @@ def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
     Raises:
         Infeasible: there are none, or too many clients.
     """
+    from scipy.stats import binom  # here and below: few clients never need it, and it is slow to import
+
     n, f, t = clients, dropouts, max(colluders, 1)
     if n > MAX_SPARSE:
         raise Infeasible(f"a secure sum over {n} clients is not offered: {MAX_SPARSE} at most")
@@ -112,6 +113,8 @@ def _committee(n: int, f: int, t: int) -> tuple[int, int, Callable[[int], float]
     members' signatures, and with the colluders' at most (size + c) / 2: so many of the signatures that a client is
     shown can be good, and it verifies some that it draws itself.
     """
+    from scipy.stats import hypergeom
+
     size = min(n, _COMMITTEE)
     colluding = int(hypergeom.isf(_PART, n, t, size)) + 1
     assert hypergeom.sf(colluding, n, t, size) <= _PART
@@ -144,6 +147,8 @@ def _different(n: int, slots: int) -> int:
 
 def _masks(n: int, f: int, t: int) -> tuple[int, int, float]:
     """The fewest slots, how many of them may be missing, and the probability of a cut."""
+    from scipy.stats import binom
+
     table = _crossings(n, t)
     for masks in range(8, 129, 2):
         away = int(binom.isf(_LOST_CLIENT, masks, f / n))
