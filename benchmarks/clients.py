@@ -4,7 +4,7 @@ Each row is a process of its own with n clients of 128 made-up images (28 x 28, 
 Poisson batches of 64 on average, L2 clip, 8 bits, noise from the operating system, and a durable register of ledgers.
 Every client is asked at least once. One worker, one thread.
 
-    make bench-clients        # writes benchmarks/results/clients.json
+    make bench-clients        # writes benchmarks/results/clients.json and its table in docs/scaling.md
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experiments.many_clients import write_pages
 
 RESULTS = Path(__file__).parent / "results" / "clients.json"
 SIZES = {10: (10, 30), 100: (100, 3), 1_000: (100, 10), 10_000: (1_000, 10)}
@@ -139,6 +140,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from experiments.many_clients import write_pages
 
 from bqsgd.cli.flower import run_demo
 from bqsgd.records.checkpoint import load_checkpoint
@@ -81,6 +82,7 @@ def main() -> None:
     }
     print(json.dumps(result))
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -516,6 +516,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "rosters": rosters,
     "configs": configs,
     "ledgers": ledgers,
+    "registers": registers,
     "checkpoints": checkpoints,
     "run folders": run_folders,
     "model messages": model_messages,

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from experiments.many_clients import write_pages
+
 from bqsgd.run import Run
 from bqsgd.tasks import preset, settings_of
 
@@ -54,6 +56,7 @@ def main() -> None:
     points = {bits: 100 * (value - means["whole"]) for bits, value in means.items()}
     result = {"rounds": ROUNDS, "load": os.getloadavg()[0], "means": means, "points_from_whole": points, "runs": rows}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_
     "more",
     [
         pytest.param((), id="all, whole models"),
-        pytest.param(("--cohort", "1", "--down-bits", "5"), id="cohort, changes", marks=pytest.mark.slow),
+        pytest.param(("--cohort", "1", "--down-bits", "5", "--force"), id="cohort, changes", marks=pytest.mark.slow),
     ],
 )
 def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys, more):

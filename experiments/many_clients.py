@@ -1,0 +1,162 @@
+"""The measured sections of docs/scaling.md and docs/user_level.md, written from the JSON of the runs behind them.
+
+python -m experiments.many_clients        # after a run; the runs do it themselves
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from bqsgd.privacy.guarantee import Guarantee
+
+ROOT = Path(__file__).resolve().parents[1]
+_END = "<!-- end of measured -->\n"
+
+
+def clients(found: Mapping[str, Any]) -> str:
+    """Thousands of clients in one process."""
+    rows = found["rows"]
+    lines = [
+        "| clients | asked in a round | rounds | way down | peak memory | time over the gradients' | up, per frame | "
+        "down, per client asked |",
+        "|---:|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        bits = "whole models" if row["down_bits"] is None else f"{row['down_bits']} bits"
+        lines.append(
+            f"| {row['clients']:,} | {row['asked']:,} | {row['rounds']} | {bits} | {row['peak_mib']:,.0f} MiB | "
+            f"{row['times_gradients']:.2f} | {row['bytes_up_per_frame'] / 1e3:.1f} kB | "
+            f"{row['bytes_down_per_frame'] / 1e3:.1f} kB |"
+        )
+    last = rows[-1]
+    stages = sorted(last["seconds_by_stage"].items(), key=lambda pair: -pair[1])
+    whole = last["wall_seconds"]
+    where = ", ".join(f"{stage} {100 * seconds / whole:.1f} %" for stage, seconds in stages)
+    load = ", ".join(f"{row['load']:g}" for row in rows)
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + _text(
+            f"Where the time of {last['clients']:,} clients goes: {where}. Its register of ledgers takes "
+            f"{last['ledger_bytes'] / 1e6:.1f} MB. Load of the machine in each row: {load}."
+        )
+    )
+
+
+def way_down(found: Mapping[str, Any]) -> str:
+    """Accuracy and bytes with changes of the model."""
+    lines = [
+        "| way down | test accuracy, three seeds | from whole models | down | of whole models |",
+        "|---|---|---|---|---|",
+    ]
+    for name, mean in found["means"].items():
+        runs = [row for row in found["runs"] if row["down_bits"] == (None if name == "whole" else int(name))]
+        each = ", ".join(f"{100 * row['accuracy']:.2f}" for row in runs)
+        down, whole = (sum(row[key] for row in runs) for key in ("bytes_down", "bytes_down_float32"))
+        label = "whole models" if name == "whole" else f"{name} bits"
+        lines.append(
+            f"| {label} | {100 * mean:.2f} % ({each}) | {found['points_from_whole'][name]:+.2f} points | "
+            f"{down / len(runs) / 1e6:.2f} MB | {100 * down / whole:.0f} % |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def flower_clients(found: Mapping[str, Any]) -> str:
+    """A thousand clients on Flower."""
+    settings, rounds = found["settings"], found["seconds_by_round"]
+    same = "the same model bit for bit as" if found["same_model_as_in_one_process"] else "another model than"
+    later = sum(rounds[1:]) / max(1, len(rounds) - 1)
+    return _text(
+        f"{settings['clients']:,} simulated clients on Flower (Ray), of which {settings['cohort']} are asked in each "
+        f"of {settings['rounds']} rounds: {sum(found['frames'])} frames, {found['rounds_in_ledgers']} rounds in one "
+        f"register of ledgers, {same} in one process. {found['seconds_in_all']:.0f} s in all, with the start of Flower "
+        f"and everybody joining; a round takes {later:.1f} s. In one process the whole run takes "
+        f"{found['seconds_in_one_process']:.1f} s (load {found['load']:g} on two cores)."
+    )
+
+
+def heterogeneity(found: Mapping[str, Any]) -> str:
+    """Accuracy of clients that differ."""
+    runs, seeds = found["runs"], len({row["seed"] for row in found["runs"]})
+    lines = ["| shares | samples: least, median, most | equal | size | rate |", "|---|---|---|---|---|"]
+    for kind in dict.fromkeys(row["shares"] for row in runs):
+        some = [row for row in runs if row["shares"] == kind]
+        figures = []
+        for weights in ("equal", "size", "rate"):
+            values = [row["accuracy"] for row in some if row["weights"] == weights]
+            figures.append(f"{100 * sum(values) / len(values):.1f} %" if values else "-")
+        sizes = ", ".join(f"{value:,}" for value in some[0]["sizes"])
+        lines.append(f"| {kind} | {sizes} | {' | '.join(figures)} |")
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + _text(
+            f"{found['clients']} clients, {found['cohort']} asked in each of {found['rounds']} rounds, test accuracy, "
+            f"{'one seed' if seeds == 1 else f'mean of {seeds} seeds'}."
+        )
+    )
+
+
+def user_level(found: Mapping[str, Any]) -> str:
+    """The preset beside the same without privacy."""
+    guarantee = Guarantee.from_dict(found["guarantee"])
+    lines = ["| run | test accuracy |", "|---|---|"]
+    lines.append(f"| `mnist-users`, one run, epsilon {guarantee.epsilon_text} | {100 * found['accuracy']:.2f} % |")
+    for key, label in (
+        ("without_privacy", "the same without noise or masks, mean of three"),
+        ("without_privacy_or_clip", "and without the clip"),
+    ):
+        values = found[key]
+        lines.append(f"| {label} | {100 * sum(values) / len(values):.2f} % |")
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + _text(
+            f"The guarantee in full: {guarantee}. A client sends "
+            f"{found['bytes_up_per_client_and_round'] / 1e3:.1f} kB a round and is sent "
+            f"{found['bytes_down_per_client_and_round'] / 1e3:.1f} kB, keys included. The run took "
+            f"{found['seconds'] / 60:.0f} min with all clients in one process (load {found['load']:g} on two cores)."
+        )
+    )
+
+
+def _text(words: str) -> str:
+    return fill(" ".join(words.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+SECTIONS: dict[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
+    "clients": ("docs/scaling.md", "benchmarks/results/clients.json", clients),
+    "way_down": ("docs/scaling.md", "experiments/results/way_down.json", way_down),
+    "flower_clients": ("docs/scaling.md", "experiments/results/flower_clients.json", flower_clients),
+    "heterogeneity": ("docs/scaling.md", "experiments/results/heterogeneity.json", heterogeneity),
+    "user_level": ("docs/user_level.md", "experiments/results/user_level.json", user_level),
+}
+"""Name -> (page, JSON, what makes the one from the other)."""
+
+
+def with_sections(text: str, page: str) -> str:
+    """The text of a page with its measured sections as the JSON files have them; empty where there is none."""
+    for name, (where, results, write) in SECTIONS.items():
+        if where != page:
+            continue
+        begin = f"<!-- measured: {name} -->\n"
+        before, rest = text.split(begin)
+        place = ROOT / results
+        measured = f"\n{write(json.loads(place.read_text()))}\n" if place.exists() else ""
+        text = before + begin + measured + _END + rest.split(_END, 1)[1]
+    return text
+
+
+def write_pages() -> None:
+    """Write the pages again."""
+    for page in dict.fromkeys(where for where, _, _ in SECTIONS.values()):
+        path = ROOT / page
+        path.write_text(with_sections(path.read_text(encoding="utf-8"), page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_pages()

@@ -1,0 +1,72 @@
+"""User-level privacy that learns: the preset `mnist-users`, beside the same run without privacy.
+
+1,000 clients of 60 samples of MNIST each take five local steps; the whole update of each is clipped, and the server
+sees only the secure sum over all. One unseeded run of the preset, and three runs without noise, masks or ledger, which
+have the same clip, and three without a clip that binds.
+
+    python -m experiments.user_level --run FOLDER        # writes experiments/results/user_level.json
+
+FOLDER is that of `bqsgd train --preset mnist-users --out FOLDER`; it is run here where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from experiments.many_clients import write_pages
+
+from bqsgd.records.folder import read_history
+from bqsgd.run import Run
+from bqsgd.tasks import preset, settings_of
+
+RESULTS = Path(__file__).parent / "results" / "user_level.json"
+_NO_NOISE: dict[str, Any] = {"secure": False, "levels": 1 << 16, "trials": 0, "evaluate_every": 10}
+
+
+def without_privacy(seed: int, **changes: Any) -> float | None:
+    """The test accuracy of the same settings without noise."""
+    named, config = settings_of(**preset("mnist-users") | _NO_NOISE | {"init_seed": seed, "seed": seed} | changes)
+    with Run.start(named.task(config), config) as run:
+        for _ in run.rounds():
+            pass
+    return run.close().accuracy
+
+
+def main() -> None:
+    """The private run, then the others."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, required=True)
+    folder = parser.parse_args().run
+    if not (folder / "summary.json").exists():
+        named, config = settings_of(**preset("mnist-users"))
+        with Run.start(named.task(config), config, folder=folder) as run:
+            for record in run.rounds():
+                print(record.round, record.test_accuracy, flush=True)
+    found = read_history(folder)
+    summary = found.summary
+    assert summary is not None
+    assert summary.guarantee is not None
+    assert not summary.seeded
+    result = {
+        "accuracy": summary.accuracy,
+        "accuracy_by_round": [record.test_accuracy for record in found.rounds],
+        "used_by_round": [record.used for record in found.rounds],
+        "guarantee": summary.guarantee.to_dict(),
+        "bytes_up_per_client_and_round": summary.bytes_up // sum(record.used for record in found.rounds),
+        "bytes_down_per_client_and_round": summary.bytes_down // sum(record.used for record in found.rounds),
+        "seconds": summary.seconds,
+        "load": round(os.getloadavg()[0], 1),
+        "without_privacy": [without_privacy(seed) for seed in range(3)],
+        "without_privacy_or_clip": [without_privacy(seed, clip_norm=100.0, range=10.0) for seed in range(3)],
+    }
+    print(json.dumps(result))
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_pages()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The pages hold what the JSON of the runs says; the scripts behind them run, in small."""
+
+import pytest
+
+from bqsgd.tasks import preset, settings_of
+from experiments import flower_clients, heterogeneity, many_clients, way_down
+
+
+@pytest.mark.parametrize("page", ["docs/scaling.md", "docs/user_level.md"])
+def test_the_page_holds_what_was_measured(page):
+    text = (many_clients.ROOT / page).read_text(encoding="utf-8")
+    assert many_clients.with_sections(text, page) == text
+
+
+def test_each_section_can_be_written():
+    row = {
+        "clients": 1000, "asked": 100, "rounds": 10, "down_bits": 4, "peak_mib": 513.6, "times_gradients": 1.148,
+        "bytes_up_per_frame": 60935, "bytes_down_per_frame": 246856,
+        "seconds_by_stage": {"gradients": 9.0, "other": 1.0}, "wall_seconds": 10.0, "ledger_bytes": 794624, "load": 1.0,
+    }  # fmt: skip
+    assert "| 1,000 | 100 | 10 | 4 bits | 514 MiB | 1.15 | 60.9 kB | 246.9 kB |" in many_clients.clients(
+        {"rows": [row]}
+    )
+    runs = [
+        {"seed": 0, "down_bits": bits, "accuracy": 0.97, "bytes_down": down, "bytes_down_float32": 4000}
+        for bits, down in ((None, 4000), (7, 900))
+    ]
+    means = {"whole": 0.97, "7": 0.97}
+    found = {"means": means, "points_from_whole": {"whole": 0.0, "7": 0.0}, "runs": runs}
+    assert "| 7 bits | 97.00 % (97.00) | +0.00 points | 0.00 MB | 22 % |" in many_clients.way_down(found)
+    differ = {"shares": "equal sizes", "weights": "equal", "seed": 0, "accuracy": 0.852, "sizes": [300, 300, 300]}
+    found = {"clients": 200, "cohort": 20, "rounds": 30, "runs": [differ]}
+    assert "| equal sizes | 300, 300, 300 | 85.2 % | - | - |" in many_clients.heterogeneity(found)
+
+
+def test_the_settings_of_the_runs_are_settings():
+    for settings in (preset("mnist-users"), flower_clients.SETTINGS | {"clients": 1000, "cohort": 100, "rounds": 5}):
+        settings_of(**settings)
+    _, users = settings_of(**preset("mnist-users"))
+    assert (users.privacy.unit, users.secure.on, users.clients.count) == ("client", True, 1000)
+    assert users.privacy.mechanism is None
+    assert way_down.SEEDS == (0, 1, 2)
+
+
+def test_shares_of_different_sizes(monkeypatch):
+    monkeypatch.setattr(heterogeneity, "CLIENTS", 20)
+    digits = heterogeneity.data.load("digits")
+    monkeypatch.setattr(heterogeneity.data, "load", lambda name: digits)
+    held = heterogeneity.shares("sizes", 0)
+    sizes = [len(labels) for _, labels in held]
+    assert sum(sizes) == len(digits.train)
+    assert min(sizes) >= 10
+    assert max(sizes) > 2 * min(sizes)
