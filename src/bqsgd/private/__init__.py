@@ -17,6 +17,7 @@ from a private message and costs nothing: any optimiser, schedule, weight decay 
 """
 
 from bqsgd.private._batches import PoissonLoader
+from bqsgd.private._sums import SecureRanks
 from bqsgd.private.loop import Private, make_private
 
-__all__ = ["PoissonLoader", "Private", "make_private"]
+__all__ = ["PoissonLoader", "Private", "SecureRanks", "make_private"]

@@ -55,6 +55,24 @@ class Peers:
         dist.all_gather(found, own, group=self._group)
         return [received.numpy()[:size] for received, size in zip(found, sizes, strict=True)]
 
+    def send(self, rank: int, kind: int, content: bytes | bytearray) -> None:
+        """One message to another rank."""
+        dist.send(torch.tensor([kind, len(content)], dtype=torch.int64), rank, group=self._group)
+        if content:
+            dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, group=self._group)
+
+    def receive(self, rank: int, *, most: int) -> tuple[int, bytes]:
+        """One message of another rank, of at most so many bytes."""
+        head = torch.empty(2, dtype=torch.int64)
+        dist.recv(head, rank, group=self._group)
+        kind, length = (int(value) for value in head)
+        if not 0 <= length <= most:
+            raise InvalidParameter(f"rank {rank} announced {length} bytes where at most {most} can be meant")
+        content = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(content, rank, group=self._group)
+        return kind, content.numpy().tobytes()
+
     def tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's note."""
         written = json.dumps(note, allow_nan=False).encode().ljust(_NOTE_BYTES)

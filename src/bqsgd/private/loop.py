@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.data import DataLoader
 
 from bqsgd.codec import Accumulator, encode_frame
-from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
+from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, SecureSumError
 from bqsgd.ledger import Ledger
 from bqsgd.ledger.spending import Spending, sorted_releases
 from bqsgd.mechanism.properties import noise_variance
@@ -31,11 +32,15 @@ from bqsgd.persample.functional import LossFunction
 from bqsgd.persample.rules import refuse_mixing
 from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import propose
+from bqsgd.planner.sums import SumPlan, plan_sum, width_of
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.private._batches import Batch, PoissonLoader
 from bqsgd.private._ranks import Peers
-from bqsgd.release import Release, Scheme, Spent, Unit
+from bqsgd.private._sums import RankSums, SecureRanks
+from bqsgd.release import Release, Scheme, Spent, Trust, Unit
+from bqsgd.secure.graph import thresholds
+from bqsgd.secure.noise_shares import encode_base
 from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
 from bqsgd.training.samples import Forward, Objective, Part
@@ -66,6 +71,7 @@ def make_private(
     forward: Forward | None = None,
     micro_batch: int = 512,
     mechanism: Mechanism | None = None,
+    secure: SecureRanks | None = None,
     seed: int | None = None,
 ) -> Private:
     """Plan private training of an ordinary model, and return what a loop of your own needs for it.
@@ -89,6 +95,8 @@ def make_private(
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
         micro_batch: samples that are read and differentiated at a time; the result does not depend on it.
         mechanism: levels and trials to use instead of planned ones; the ledger still enforces the budget.
+        secure: roster and identity of this rank, for secure sums under torchrun: no rank sees another's message, and
+            all share one noise. Every rank then needs the same rate and range; a mechanism has the trials of the sum.
         seed: reproducible noise and batches; anyone who knows it can remove the noise: no privacy claim.
 
     Raises:
@@ -124,6 +132,7 @@ def make_private(
         forward=forward,
         micro_batch=check_int("micro_batch", micro_batch, 1, 2**31),
         mechanism=mechanism,
+        secure=secure,
         seed=seed,
     )
 
@@ -146,6 +155,7 @@ class Private:
         forward: Forward | None,
         micro_batch: int,
         mechanism: Mechanism | None,
+        secure: SecureRanks | None,
         seed: int | None,
     ) -> None:
         _check_model(model, optimizer)
@@ -154,6 +164,10 @@ class Private:
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._clip = clip
         self._peers = Peers.met()
+        if secure is not None and self._peers.size == 1:
+            raise InvalidParameter("secure sums are between the ranks of torchrun; this process is alone")
+        self._secure, self._seed = secure, seed
+        self._sums: RankSums | None = None
         self._sources = Sources(seed=seed, client=self._peers.rank)
         self.loader = PoissonLoader(loader, micro_batch=micro_batch, sources=self._sources)
         self._objective = Objective(model, loss, forward)
@@ -181,9 +195,30 @@ class Private:
         if self._ledger is not None and not isinstance(ledger, Ledger):
             weakref.finalize(self, self._ledger.close)
         self._spending = Spending(self._ledger, run=f"private-{secrets.token_hex(8)}", seeded=seed is not None,
-                                  ahead=_AHEAD)  # fmt: skip
+                                  ahead=self._ahead)  # fmt: skip
         if not self._spending.sent:
             self.plan  # noqa: B018  (refuse a budget that cannot be met; with earlier spends this may be a resumed run)
+
+    @property
+    def _ahead(self) -> int:
+        """A lost sum must not take with it what was reserved for others."""
+        return _AHEAD if self._secure is None else 1
+
+    @cached_property
+    def sum_plan(self) -> SumPlan | None:
+        """What the ranks run for secure sums, None without them.
+
+        Raises:
+            Infeasible: no plan meets the budget, or so many colluders cannot be borne.
+        """
+        if self._secure is None:
+            return None
+        rule = thresholds(clients=self._peers.size, dropouts=0, colluders=self._secure.colluders)
+        fixed = self._mechanism
+        if fixed is None:
+            return plan_sum(self.budget, self._setting(), rule, rounds=self.rounds)
+        width = width_of(rule, fixed.levels, fixed.trials)
+        return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width)
 
     @property
     def dimension(self) -> int:
@@ -198,7 +233,8 @@ class Private:
         """
         if self._plan is None:
             spent = tuple(sorted_releases(self._spending.sent))
-            release = self._setting().release(self._mechanism) if self._mechanism is not None else plan_release(
+            chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
+            release = self._setting().release(chosen) if chosen is not None else plan_release(
                 self._setting(), self.budget, rounds=self.rounds, spent=spent
             )  # fmt: skip
             self._plan = self._planned(release, spent)
@@ -240,6 +276,8 @@ class Private:
             dimension=self.dimension,
             dataset_size=self.loader.samples,
         )
+        if self._secure is not None:
+            return replace(setting, trust=Trust.SUMS_ONLY, colluders=self._secure.colluders)
         return replace(setting, trust=self._peers.trust)
 
     def step(self, batch: Batch) -> None:
@@ -265,8 +303,10 @@ class Private:
         """
         self._check_unchanged()
         samples = self.loader.take(batch)
-        frame = self._frame(samples, len(batch))
-        update = self._exchange(frame)
+        if self._secure is not None:
+            update = self._summed(samples, len(batch))
+        else:
+            update = self._exchange(self._frame(samples, len(batch)))
         start = 0
         for n, parameter in enumerate(self._parameters):
             stop = start + parameter.numel()
@@ -309,6 +349,21 @@ class Private:
         with torch.autocast("cpu", enabled=False):
             self._objective.check(self._first, clip=self._clip, batch_size=self.loader.batch_size)
 
+    def _summed(self, samples: Iterator[Part], drawn: int) -> npt.NDArray[np.float32]:
+        """The mean of all ranks from a secure sum.
+
+        Raises:
+            BudgetExhausted: this rank's budget is spent. TooFewClients: another rank sent nothing; all stop here.
+        """
+        self._settle()
+        assert self._sums is not None
+        try:
+            return self._sums.mean(lambda: self._frame(samples, drawn), round=self.steps) * np.float32(self.range)
+        except SecureSumError as error:
+            if self._refusal is not None:
+                raise BudgetExhausted("the budget of this rank is spent: every rank stops here") from self._refusal
+            raise error
+
     def _frame(self, samples: Iterator[Part], drawn: int) -> bytearray | None:
         """Record the step, then encode its clipped mean; None when the budget is spent."""
         release = self.plan.release
@@ -333,17 +388,31 @@ class Private:
             _log.warning("%d of %d samples of a batch counted as zero (this line depends on the data: keep it private)",
                         lost, drawn)  # fmt: skip
         self.dropped += lost
-        frame = encode_frame(
-            mean,
-            release.mechanism,
-            range=self.range,
-            rng=self._sources.at(Purpose.NOISE, self.steps),
-            client=self._peers.rank,
-            round=self.steps,
-            clamp=True,  # a Poisson batch can exceed L; the clamp is 1-Lipschitz, so the sensitivity stands
-        )
+        frame = self._encoded(mean, release)
         self.steps += 1
         return frame
+
+    def _encoded(self, mean: npt.NDArray[np.float32], release: Release) -> bytearray:
+        """The frame of this step, or its masked vector.
+
+        The mean is clamped: a Poisson batch can exceed L. The clamp is 1-Lipschitz, so the sensitivity stands.
+        """
+        rng = self._sources.at(Purpose.NOISE, self.steps)
+        if self._sums is None or self.sum_plan is None:
+            return encode_frame(
+                mean,
+                release.mechanism,
+                range=self.range,
+                rng=rng,
+                client=self._peers.rank,
+                round=self.steps,
+                clamp=True,
+            )
+        plan = self.sum_plan
+        codes = encode_base(
+            mean, plan.levels, plan.noise.cuts[0], width=plan.width, range=self.range, rng=rng, clamp=True
+        )
+        return self._sums.mask(self.steps, codes)
 
     def _settle(self) -> None:
         """Tell the other ranks, once, how this rank's frames are to be read."""
@@ -355,6 +424,15 @@ class Private:
                     f"the ranks are at steps {[note['step'] for note in told]}; resume all from the same checkpoint"
                 )
             self._settings = [self._frames_of(rank, note) for rank, note in enumerate(told)]
+            if self._secure is not None and self.sum_plan is not None:
+                if len(set(self._settings)) > 1:
+                    raise InvalidParameter(
+                        "the ranks of a secure sum need one plan: give all of them the same range, and the same share "
+                        "of their samples in a batch or the same mechanism"
+                    )
+                self._sums = RankSums(
+                    self._peers, plan=self.sum_plan, dimension=self.dimension, secure=self._secure, seed=self._seed
+                )
 
     def _frames_of(self, rank: int, note: dict[str, Any]) -> tuple[Mechanism, float]:
         """How to read the frames of a rank, if it asks for no more than an honest rank with these settings may.
@@ -366,6 +444,8 @@ class Private:
             mechanism, reach = Mechanism.from_dict(note["mechanism"]), check_positive("range", note["range"])
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidParameter(f"rank {rank} sent something that is not a note of make_private") from error
+        if self._secure is not None:
+            return mechanism, reach  # must be this rank's own
         most, bits = max(self.range, self._clip.norm), (mechanism.code_count - 1).bit_length()
         if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
             raise InvalidParameter(
@@ -432,7 +512,7 @@ class Private:
                 "make_private must be given the same"
             )
         spending = Spending(
-            self._ledger, run=run, seeded=self._sources.seeded, ahead=_AHEAD, resume=True
+            self._ledger, run=run, seeded=self._sources.seeded, ahead=self._ahead, resume=True
         )  # fmt: skip
         if self._ledger is not None and spending.recorded < steps:
             self._range = before
