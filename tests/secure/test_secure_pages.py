@@ -101,3 +101,29 @@ def test_files_are_not_overwritten(tmp_path, capsys):
     assert main(["secure", "keygen", "--out", str(key)]) == 2
     assert key.read_bytes() == before
     capsys.readouterr()
+
+
+def test_the_costs_on_the_page_are_those_of_the_benchmark():
+    measured = json.loads((DOCS.parent / "benchmarks" / "results" / "secure.json").read_text())
+    heading = (
+        "| clients | masks | encode and mask, in plain encodes | whole round | server, ms a client | kB up | kB down |"
+    )
+    assert table(PAGE, heading) == [
+        [
+            f"{row['clients']:,}",
+            str(row["masks"]),
+            f"{row['masked_times_plain_encode']:.1f}",
+            f"{row['round_times_plain_encode']:.1f}",
+            f"{1e3 * row['server_seconds_per_client']:.2f}",
+            f"{row['bytes_up'] / 1e3:.1f}",
+            f"{row['bytes_down'] / 1e3:.1f}",
+        ]
+        for row in measured["by_clients"]
+    ]
+    seconds, sharing = measured["masking"]["seconds"], measured["sharing_30_of_which_20"]
+    for figure in (
+        f"A plain\nencode took {1e3 * measured['plain_encode_seconds']:.2f} ms",
+        f"took {1e3 * seconds['ours']:.1f} ms, Flower's SecAgg+ {1e3 * seconds['flower']:.0f} ms",
+        f"took {1e3 * sharing['split']:.2f} ms, pycryptodome's `Shamir` {1e3 * sharing['split_pycryptodome']:.1f} ms",
+    ):
+        assert figure in PAGE
