@@ -6,79 +6,106 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"mnist": "#0b6e99", "fashion-mnist": "#d1495b"}
-_TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
+COLOURS = {"ours": "#0b6e99", "sums": "#d1495b", "published": "#555555"}
+_PANELS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar-10": "CIFAR-10"}
+_MARKS = {
+    "each": ("o", COLOURS["ours"], COLOURS["ours"], "bqsgd, server sees each message"),
+    "each, simulated": ("o", COLOURS["ours"], "white", "the same, simulated"),
+    "sums, simulated": ("s", COLOURS["sums"], "white", "bqsgd, server sees only sums, simulated"),
+    "trusted": ("x", COLOURS["published"], COLOURS["published"], "published, trusted server"),
+    "published sums": ("P", COLOURS["published"], "white", "published, server sees only sums"),
+}
+"""Kind -> marker, edge, face, words of the legend."""
 
 
-def draw_frontier(rows: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_frontier(
+    rows: Sequence[Mapping[str, Any]],
+    simulated: Sequence[Mapping[str, Any]],
+    references: Sequence[Mapping[str, Any]],
+    path: Path,
+) -> None:
     """Write the PNG; rows without a finished run are left out.
 
-    A row has dataset, bits, mean and deviation of the accuracy, guarantee and bytes_up of one run; a reference has
-    name, dataset, accuracy and epsilon.
+    A row has dataset, bits, mean and deviation of the accuracy, guarantee and bytes_up of one run; a simulated row has
+    dataset, trust, features, epsilon, mean and standard_error; a reference name, dataset, accuracy, epsilon and trust.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     done = [row for row in rows if row["mean"] is not None]
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10, 9), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    by_epsilon, by_bytes = figure.subplots(1, 2)
-    for dataset in dict.fromkeys(row["dataset"] for row in done):
-        ours = [row for row in done if row["dataset"] == dataset and row["bits"] == 8]
-        style = {"color": COLOURS[dataset], "capsize": 3, "linestyle": ""}
-        by_epsilon.errorbar(
-            [row["guarantee"]["epsilon"] for row in ours],
-            [100 * row["mean"] for row in ours],
-            yerr=[100 * (row["deviation"] or 0.0) for row in ours],
-            marker="o",
-            markersize=8,
-            label=f"bqsgd, {_TITLES[dataset]}: server not trusted, 8 bits",
-            **style,
-        )
-        others = [one for one in references if one["dataset"] == dataset]
-        by_epsilon.plot(
-            [one["epsilon"] for one in others],
-            [100 * one["accuracy"] for one in others],
-            color=COLOURS[dataset],
-            linestyle="",
-            marker="x",
-            markersize=8,
-            label=f"published, {_TITLES[dataset]}: server trusted, 32 bits",
-        )
-        for one in others:
-            place = (one["epsilon"], 100 * one["accuracy"])
-            side, aligned = (7, "left") if one["epsilon"] > 3 else (-7, "right")
-            by_epsilon.annotate(
-                one["name"], place, xytext=(side, -3), textcoords="offset points", ha=aligned, fontsize=8
-            )
+    panels = figure.subplots(2, 2).ravel()
+    drawn: dict[str, Any] = {}
+    for panel, (dataset, title) in zip(panels[:3], _PANELS.items(), strict=True):
+        panel.set_xlim(0, 9 if dataset == "cifar-10" else 3.6)
+        for one in (one for one in references if one["dataset"] == dataset):
+            kind = "published sums" if "sums" in one["trust"] else "trusted"
+            drawn[kind] = _point(panel, kind, one["epsilon"], one["accuracy"])
+            _label(panel, one["name"], one["epsilon"], one["accuracy"])
+        for row in (row for row in done if row["dataset"] == dataset and row["bits"] == 8):
+            drawn["each"] = _point(panel, "each", row["guarantee"]["epsilon"], row["mean"], row["deviation"])
+        for row in (row for row in simulated if row["dataset"] == dataset):
+            kind = "sums, simulated" if "sums" in row["trust"] else "each, simulated"
+            drawn[kind] = _point(panel, kind, row["epsilon"], row["mean"], row["standard_error"])
+            if row["public_data"]:
+                _label(panel, f"{row['public_data']} features", row["epsilon"], row["mean"])
+        panel.set_title(title)
+        panel.set_xlabel("total epsilon at delta 1e-5")
+        panel.set_ylabel("test accuracy, per cent")
+    _bytes_panel(panels[3], done)
+    for panel in panels:
+        panel.grid(visible=True, alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.title.set_fontsize(17)
+        for text in (panel.xaxis.label, panel.yaxis.label, *panel.get_xticklabels(), *panel.get_yticklabels()):
+            text.set_fontsize(14)
+    kinds = [kind for kind in _MARKS if kind in drawn]
+    figure.legend(
+        [drawn[kind] for kind in kinds],
+        [_MARKS[kind][3] for kind in kinds],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=13,
+    )
+    figure.savefig(path)
+
+
+def _point(panel: Any, kind: str, epsilon: float, accuracy: float, spread: float | None = None) -> Any:
+    marker, edge, face, _ = _MARKS[kind]
+    return panel.errorbar(
+        [epsilon], [100 * accuracy], yerr=[100 * (spread or 0.0)], marker=marker, color=edge, markerfacecolor=face,
+        markersize=10, markeredgewidth=2, capsize=4, linestyle="",
+    )  # fmt: skip
+
+
+def _label(panel: Any, words: str, epsilon: float, accuracy: float) -> None:
+    right = epsilon < 0.45 * panel.get_xlim()[1]
+    panel.annotate(
+        words, (epsilon, 100 * accuracy), xytext=(9 if right else -9, -4), textcoords="offset points",
+        ha="left" if right else "right", fontsize=12, color=COLOURS["published"],
+    )  # fmt: skip
+
+
+def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
     curve = sorted((row for row in done if row["dataset"] == "mnist" and _near(row, 3.0)), key=lambda row: row["bits"])
-    by_bytes.errorbar(
+    panel.errorbar(
         [row["bytes_up"] / 1e6 for row in curve],
         [100 * row["mean"] for row in curve],
         yerr=[100 * (row["deviation"] or 0.0) for row in curve],
-        color=COLOURS["mnist"],
+        color=COLOURS["ours"],
         marker="o",
-        capsize=3,
+        markersize=9,
+        capsize=4,
     )
     for row in curve:
         place = (row["bytes_up"] / 1e6, 100 * row["mean"])
-        by_bytes.annotate(f"{row['bits']} bits", place, xytext=(0, 18), textcoords="offset points", ha="center")
-    for one in (one for one in references if one["dataset"] == "mnist" and abs(one["epsilon"] - 3) < 0.2):
-        by_bytes.axhline(100 * one["accuracy"], color="#888888", linestyle=":", linewidth=1)
-        by_bytes.annotate(
-            f"{one['name']} (trusted server)", (0.01, 100 * one["accuracy"]), xycoords=("axes fraction", "data"),
-            ha="left", va="bottom", fontsize=8, color="#555555",
-        )  # fmt: skip
-    delta = done[0]["guarantee"]["delta"] if done else 0.0
-    by_epsilon.set(xlabel=f"total epsilon at delta {delta:g}", ylabel="test accuracy, per cent", xlim=(0, 3.7))
-    by_bytes.set(xlabel="megabytes sent up in a run, all clients, measured", xlim=(0, None))
-    by_bytes.margins(x=0.08, y=0.12)
-    by_bytes.set_title("MNIST at epsilon 3", fontsize=10)
-    for panel in (by_epsilon, by_bytes):
-        panel.grid(visible=True, alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path)
+        panel.annotate(
+            f"{row['bits']} bits", place, xytext=(0, 24), textcoords="offset points", ha="center", fontsize=12
+        )
+    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="MNIST at epsilon 3, in few bits")
+    panel.margins(x=0.12, y=0.3)
 
 
 def _near(row: Mapping[str, Any], epsilon: float) -> bool:

@@ -1,6 +1,6 @@
 """The fast stand-in for a run on fixed features: the same codes and the same noise, without frames, masks and ledgers.
 
-python -m experiments.sum_simulation PRESET [SEED ...]     # held-out accuracy of a preset
+python -m experiments.sum_simulation PRESET ...     # each on the test split, seeds 0 to 4; continues where it stopped
 
 A linear model, per-sample L2 clips, each client's mean on its grid by stochastic rounding, and the binomial noise of
 the plan: of the sum where the preset says `secure`, of every client otherwise. What the server gets has the law that
@@ -11,14 +11,17 @@ of these settings. It is what the search is made with, since a run of 1,000 clie
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from experiments.held_out import HELD_OUT, SPLIT_SEED
+from experiments.runs import provenance
 from torch import Tensor
 
 from bqsgd import data
@@ -31,6 +34,7 @@ from bqsgd.training.draws import Purpose, seed_for
 from bqsgd.training.optimisers import average, schedule
 from bqsgd.training.settings import Config
 
+RUNS, SEEDS = Path(__file__).parent / "results" / "frontier", 5
 _Rows = npt.NDArray[np.int64]
 
 
@@ -119,14 +123,23 @@ def _clipped_sum(inputs: Tensor, labels: _Rows, rows: _Rows, weights: Tensor, *,
     return torch.cat([batch.T @ errors, errors.sum(dim=0, keepdim=True)])
 
 
+def finish(name: str) -> None:
+    """Seeds 0 to 4 of a preset on the test split, each written down as it comes."""
+    place = RUNS / f"{name}-simulated.json"
+    kept = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {"preset": name, "runs": []}
+    for seed in range(len(kept["runs"]), SEEDS):
+        found = simulate(held_out=False, **preset(name) | {"init_seed": seed})
+        kept["runs"].append(found | provenance())
+        place.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}, seed {seed}: {found['accuracy']:.2%} on the {found['on']}", flush=True)
+
+
 def main() -> None:
-    """Held-out accuracy of a preset, for each initial seed named."""
+    """Finish the presets named."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
-    name, *seeds = sys.argv[1:]
-    for seed in map(int, seeds or ["0"]):
-        found = simulate(**preset(name) | {"init_seed": seed})
-        print(f"{name}, seed {seed}: {found['accuracy']:.2%} on {found['on']}", flush=True)
+    for name in sys.argv[1:]:
+        finish(name)
 
 
 if __name__ == "__main__":

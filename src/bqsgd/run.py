@@ -385,13 +385,14 @@ class Run:
             ((guarantee.epsilon, client) for client, guarantee in guarantees.items() if guarantee is not None),
             default=None,
         )
+        claim = None if worst is None else guarantees[worst[1]]
         return Summary(
             accuracy=None if found is None else found.accuracy,
             metric=None if found is None else found.metric,
             metric_name=self.task.metric_name,
             loss=None if found is None else found.loss,
             rounds=self.round,
-            guarantee=None if worst is None else guarantees[worst[1]],
+            guarantee=None if claim is None else self.task.stated(claim),
             guarantee_client=None if worst is None else worst[1],
             nominal_epsilon=None if self.last is None else self.last.nominal_epsilon,
             **self._totals,

@@ -80,6 +80,7 @@ class NamedTask(Group):
             make_model=self._make_model(found.input_shape, found.classes),
             shares=[(share.inputs, share.labels) for share in found.shares],
             test=None if found.test is None else (found.test.inputs, found.test.labels),
+            public_data=data.PUBLIC_DATA.get(self.features, ""),
             source=self,
         )
 
@@ -90,7 +91,12 @@ class NamedTask(Group):
         dataset = data.load(self.dataset, folder=self.data_folder)
         test = data.whole_features(self.features, "test", of=dataset, threads=config.clients.workers)
         shape = data.features_shape(self.features, dataset.input_shape)
-        return Task(make_model=self._make_model(shape, dataset.classes), test=(test.inputs, test.labels), source=self)
+        return Task(
+            make_model=self._make_model(shape, dataset.classes),
+            test=(test.inputs, test.labels),
+            public_data=data.PUBLIC_DATA.get(self.features, ""),
+            source=self,
+        )
 
     def _make_model(self, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
         from bqsgd import models

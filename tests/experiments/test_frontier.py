@@ -26,9 +26,9 @@ def table() -> dict[str, Any]:
 
 
 def test_presets_are_settings_with_a_guarantee_to_plan_for() -> None:
-    found = set(presets()) - {"mnist-users"}  # for whole clients
-    assert found == {"mnist-eps3", "mnist-eps1", "fashion-eps3", "mnist-eps3-4bit"}
-    for name in found:
+    simulated = {name for name, _ in frontier.SIMULATED}
+    assert simulated | {"mnist-eps3", "mnist-eps1", "fashion-eps3", "mnist-eps3-4bit"} <= set(presets())
+    for name in simulated | {point.preset for point in frontier.POINTS}:
         _, config = settings_of(**preset(name))
         assert config.privacy.seed is None, "a seed would void the claim"
         assert config.privacy.mechanism is None, "planned, so that the budget holds"
@@ -88,3 +88,28 @@ def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
     assert (
         f"{rows['mnist-eps3-4bit', 2]['bytes_up_float32'] / rows['mnist-eps3-4bit', 2]['bytes_up']:.1f} times" in text
     )
+
+
+def test_simulated_rows_say_so_and_hold_what_was_simulated(table: dict[str, Any]) -> None:
+    assert table["simulated"] == json.loads(json.dumps(frontier.simulated_rows()))
+    text = page.section("frontier", table)
+    for row in table["simulated"]:
+        kept = json.loads((RESULTS / "frontier" / f"{row['preset']}-simulated.json").read_text(encoding="utf-8"))
+        assert row["accuracies"] == [run["accuracy"] for run in kept["runs"]]
+        for seed, run in enumerate(kept["runs"]):
+            assert run["simulated"] is True
+            assert run["on"] == "test split"
+            assert run["config"]["init_seed"] == seed
+            assert run["epsilon"] <= preset(row["preset"])["epsilon"]
+            given = preset(row["preset"])
+            assert {name: run["config"][name] for name in given} == given
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{row['preset']}`"))
+        assert f"**{100 * row['mean']:.2f}**" in line
+        assert (row["features"] == "imagenet") == ("ImageNet" in line)
+
+
+def test_references_state_whom_they_trust(table: dict[str, Any]) -> None:
+    text = page.section("frontier", table)
+    for one in table["references"]:
+        assert one["trust"] in ("server trusted with all data", "server sees only sums")
+        assert f"| {one['name']} | {one['dataset']} | {100 * one['accuracy']:.2f}" in text

@@ -37,9 +37,15 @@ def _from_ledgers(summary: Summary, folder: Path) -> Summary:
     if not found:
         return summary
     worst = max(found, key=lambda number: (found[number].epsilon, -number))
-    return replace(
-        summary, guarantee=found[worst], guarantee_client=worst, seeded=summary.seeded or found[worst].seeded
-    )
+    claim = found[worst]
+    if stated is not None:  # a ledger does not know what the run took as public
+        claim = replace(claim, assumption=_both(claim.assumption, stated.assumption))
+    return replace(summary, guarantee=claim, guarantee_client=worst, seeded=summary.seeded or claim.seeded)
+
+
+def _both(*assumptions: str) -> str:
+    parts = [part for text in assumptions for part in text.split("; ") if part]
+    return "; ".join(dict.fromkeys(parts))
 
 
 def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarantee]]:

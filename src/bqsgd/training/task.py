@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bqsgd.errors import InvalidParameter
 from bqsgd.models import load_vector
 from bqsgd.persample.functional import LossFunction
+from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Unit
 from bqsgd.training.samples import Forward, Objective, Reader, reader_of
 
@@ -70,7 +71,15 @@ class Task:
     loss: LossFunction = field(default_factory=lambda: nn.CrossEntropyLoss(reduction="none"))
     metric: Metric | None = None
     forward: Forward | None = None
+    public_data: str = ""
     source: Group | None = None
+
+    def stated(self, guarantee: Guarantee) -> Guarantee:
+        """The guarantee with what is public beside it."""
+        if not self.public_data:
+            return guarantee
+        public = f"{self.public_data}, which a pretrained network saw, is public"
+        return replace(guarantee, assumption="; ".join(filter(None, (guarantee.assumption, public))))
 
     @property
     def metric_name(self) -> str | None:
