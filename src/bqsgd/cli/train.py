@@ -91,7 +91,7 @@ def train(
     ] = "in-process",
     backend: Annotated[str, typer.Option(help="Backend of torch.distributed: gloo, nccl or mpi.")] = "gloo",
     preset: Annotated[
-        str | None, typer.Option(help="Settings by name: mnist-eps3, mnist-eps1, fashion-eps3 or mnist-eps3-4bit.")
+        str | None, typer.Option(help="Settings by name: mnist-eps3, fashion-eps3-sums, ... (docs/frontier.md).")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings; options override it.")] = None,
     task: Annotated[
