@@ -57,6 +57,8 @@ WHAT_HAPPENS = {
     "the same `run` and `folder` continues to the model of one process, bit for bit",
     ("Flower", "node whose key is not registered"): "turned away; no run hears of it",
     ("Flower", "plain HTTP to the TLS port"): "closed without an answer",
+    ("Flower", "secure sum: node killed in mid-round"): "a dropout: the sum is that of the others, with all of its "
+    "noise; the masked vector that it had made and not sent stays counted",
 }
 """Every fault of the table, in its order."""
 
