@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bqsgd.errors import InvalidParameter
@@ -18,10 +18,10 @@ from bqsgd.params import Mechanism, check_delta
 from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import Proposal, propose
 from bqsgd.planner.search import make_plan
-from bqsgd.planner.sums import SumPlan, plan_sum
+from bqsgd.planner.sums import SumPlan, in_sums, plan_sum
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
-from bqsgd.release import RELATIONS, SAMPLINGS, Release, Trust
+from bqsgd.release import RELATIONS, SAMPLINGS, Release
 from bqsgd.secure.graph import thresholds
 
 _WIDTH = 120
@@ -374,7 +374,7 @@ def plan_secure(
         budget, dimension=dimension, dataset_size=dataset_size, batch_size=batch_size, rounds=rounds,
         sampling=sampling, linf=linf, l2=l2,
     )  # fmt: skip
-    setting = replace(
+    setting = in_sums(
         _setting(
             dimension=dimension,
             batch_size=batch_size,
@@ -384,8 +384,7 @@ def plan_secure(
             linf=linf,
             l2=l2,
         ),
-        trust=Trust.SUMS_ONLY,
-        colluders=colluders,
+        rule,
     )
     found = plan_sum(budget, setting, rule, rounds=rounds, window=window, width=bits)
     release = setting.release(found.mechanism)

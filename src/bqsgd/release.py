@@ -108,7 +108,8 @@ class Sensitivity:
 class Release:
     """One message of one client: everything an epsilon depends on, and nothing else.
 
-    colluders: where only sums are seen, how many clients may tell the server all they know.
+    colluders: where only sums are seen, how many clients may tell the server all they know. failure: probability,
+    whatever the data are, that the round shows more than its sum; it is added to delta.
     """
 
     mechanism: Mechanism
@@ -119,6 +120,7 @@ class Release:
     trust: Trust = Trust.EACH_CLIENT
     assumption: Assumption | None = None
     colluders: int = 0
+    failure: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", Unit(self.unit))
@@ -128,6 +130,8 @@ class Release:
         check_int("dimension", self.dimension, 1, 2**53)
         if check_int("colluders", self.colluders, 0, 2**53) and self.trust is not Trust.SUMS_ONLY:
             raise InvalidParameter(f"colluders are those of a sum over clients, not where the {self.trust}")
+        if self.failure != 0 and (check_positive("failure", self.failure) >= 1 or self.trust is not Trust.SUMS_ONLY):
+            raise InvalidParameter(f"failure is the chance that a sum over clients fails, got {self.failure}")
         scheme, relation = self.sampling.scheme, self.sensitivity.relation
         if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
             raise InvalidParameter("Poisson sampling is accounted under add/remove; give the add/remove sensitivity")
@@ -163,9 +167,9 @@ class Release:
         return replace(self, mechanism=mechanism, trust=Trust.SUMS_ONLY, colluders=colluders)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, the inverse of `from_dict`. What is not assumed and who does not collude has no field."""
+        """Plain JSON types, the inverse of `from_dict`. What is not assumed and cannot happen has no field."""
         fields = {**asdict(self), "mechanism": self.mechanism.to_dict()}
-        for name in ("assumption", "colluders"):
+        for name in ("assumption", "colluders", "failure"):
             if not fields[name]:
                 del fields[name]
         return fields

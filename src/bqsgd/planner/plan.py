@@ -58,6 +58,7 @@ class ClientSetting:
     trust: Trust = Trust.EACH_CLIENT
     assumption: Assumption | None = None
     colluders: int = 0
+    failure: float = 0.0
 
     def release(self, mechanism: Mechanism) -> Release:
         """What one message made by `mechanism` reveals.
@@ -85,6 +86,7 @@ class ClientSetting:
             trust=self.trust,
             assumption=self.assumption,
             colluders=self.colluders,
+            failure=self.failure,
         )
 
 

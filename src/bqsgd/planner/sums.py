@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import check_time, least_trials, shift_per_round
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
+from bqsgd.release import Trust
 from bqsgd.secure.graph import Thresholds
 from bqsgd.secure.masks import MAX_WIDTH
 from bqsgd.secure.noise_shares import NoiseParts
@@ -130,6 +131,11 @@ def width_of(rule: Thresholds, levels: int, trials: int, *, window: float | None
     return max(2, needed)
 
 
+def in_sums(setting: ClientSetting, rule: Thresholds) -> ClientSetting:
+    """The same client where the server sees only sums."""
+    return replace(setting, trust=Trust.SUMS_ONLY, colluders=rule.colluders, failure=rule.failure)
+
+
 def plan_sum(
     budget: Budget,
     setting: ClientSetting,
@@ -141,7 +147,7 @@ def plan_sum(
 ) -> SumPlan:
     """The plan of least error of the sum whose proven total epsilon of each client is within the budget.
 
-    setting: of a client, its trust that of sums. width: fixes the modulus; without it the plan chooses.
+    setting: of a client, as `in_sums` gives it. width: fixes the modulus; without it the plan chooses.
 
     Raises:
         Infeasible: no plan meets the budget; the message names the nearest that one can.

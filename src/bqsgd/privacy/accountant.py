@@ -243,17 +243,19 @@ def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[_rounds.Law
 
 
 def _sum_charge(spent: Spent, epsilon: float) -> float:
-    """What sums over clients add to delta at `epsilon`: each client's noise is cut on its own (docs/accounting.md).
+    """What sums over clients add to delta at `epsilon` (docs/accounting.md, Claim 12).
 
-    At most m / 65 clients stand behind a sum of m trials, as laws of up to 64 trials are not cut. Every law of either
-    neighbour is off by so much in total variation; that of the denominator counts e^epsilon times.
+    Each client's noise is cut on its own. At most m / 65 clients stand behind a sum of m trials, as laws of up to 64
+    trials are not cut. Every law of either neighbour is off by so much in total variation; that of the denominator
+    counts e^epsilon times. That a round shows more than its sum is as likely whatever the data: it counts once.
     """
+    failed = sum(rounds * release.failure for release, rounds in spent)
     laws = sum(
         rounds * release.dimension * (release.mechanism.trials // (TAIL_BITS + 1) + 1)
         for release, rounds in spent
         if release.trust is Trust.SUMS_ONLY
     )
-    return laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0
+    return failed + (laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0)
 
 
 def _composed(spent: Spent, *, attained: int = 0) -> tuple[_rounds.Law, _rounds.Law]:

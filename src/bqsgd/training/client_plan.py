@@ -15,10 +15,10 @@ from bqsgd.params import Mechanism
 from bqsgd.persample.clips import Clip
 from bqsgd.planner.plan import Budget, ClientSetting
 from bqsgd.planner.search import least_error_mechanism
-from bqsgd.planner.sums import SumPlan, plan_sum, width_of
+from bqsgd.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import as_given, rounded_up
-from bqsgd.release import Assumption, Relation, Release, Scheme, Spent, Trust, Unit
+from bqsgd.release import Assumption, Relation, Release, Scheme, Spent, Unit
 from bqsgd.secure.graph import Thresholds
 from bqsgd.training.settings import Config
 
@@ -48,7 +48,7 @@ def client_setting(config: Config, *, dimension: int, dataset_size: int) -> Clie
         few = 1.0 if dataset_size < config.privacy.batch_size else None
         setting = replace(setting, rate=few if config.privacy.rate is None else config.privacy.rate)
     if config.secure.on:
-        setting = replace(setting, trust=Trust.SUMS_ONLY, colluders=config.secure.colluders)
+        setting = in_sums(setting, config.secure.rule(config.asked))
     packed = config.clients.packed_rows and setting.unit is Unit.SAMPLE
     return replace(setting, assumption=Assumption.PACKED_ROWS) if packed else setting
 
