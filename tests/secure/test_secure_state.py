@@ -7,7 +7,7 @@ import pytest
 
 from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, WrongRound
 from bqsgd.secure import messages, state
-from bqsgd.secure.client import StateFile, SumClient
+from bqsgd.secure.client import EpochFile, StateFile, SumClient
 from bqsgd.secure.messages import Kind, SumHeader
 from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
 
@@ -84,6 +84,28 @@ def test_no_second_list_is_signed_after_a_restart_or_with_an_earlier_state(tmp_p
     with pytest.raises(WrongRound):
         federation.clients[1].keys(epoch=1, first_round=0, rounds=1)
     assert federation.clients[1].keys(epoch=2, first_round=0, rounds=1)
+
+
+def test_two_processes_of_one_client_never_use_the_same_masks(tmp_path):
+    agreed = agreed_on("full")
+    federation = Federation(agreed, seed=5)
+    federation.clients = EveryTimeAnew(agreed, tmp_path)
+    federation.begin(rounds=1)
+    one, other = federation.clients[1], federation.clients[1]  # both have read the state
+    codes = some_codes(agreed)
+    one.mask(0, codes[1])
+    with pytest.raises(RoundUsed, match="another process"):
+        other.mask(0, codes[2])
+
+
+def test_two_processes_of_one_client_do_not_begin_the_same_batch(tmp_path):
+    agreed = agreed_on("full")
+    one, other = (
+        SumClient(agreed, identity=identity(1), number=1, last_epoch=EpochFile(tmp_path / "epoch")) for _ in range(2)
+    )
+    one.keys(epoch=3, first_round=0, rounds=1)
+    with pytest.raises(WrongRound):
+        other.keys(epoch=3, first_round=0, rounds=1)
 
 
 def test_no_second_vector_is_masked_with_an_earlier_state(tmp_path):

@@ -194,6 +194,19 @@ def test_a_client_that_forgot_its_keys_is_back_with_the_next_batch():
     assert "no keys for the sum of round 1" in records[0].clients[2].reason
 
 
+def test_a_client_sends_nothing_where_less_noise_was_agreed_on_than_its_ledger_counts():
+    with Run.start(small_task(), settings(), force=True) as run:
+        fewer = SumSetup.of(settings(trials=12), run=run.config.run.name, dimension=8)
+        other = SumSetup.of(settings(colluders=1), run=run.config.run.name, dimension=8)
+        client = run.engine.clients[2]
+        for setup in (fewer, other):
+            client.sums = setup.client(2, folder=None, seed=3)
+            client.sums.ready = lambda round: True
+            with pytest.raises(InvalidParameter, match="agreed on"):
+                client.update(np.zeros(8, np.float32), 0)
+        assert not client.spending.sent
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -204,6 +204,8 @@ class SumClient:
             if batch.agreement.session != agreed.session:
                 raise ReplacedKeys(f"another cohort than before for epoch {epoch}; the first one stands")
             return batch.keys
+        if self._last_epoch is not None:
+            state.epoch = max(state.epoch, self._last_epoch())  # of another process of the same client
         if epoch <= state.epoch:
             raise WrongRound(f"epoch {epoch} is not above {state.epoch}, the last one that client {self.number} saw")
         if self._last_epoch is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bqsgd.errors import InvalidParameter, SecureSumError, UnsafeFile
+from bqsgd.errors import InvalidParameter, RoundUsed, SecureSumError, UnsafeFile
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.messages import Keys
@@ -235,10 +235,19 @@ class StateFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self._counted = path, path.with_name(path.name + ".step")
+        self._step: int | None = None
+        """The count as this object knows it."""
 
     def save(self, epoch: int, content: bytes) -> None:
-        """Write the next state; when this returns, it survives a power cut."""
-        step = self._last()[0] + 1
+        """Write the next state; when this returns, it survives a power cut.
+
+        Raises:
+            RoundUsed: another process has written since `load`: it may have used the same masks for another vector.
+        """
+        last = self._last()[0]
+        if self._step not in (None, last):
+            raise RoundUsed(f"another process of this client has written {self.path}; one at a time may take part")
+        self._step = step = last + 1
         write_atomic(self._counted, f"{step} {epoch}\n".encode())
         body = _FILE.pack(_MAGIC, _VERSION, step) + content
         write_atomic(self.path, body + hashlib.sha256(body).digest())
@@ -250,6 +259,7 @@ class StateFile:
             InvalidParameter: a file is damaged.
         """
         step, epoch = self._last()
+        self._step = step
         try:
             content = read_regular(self.path, limit=_MAX_FILE)
         except (OSError, UnsafeFile) as error:

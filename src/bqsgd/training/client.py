@@ -29,7 +29,7 @@ from bqsgd.release import Release, Scheme, Unit
 from bqsgd.secure.client import SumClient
 from bqsgd.secure.messages import is_sum_message
 from bqsgd.secure.noise_shares import encode_base
-from bqsgd.training.client_plan import client_setting, release_in, sum_plan
+from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.samples import Forward, Objective, reader_of
@@ -174,6 +174,7 @@ class Client:
             return Declined(reason=f"no plan for the budget: {error}")
         except PlanningTooLong as error:
             return Declined(reason=str(error))
+        self._check_agreement(release)
         self._prepare(model)
         budget = self.budget(round)
         self._enter(budget)
@@ -209,11 +210,29 @@ class Client:
                 coding=self.config.clients.coding,
                 clamp=True,
             )
-        plan = sum_plan(self.config, dimension=self.setting.dimension)
+        agreed = self.sums.agreement
         codes = encode_base(
-            values, plan.levels, plan.noise.cuts[0], width=plan.width, range=self.range, rng=rng, clamp=True
+            values,
+            release.mechanism.levels,
+            agreed.noise.cuts[0],
+            width=agreed.width,
+            range=self.range,
+            rng=rng,
+            clamp=True,
         )
         return self.sums.mask(round, codes)
+
+    def _check_agreement(self, release: Release) -> None:
+        """Raise where the clients of a sum insist on other noise or colluders than the ledger would count."""
+        if self.sums is None:
+            return
+        agreed = self.sums.agreement
+        counted = (release.mechanism.trials, release.colluders, release.failure, release.dimension)
+        if counted != (agreed.trials, agreed.rule.colluders, agreed.rule.failure, agreed.dimension):
+            raise InvalidParameter(
+                f"the clients agreed on {agreed.trials} trials and {agreed.rule.colluders} colluders, client "
+                f"{self.client} would count {release.mechanism.trials} and {release.colluders}: nothing is sent"
+            )
 
     def reserve(self, round: int) -> None:
         """Record the round before it is asked for, so that many clients can do so in one durable write.
