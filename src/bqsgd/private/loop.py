@@ -32,14 +32,14 @@ from bqsgd.persample.functional import LossFunction
 from bqsgd.persample.rules import refuse_mixing
 from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import propose
-from bqsgd.planner.sums import SumPlan, plan_sum, width_of
+from bqsgd.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.private._batches import Batch, PoissonLoader
 from bqsgd.private._ranks import Peers
 from bqsgd.private._sums import RankSums, SecureRanks
-from bqsgd.release import Release, Scheme, Spent, Trust, Unit
-from bqsgd.secure.graph import thresholds
+from bqsgd.release import Release, Scheme, Spent, Unit
+from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.secure.noise_shares import encode_base
 from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
@@ -205,16 +205,21 @@ class Private:
         return _AHEAD if self._secure is None else 1
 
     @cached_property
+    def _rule(self) -> Thresholds | None:
+        if self._secure is None:
+            return None
+        return thresholds(clients=self._peers.size, dropouts=0, colluders=self._secure.colluders)
+
+    @cached_property
     def sum_plan(self) -> SumPlan | None:
         """What the ranks run for secure sums, None without them.
 
         Raises:
             Infeasible: no plan meets the budget, or so many colluders cannot be borne.
         """
-        if self._secure is None:
+        rule, fixed = self._rule, self._mechanism
+        if rule is None:
             return None
-        rule = thresholds(clients=self._peers.size, dropouts=0, colluders=self._secure.colluders)
-        fixed = self._mechanism
         if fixed is None:
             return plan_sum(self.budget, self._setting(), rule, rounds=self.rounds)
         width = width_of(rule, fixed.levels, fixed.trials)
@@ -276,8 +281,8 @@ class Private:
             dimension=self.dimension,
             dataset_size=self.loader.samples,
         )
-        if self._secure is not None:
-            return replace(setting, trust=Trust.SUMS_ONLY, colluders=self._secure.colluders)
+        if self._rule is not None:
+            return in_sums(setting, self._rule)
         return replace(setting, trust=self._peers.trust)
 
     def step(self, batch: Batch) -> None:
