@@ -38,6 +38,7 @@ from bqsgd.engines.in_process import in_process
 from bqsgd.errors import InvalidParameter
 from bqsgd.models import load_vector, to_vector
 from bqsgd.planner.plan import ClientSetting
+from bqsgd.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd.records.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -68,6 +69,8 @@ _DATA = "data"
 _EPOCH = "secure.epoch"
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
 _MOST_NAMED = 10
+_OUTLOOK_SECONDS = 60.0
+"""CPU time of the outlook where it rests on what clients claim."""
 STILL_ROUNDS = 10
 """A run stops when so many rounds in a row have left the model as it was."""
 _Nominal = Callable[[Config, ClientSetting], Callable[[int], float | None]]
@@ -192,7 +195,7 @@ class Run:
                 choose=choose,
                 resources=resources,
             )
-            if not (force or run.engine.claimed):  # nobody makes this process plan by claiming sizes
+            if not force:
                 run._check_outlook()
             if path is not None:
                 run._open_writer(keep_through=-1)
@@ -239,9 +242,21 @@ class Run:
         return run
 
     def _check_outlook(self) -> None:
+        """Say what the plans leave to be learnt, and raise CannotLearn where that is nothing.
+
+        Where clients claim their sizes, one plan for the middle size stands for all, within a limit of time: nobody
+        makes this process plan a thousand times, or without an end, by what it claims.
+        """
         samples = self.engine.samples
-        outlook = foresee(self.config, samples, dimension=self.server.model.size, weights=self.server.weights)
-        check_outlook(outlook, self.config, samples)
+        if self.engine.claimed:
+            samples = dict.fromkeys(samples, sorted(samples.values())[len(samples) // 2])
+        with cpu_seconds(_OUTLOOK_SECONDS if self.engine.claimed else None):
+            try:
+                outlook = foresee(self.config, samples, dimension=self.server.model.size, weights=self.server.weights)
+                check_outlook(outlook, self.config, samples)
+            except PlanningTooLong:
+                _log.warning("planning took too long to say what the noise leaves to be learnt")
+                return
         for line in outlook.lines():
             _log.info(line)
 

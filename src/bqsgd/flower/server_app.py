@@ -70,7 +70,7 @@ def _opened(task: Task, config: Config, service: Service, engine: MakeEngine) ->
     """A new run, or the one in the server's folder where its name and settings are these."""
     folder = service.folder
     if folder is None or not (folder / CONFIG).exists():
-        return Run.start(task, with_simulated_keys(named(config)), folder=folder, engine=engine)
+        return Run.start(task, with_simulated_keys(named(config)), folder=folder, engine=engine, force=service.force)
     stored, _ = stored_settings(folder)
     name = stored.run.name
     if config.run.name is None:

@@ -188,15 +188,19 @@ class Service:
     folder: on the server's disk, for the checkpoint and the records; None keeps nothing.
     join_seconds: how long to wait for all clients before the first round; then it begins with those that are there.
     round_seconds: how long a round waits when the run has no deadline.
+    force: begin even if the plans say that nothing can be learnt.
     """
 
     folder: Path | None = None
     join_seconds: float = 300.0
     round_seconds: float = 3600.0
+    force: bool = False
 
     def __post_init__(self) -> None:
         check_positive("join_seconds", self.join_seconds)
         check_positive("round_seconds", self.round_seconds)
+        if not isinstance(self.force, bool):
+            raise InvalidParameter(f"force must be true or false, got {shown(self.force)}")
 
 
 def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[str, Any]]:
