@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from experiments.runs import provenance
 
+from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.run import Run
 from bqsgd.tasks import preset, settings_of
 
@@ -65,7 +66,8 @@ def run(name: str, *, rounds: int | None = None) -> dict[str, Any]:
         for record in training.rounds():
             if record.test_accuracy is not None:
                 print(
-                    f"{name}: round {record.round}, {record.test_accuracy:.2%}, epsilon {record.epsilon_max:.3f}, "
+                    f"{name}: round {record.round}, {record.test_accuracy:.2%}, "
+                    f"epsilon {rounded_up(record.epsilon_max or 0.0)}, "
                     f"{time.monotonic() - started:.0f} s",
                     flush=True,
                 )

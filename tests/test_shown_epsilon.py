@@ -151,7 +151,7 @@ def test_a_spent_budget_is_named_as_given(tmp_path):
 
 def test_a_node_names_both_limits_as_given():
     node = Node.of({"client": 0, "epsilon": 1.00000049})
-    refused = node.refusal(Config.of(clients=1, epsilon=1.0000005, delta=1e-5))
+    refused = node.refusal(Config.of(clients=1, epsilon=1.0000005, delta=1e-5), run="r", roster=None)
     assert refused == "the run asks for epsilon 1.0000005, this node allows 1.00000049"
 
 

@@ -31,7 +31,7 @@ def main():
         if not group.serves:
             work(task, config, group=group, folder=folder / f"disk-{group.rank}")
             return
-        with Run.start(task, config, folder=folder / "disk-0", engine=torch_distributed(group)) as run:
+        with Run.start(task, config, folder=folder / "disk-0", engine=torch_distributed(group), force=True) as run:
             recording(run.engine, folder / "frames.jsonl")
             list(run.rounds())
         np.save(folder / "model.npy", run.model)

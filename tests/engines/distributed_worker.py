@@ -116,7 +116,9 @@ def main():
             return
         how = {"folder": folder / "disk-0", "engine": torch_distributed(group)}
         with (
-            Run.resume(task(group.size), **how) if asked["resume"] else Run.start(task(group.size), config, **how)
+            Run.resume(task(group.size), **how)
+            if asked["resume"]
+            else Run.start(task(group.size), config, force=True, **how)
         ) as run:
             own = run.engine.own.clients[0]
             own.answer = Mischief(own, plan, folder)

@@ -67,6 +67,6 @@ def test_flower_sends_the_same_bytes(one_process, tmp_path):
     nodes = [{"client": client, "ledger-folder": str(tmp_path), **limits} for client in range(4)]
     grid = LoopGrid(app, SETTINGS, nodes, note)
     config, _, _ = read_settings(SETTINGS)
-    run = serve(grid, config, Service(join_seconds=60.0), replace(task, shares=()))
+    run = serve(grid, config, Service(join_seconds=60.0, force=True), replace(task, shares=()))
     assert frames == one_process[0]
     np.testing.assert_array_equal(run.model, one_process[1])

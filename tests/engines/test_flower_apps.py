@@ -32,6 +32,7 @@ from bqsgd.records.folder import read_rounds
 from bqsgd.records.record import one_line
 from bqsgd.run import Run
 from bqsgd.tasks import NamedTask
+from bqsgd.training.outlook import CannotLearn
 from bqsgd.training.server import Server
 from bqsgd.training.settings import Config
 from bqsgd.wire.frame import read_frame
@@ -54,7 +55,12 @@ class Federation:
 
     def serve(self, **service):
         config, _, options = read_settings(self.settings)
-        return serve(self.grid, config, Service(**{"join_seconds": 60.0, **service}), self.own(config, None, options))
+        return serve(
+            self.grid,
+            config,
+            Service(**{"join_seconds": 60.0, "force": True, **service}),
+            self.own(config, None, options),
+        )
 
     def spent(self):
         found = {}
@@ -86,6 +92,15 @@ def statuses(records):
 
 def records_in(folder):
     return list(read_rounds(folder))
+
+
+def test_a_run_that_cannot_learn_does_not_start_and_spends_nothing(federation):
+    made = federation(levels="", trials="", epsilon=0.01, range=1e-6, rounds=2)
+    with pytest.raises(CannotLearn, match="--force runs it anyway"):
+        made.serve(force=False)
+    assert not any(made.spent().values())
+    served = made.serve()
+    assert served.steps == 0  # every client declines, as the outlook said
 
 
 def test_same_seed_same_frames_and_same_model_as_in_process(task, settings, federation, tmp_path):

@@ -104,7 +104,12 @@ class Federation:
 
     def serve(self, **service):
         config, _, options = read_settings(self.settings)
-        return serve(self.grid, config, Service(**{"join_seconds": 60.0, **service}), self.own(config, None, options))
+        return serve(
+            self.grid,
+            config,
+            Service(**{"join_seconds": 60.0, "force": True, **service}),
+            self.own(config, None, options),
+        )
 
     def spent(self):
         found = {}

@@ -52,7 +52,7 @@ class Prey:
         return reply
 
     def join(self, **settings):
-        return self.ask(MessageType.QUERY, pack(None, kind=MODEL), **settings)
+        return self.ask(MessageType.QUERY, pack(None, kind=MODEL, run="r"), **settings)
 
     def train(self, model=None, *, round=0, run="r", report=False, **settings):
         model = np.zeros(DIMENSION, np.float32) if model is None else model
