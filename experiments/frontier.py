@@ -91,8 +91,8 @@ REFERENCES = (
      "other_data": "features of SimCLR, pretrained"},
 )  # fmt: skip
 """Published figures at delta 1e-5. Scattering: Tramer and Boneh 2021. Wide-ResNet: De et al. 2022. Helmets: Kirschte et
-al. 2022 and 2024, 1,000 users of 50 samples. With a trusted server all samples are in one place, at 32 bits per
-coordinate."""
+al. 2022 and 2024, 1,000 users, of 50 samples each in the first; delta of the second as in its code. With a trusted
+server all samples are in one place, at 32 bits per coordinate."""
 
 
 def reproduce(
