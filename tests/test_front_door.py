@@ -96,12 +96,11 @@ def test_plan_answers_as_the_command_does(asked, capsys, monkeypatch):
     assert found.guarantee.epsilon <= 2
 
 
-@pytest.mark.parametrize("name", ["account", "plan"])
-def test_questions_have_the_words_of_the_commands(name):
-    """Every keyword is an option and every option a keyword, besides how the command prints."""
-    command = getattr(app, name)
-    own = set(inspect.signature(getattr(bqsgd, name)).parameters)
-    assert own == set(inspect.signature(command).parameters) - {"nominal", "json"}
+@pytest.mark.parametrize(("name", "questions"), [("account", ["account"]), ("plan", ["plan", "plan_secure"])])
+def test_questions_have_the_words_of_the_commands(name, questions):
+    """Every keyword is an option and every option a keyword, besides how the command prints and which it asks."""
+    own = set().union(*(inspect.signature(getattr(bqsgd, question)).parameters for question in questions))
+    assert own == set(inspect.signature(getattr(app, name)).parameters) - {"nominal", "json", "secure"}
 
 
 def test_bad_words_are_refused_with_those_that_are_known():
