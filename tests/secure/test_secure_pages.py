@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bqsgd.cli.app import main
+from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.secure import masks, messages
 from bqsgd.secure.graph import thresholds
 from bqsgd.secure.roster import public_key, read_identity, read_roster
@@ -127,3 +128,29 @@ def test_the_costs_on_the_page_are_those_of_the_benchmark():
         f"took {1e3 * sharing['split']:.2f} ms, pycryptodome's `Shamir` {1e3 * sharing['split_pycryptodome']:.1f} ms",
     ):
         assert figure in PAGE
+
+
+def test_the_accuracies_of_the_page_are_those_of_the_runs():
+    folder = DOCS.parent / "experiments" / "results" / "secure_sums"
+    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    rows = table(
+        PAGE,
+        "| data | clients | sums only, % (epsilon) | each message, % (epsilon) | bits per coordinate of a sum |",
+    )
+    shown = set()
+    for data, clients, *cells, bits in rows:
+        for kind, cell in zip(("secure", "plain"), cells, strict=True):
+            if cell == "-":
+                continue
+            name = f"{data.split('-')[0].lower()}-{clients}-{kind}"
+            run = runs[name]
+            guarantee = run["guarantee"]
+            assert cell == f"{100 * run['accuracy']:.2f} ({rounded_up(guarantee['epsilon'])})"
+            assert guarantee["epsilon"] <= 3.0
+            assert (guarantee["delta"], guarantee["relation"], guarantee["seeded"]) == (1e-5, "add/remove one", False)
+            assert ("sums" in guarantee["trust"]) == (kind == "secure")
+            assert run["rounds"] == run["settings"]["rounds"] == 300
+            shown.add(name)
+            if kind == "secure":
+                assert bits == str(run["plan"]["bits"])
+    assert shown == set(runs), "every run that was kept is on the page"
