@@ -116,6 +116,17 @@ def test_another_bundle_after_the_first(federation):
         client.shares(bundle(federation, {number: keys[number] for number in (0, 1, 3)}))
 
 
+def test_a_batch_whose_shares_would_fill_the_memory():
+    agreed = agreement(200, dropouts=50, dimension=4, trials=200_000)
+    client = SumClient(agreed, identity=identity(0), number=0, seed=1)
+    most = messages.most_rounds(agreed)
+    assert 1 < most < 100
+    with pytest.raises(messages.BadSecureMessage, match="rounds at once"):
+        client.keys(epoch=1, first_round=0, rounds=messages.MAX_BATCH)
+    assert client._state.batch is None
+    assert messages.most_rounds(agreement(4)) == messages.MAX_BATCH
+
+
 def test_too_few_keys(federation):
     keys = key_messages(federation)
     refused(federation, TooFewClients, {number: keys[number] for number in (0, 1)})
@@ -302,6 +313,47 @@ def test_a_restarted_client_sits_out_the_epochs_it_has_seen(tmp_path, federation
     (tmp_path / "epoch").write_text("what")
     with pytest.raises(InvalidParameter):
         SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+
+
+@pytest.mark.parametrize("lost", range(1, 6))
+def test_clients_that_lost_their_epoch_files_in_mid_batch(lost):
+    """They can be asked for keys of the same epoch again, and find partners for it only among those like them."""
+    federation = Federation(agreement(5, dropouts=2, dimension=4))
+    masked(federation)
+    anew = range(lost)
+    rule, clients = federation.agreement.rule, federation.clients
+    again = {n: SumClient(federation.agreement, identity=identity(n), number=n) for n in anew}
+    old = {number: client._state.batch.keys for number, client in clients.items()}
+    keys = old | {number: client.keys(epoch=1, first_round=0, rounds=1) for number, client in again.items()}
+
+    def bundle_for(number, write, kind, parts):
+        header = SumHeader(kind=kind, epoch=1, round=0, client=number)
+        return write(header, federation.agreement, parts)
+
+    def others(number, parts):
+        return {other: part for other, part in parts.items() if other != number}
+
+    for number in range(lost, 5):  # who lost nothing keeps to the keys that it has seen
+        with pytest.raises(ReplacedKeys):
+            clients[number].shares(bundle_for(number, messages.write_key_bundle, Kind.KEY_BUNDLE, others(number, keys)))
+    sealed = {}
+    for number, client in again.items():
+        message = client.shares(bundle_for(number, messages.write_key_bundle, Kind.KEY_BUNDLE, others(number, keys)))
+        sealed[number] = messages.read_shares(message, federation.agreement).sealed
+    for number, client in again.items():
+        stale = messages.read_shares(clients[4]._state.batch.shares, federation.agreement).sealed.get(number)
+        if lost < 5:
+            with pytest.raises(BadShares):
+                client.take_shares(bundle_for(number, messages.write_share_bundle, Kind.SHARE_BUNDLE, {4: stale}))
+        mine = {other: sealed[other][number] for other in anew if other != number}
+        fresh = bundle_for(number, messages.write_share_bundle, Kind.SHARE_BUNDLE, mine)
+        if lost < rule.quorum - rule.colluders:
+            with pytest.raises(TooFewClients):
+                client.take_shares(fresh)
+            assert not client.ready(0)
+        else:  # what docs/secure.md warns of: there are enough for a second list
+            client.take_shares(fresh)
+            assert client.ready(0)
 
 
 def test_an_identity_that_is_not_in_the_roster(federation):

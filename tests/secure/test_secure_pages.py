@@ -12,6 +12,8 @@ from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.secure import masks, messages
 from bqsgd.secure.graph import thresholds
 from bqsgd.secure.roster import public_key, read_identity, read_roster
+from bqsgd.training.node_limits import NodeLimits
+from bqsgd.training.settings import Config
 from secure_sums import agreement
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -63,6 +65,14 @@ def test_the_thresholds_of_the_page():
         masks = n - 1 if rule.sparse is None else rule.sparse.masks
         assert (masks, rule.share_threshold, rule.quorum, rule.checked) == (near, share, quorum, checked)
         assert rule.failure <= 2**-40
+
+
+def test_what_the_page_says_of_colluders_and_deleted_files():
+    assert "in [its own limits](deploy.md#what-a-client-agrees-to): `colluders`, 0 by default too" in PAGE
+    assert NodeLimits().colluders == Config().secure.colluders == 0
+    rule = thresholds(clients=10, dropouts=2, colluders=2)
+    assert rule.quorum - rule.colluders == 5
+    assert "(with n = 10, f = t =\n2: five)" in PAGE  # what it takes is tested in test_hostile_sum_server
 
 
 def test_lengths_follow_from_what_was_agreed():

@@ -1,11 +1,12 @@
 """A client that is started anew for every message: it goes on where it was, and never back."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
 
-from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, WrongRound
+from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, SecureSumError, WrongRound
 from bqsgd.secure import messages, state
 from bqsgd.secure.client import EpochFile, StateFile, SumClient
 from bqsgd.secure.messages import Kind, SumHeader
@@ -96,6 +97,52 @@ def test_two_processes_of_one_client_never_use_the_same_masks(tmp_path):
     one.mask(0, codes[1])
     with pytest.raises(RoundUsed, match="another process"):
         other.mask(0, codes[2])
+
+
+def meanwhile(monkeypatch, first, second):
+    """Do `second` while `first` writes, as soon as it has found that it may; the errors of both, None for none."""
+    real, errors = state.write_atomic, [None, None]
+
+    def attempt(place, act):
+        try:
+            act()
+        except SecureSumError as error:
+            errors[place] = error
+
+    other = threading.Thread(target=attempt, args=(1, second))
+
+    def write(path, content):
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it waits for the lock, or would have written by then
+        real(path, content)
+
+    monkeypatch.setattr(state, "write_atomic", write)
+    attempt(0, first)
+    other.join()
+    return errors
+
+
+def test_a_state_is_not_written_between_another_process_looking_and_writing(tmp_path, monkeypatch):
+    files = [StateFile(tmp_path / "1.state") for _ in range(2)]
+    for file in files:
+        file.load()
+    errors = meanwhile(monkeypatch, lambda: files[0].save(1, b"one"), lambda: files[1].save(1, b"other"))
+    assert errors[0] is None
+    assert isinstance(errors[1], RoundUsed)
+    assert StateFile(tmp_path / "1.state").load() == (1, b"one")
+
+
+def test_an_epoch_is_not_begun_between_another_process_looking_and_writing(tmp_path, monkeypatch):
+    agreed = agreed_on("full")
+    one, other = (
+        SumClient(agreed, identity=identity(1), number=1, last_epoch=EpochFile(tmp_path / "epoch")) for _ in range(2)
+    )
+    batch = {"epoch": 3, "first_round": 0, "rounds": 1}
+    errors = meanwhile(monkeypatch, lambda: one.keys(**batch), lambda: other.keys(**batch))
+    assert errors[0] is None
+    assert isinstance(errors[1], WrongRound)
+    assert EpochFile(tmp_path / "epoch")() == 3
 
 
 def test_two_processes_of_one_client_do_not_begin_the_same_batch(tmp_path):

@@ -192,6 +192,7 @@ class SumClient:
 
         Raises:
             WrongRound: the epoch is not above all epochs so far. TooFewClients, ForeignClient: of the cohort.
+            BadSecureMessage: more rounds than a client holds shares for.
         """
         check_int("epoch", epoch, 0, 2**63 - 1)
         check_int("first_round", first_round, 0, 2**53 - messages.MAX_BATCH)
@@ -199,6 +200,8 @@ class SumClient:
         agreed = self.agreement if cohort is None else self.agreement.of(cohort)
         if self.number not in agreed.members.place:
             raise ForeignClient(f"client {self.number} is not in the cohort that it was asked to join")
+        if rounds > messages.most_rounds(agreed):
+            raise BadSecureMessage(f"keys for {rounds} rounds at once; {messages.most_rounds(agreed)} are the most")
         state, batch = self._state, self._state.batch
         if batch is not None and (batch.epoch, batch.first_round, batch.count) == (epoch, first_round, rounds):
             if batch.agreement.session != agreed.session:

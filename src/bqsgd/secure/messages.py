@@ -33,6 +33,8 @@ _SIGNATURE_BYTES = 64
 TAG_BYTES = 16
 MAX_BATCH = 1 << 12
 """Most rounds whose keys and shares travel together."""
+_MOST_HELD = 1 << 24
+"""Most bytes of other clients' shares that a client takes for one batch."""
 _SEEDED = 1
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<II")
@@ -289,6 +291,12 @@ def secrets_per_round(agreement: Agreement) -> int:
 def sealed_size(agreement: Agreement, rounds: int) -> int:
     """Bytes of one receiver's encrypted shares."""
     return TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES
+
+
+def most_rounds(agreement: Agreement) -> int:
+    """Most rounds of a batch that a client takes part in: it holds shares of all of them at once."""
+    holders = agreement.rule.clients - 1 if agreement.rule.sparse is None else agreement.rule.sparse.holders
+    return max(1, min(MAX_BATCH, _MOST_HELD // (holders * secrets_per_round(agreement) * SHARE_BYTES)))
 
 
 @dataclass(frozen=True, kw_only=True)

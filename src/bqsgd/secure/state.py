@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bqsgd.errors import InvalidParameter, RoundUsed, SecureSumError, UnsafeFile
+from bqsgd.errors import InvalidParameter, RoundUsed, SecureSumError, UnsafeFile, WrongRound
 from bqsgd.secure import messages
 from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.messages import Keys
-from bqsgd.storage import open_regular, read_regular, write_atomic
+from bqsgd.storage import one_at_a_time, open_regular, read_regular, write_atomic
 
 _FILE = struct.Struct("<4sHQ")
 _MAGIC = b"BQSS"
@@ -202,6 +202,11 @@ def _read_batch(said: dict[str, Any], agreement: Agreement) -> BatchState:
     )
 
 
+def _lock_of(path: Path) -> Path:
+    """Held from reading what is there to writing what is next."""
+    return path.with_name(f"{path.name}.lock")
+
+
 class EpochFile:
     """Remembers the last epoch across restarts, durably; without it a restarted client could sign a second list."""
 
@@ -209,10 +214,21 @@ class EpochFile:
         self.path = path
 
     def __call__(self, epoch: int | None = None) -> int:
-        """The last epoch, -1 before the first; with an argument, write that one down first."""
-        if epoch is not None:
+        """The last epoch, -1 before the first; with an argument, write that one down first.
+
+        Raises:
+            WrongRound: the epoch is not above the last one. Of two processes that begin it at once, one does.
+        """
+        if epoch is None:
+            return self._last()
+        with one_at_a_time(_lock_of(self.path)):
+            last = self._last()
+            if epoch <= last:
+                raise WrongRound(f"epoch {epoch} is not above {last}, the last one in {self.path.name}")
             write_atomic(self.path, f"{epoch}\n".encode())
-            return epoch
+        return epoch
+
+    def _last(self) -> int:
         file = open_regular(self.path, limit=64)
         if file is None:
             return -1
@@ -244,13 +260,14 @@ class StateFile:
         Raises:
             RoundUsed: another process has written since `load`: it may have used the same masks for another vector.
         """
-        last = self._last()[0]
-        if self._step not in (None, last):
-            raise RoundUsed(f"another process of this client has written {self.path}; one at a time may take part")
-        self._step = step = last + 1
-        write_atomic(self._counted, f"{step} {epoch}\n".encode())
-        body = _FILE.pack(_MAGIC, _VERSION, step) + content
-        write_atomic(self.path, body + hashlib.sha256(body).digest())
+        with one_at_a_time(_lock_of(self.path)):
+            last = self._last()[0]
+            if self._step not in (None, last):
+                raise RoundUsed(f"another process of this client has written {self.path}; one at a time may take part")
+            self._step = step = last + 1
+            write_atomic(self._counted, f"{step} {epoch}\n".encode())
+            body = _FILE.pack(_MAGIC, _VERSION, step) + content
+            write_atomic(self.path, body + hashlib.sha256(body).digest())
 
     def load(self) -> tuple[int, bytes | None]:
         """The last epoch (-1 before the first), and the last state unless it is stale.

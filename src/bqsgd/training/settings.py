@@ -302,7 +302,7 @@ class SecureSettings(Group):
         None, "Most clients that may be missing from a sum. Default: a tenth of them.", between=(0, 100_000)
     )
     colluders: int = setting(0, "Most clients that may tell the server all they know.", between=(0, 100_000))
-    key_rounds: int = setting(10, "Rounds whose keys travel together.", between=(1, 4096))
+    key_rounds: int = setting(10, "Most rounds whose keys travel together.", between=(1, 4096))
     window: float | None = setting(
         None,
         "Share of the range that the sum has room for: fewer bits, and means beyond it wrap. Default: none ever wraps.",

@@ -251,7 +251,8 @@ class SumRounds:
         if self._last_epoch is not None:
             self._last_epoch(self._epoch)
         server = self._server
-        rounds = min(self.key_rounds, self.rounds - round) if cohort is None else 1
+        most = min(self.key_rounds, messages.most_rounds(self.agreement))
+        rounds = min(most, self.rounds - round) if cohort is None else 1
         server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort)
         self._step(found, {client: server.request(client) for client in server.asked}, carry, server.take_keys)
         self._step(found, {client: server.key_bundle(client) for client in server.keyed}, carry, server.take_shares)

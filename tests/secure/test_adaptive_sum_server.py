@@ -1,0 +1,167 @@
+"""A server that tries everything at once: what it can open is the sum over all honest clients of one list, or nothing.
+
+It holds keys and shares back from whom it likes, cuts a group off from the others, lists whom it likes, shows every
+client another list and then all of them, and has the secrets of t clients that sign whatever it wants. What it can
+compute from all of that is worked out here, and compared with what `bqsgd.secure.graph` says of it.
+"""
+
+from collections import defaultdict
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from bqsgd.errors import SecureSumError
+from bqsgd.secure import messages
+from bqsgd.secure.messages import Kind, SumHeader
+from secure_sums import Federation, agreement, identity, some_codes
+
+SIZES = [(4, 1, 0), (5, 1, 1), (5, 2, 0), (6, 2, 1), (7, 2, 2)]
+
+
+class Server:
+    """One attack: a batch of one round with the last t clients on the server's side."""
+
+    def __init__(self, agreed, rng, *, held_back, group=0):
+        self.agreed, self.rng, self.held_back = agreed, rng, held_back
+        self.everybody = agreed.members.clients
+        self.honest = self.everybody[: agreed.rule.clients - agreed.rule.colluders]
+        self.clients = dict(Federation(agreed, seed=int(rng.integers(2**31))).clients)
+        self.group = set(rng.permutation(self.honest)[:group].tolist())
+        self.partners = {}
+        self.self_shares, self.mask_shares = defaultdict(set), defaultdict(set)
+        self.certified = set()
+
+    def batch(self):
+        keys = {number: client.keys(epoch=1, first_round=0, rounds=1) for number, client in self.clients.items()}
+        sealed = {}
+        for number, client in self.clients.items():
+            shown = self._some(other for other in keys if other != number)
+            bundle = messages.write_key_bundle(
+                self._to(Kind.KEY_BUNDLE, number), self.agreed, {o: keys[o] for o in shown}
+            )
+            try:
+                sealed[number] = messages.read_shares(client.shares(bundle), self.agreed).sealed
+            except SecureSumError:
+                continue
+        for number in sealed:
+            mine = self._some(o for o in sealed if number in sealed[o] and o in sealed[number])
+            if number in self.group:  # it hears of nobody else that is honest, while the others hear of it
+                mine = [o for o in mine if o in self.group or o not in self.honest]
+            parts = {other: sealed[other][number] for other in mine}
+            bundle = messages.write_share_bundle(self._to(Kind.SHARE_BUNDLE, number), self.agreed, parts)
+            try:
+                self.clients[number].take_shares(bundle)
+            except SecureSumError:
+                continue
+            self.partners[number] = frozenset(mine)
+        codes = some_codes(self.agreed)
+        for number in self.partners:
+            self.clients[number].mask(0, codes[number])
+        for number in set(self.everybody) - set(self.honest):  # what its friends hold is its own
+            for client in self.partners.get(number, ()):
+                self.self_shares[client].add(number)
+                self.mask_shares[client].add(number)
+
+    def lists(self):
+        """Every list to somebody first, and then each to everybody."""
+        fewest, n = self.agreed.rule.fewest, len(self.everybody)
+        size = int(self.rng.integers(fewest, n + 1))
+        lists = [tuple(sorted(self.rng.permutation(n)[:size].tolist())) for _ in range(2)]
+        signatures = {listed: {} for listed in lists}
+        for number in self.rng.permutation(self.honest).tolist():
+            for index in self.rng.permutation(2):
+                self._sign(number, lists[index], signatures)
+        for listed, signed in signatures.items():
+            statement = messages.survivors_statement(self.agreed, epoch=1, round=0, survivors=listed)
+            signed |= {n: identity(n).sign(statement) for n in listed if n not in self.honest}
+        for number in self.honest:
+            for listed in lists:
+                self._unmask(number, signatures[listed])
+
+    def _sign(self, number, listed, signatures):
+        message = messages.write_survivors(self._to(Kind.SURVIVORS, number), self.agreed, listed)
+        try:
+            answer = self.clients[number].sign(message)
+        except SecureSumError:
+            return
+        signatures[listed][number] = messages.read_signature(answer, self.agreed)[1]
+
+    def _unmask(self, number, signatures):
+        quorum = min(self.agreed.rule.quorum, len(signatures))
+        shown = {n: signatures[n] for n in self.rng.permutation(sorted(signatures))[:quorum].tolist()}
+        message = messages.write_certificate(self._to(Kind.CERTIFICATE, number), self.agreed, shown)
+        try:
+            said = messages.read_unmasking(self.clients[number].unmask(message), self.agreed)
+        except SecureSumError:
+            return
+        self.certified.add(self.clients[number]._state.batch.rounds[0].survivors)  # asked again it says the same again
+        self.self_shares[number] |= set(self.everybody)  # its own seed
+        for client in said.survivors:
+            self.self_shares[client].add(number)
+        for client in said.missing:
+            self.mask_shares[client].add(number)
+
+    def opened(self, shares):
+        return {c for c in self.honest if len(shares[c]) >= self.agreed.rule.share_threshold}
+
+    def readable(self):
+        """Every set of honest clients whose vectors, added up, are without a mask that the server does not know."""
+        own, masks = self.opened(self.self_shares), self.opened(self.mask_shares)
+
+        def hidden(one, other):  # the mask that they share
+            return other in self.honest and other not in masks and one not in masks
+
+        able = [c for c in self.honest if c in self.partners and c in own]
+        return [
+            chosen
+            for size in range(1, len(able) + 1)
+            for chosen in combinations(able, size)
+            if not any(
+                hidden(c, other) and not (other in chosen and c in self.partners[other])
+                for c in chosen
+                for other in self.partners[c]
+            )
+        ]
+
+    def _some(self, clients):
+        return [client for client in clients if self.rng.random() >= self.held_back]
+
+    def _to(self, kind, client):
+        return SumHeader(kind=kind, epoch=1, round=0, client=client)
+
+
+def attacked(sizes, seed):
+    n, f, t = sizes
+    rng = np.random.default_rng(seed)
+    agreed = agreement(n, dropouts=f, colluders=t, dimension=2, trials=60)
+    held_back, group = rng.choice([0.0, 0.05, 0.2]), int(rng.choice([0, 0, *range(1, n - t)]))
+    server = Server(agreed, rng, held_back=held_back, group=group)
+    server.batch()
+    server.lists()
+    return server
+
+
+def check(server):
+    assert len(server.certified) <= 1
+    assert not server.opened(server.self_shares) & server.opened(server.mask_shares)
+    found = server.readable()
+    if not found:
+        return False
+    (listed,) = server.certified
+    assert found == [tuple(client for client in server.honest if client in listed)]
+    noise = server.agreed.noise
+    assert sum(noise.kept(len(listed), listed.index(client)) for client in found[0]) >= noise.total
+    return True
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nothing_opens_but_the_sum_of_one_list(sizes):
+    opened = sum(check(attacked(sizes, seed)) for seed in range(25))
+    assert opened > 0, "no attack got as far as a sum"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nothing_opens_but_the_sum_of_one_list_in_many_attacks(sizes):
+    assert sum(check(attacked(sizes, seed)) for seed in range(20_000)) > 100
