@@ -1,6 +1,7 @@
 """The fault table: what each engine does when something breaks, with the counts that the fault tests saw.
 
 python -m experiments.faults            # runs the fault tests on real processes (minutes), writes both files
+python -m experiments.faults --rows F   # writes both from the rows of tests that ran with BQSGD_FAULT_BOOK=F
 python -m experiments.faults --page     # writes docs/faults.md again from the JSON
 """
 
@@ -45,6 +46,33 @@ WHAT_HAPPENS = {
     ): "the same, and frames and model end as in one process, bit for bit",
     ("torch.distributed", "rank killed under torchrun"): "torchrun ends the job, rank 0 writes a checkpoint on its way "
     "out; `--resume` continues",
+    (
+        "torch.distributed",
+        "secure sum: client killed before its keys left",
+    ): "a dropout from that batch of rounds on: the sums are those of the others, with all of their noise",
+    ("torch.distributed", "secure sum: client killed before its shares left"): "the same",
+    (
+        "torch.distributed",
+        "secure sum: client killed before its masked vector left",
+    ): "a dropout from that round on; the vector that it had made and not sent stays counted",
+    (
+        "torch.distributed",
+        "secure sum: client killed before its signature left",
+    ): "in the sum of that round, whose list the others sign; a dropout from the next one on",
+    (
+        "torch.distributed",
+        "secure sum: client killed before its unmasking left",
+    ): "in the sum of that round, which the others' shares open; a dropout from the next one on",
+    (
+        "torch.distributed",
+        "secure sum: client answers after the deadline",
+    ): "a dropout of the round; its vector is refused when it comes and stays counted; the client takes part again",
+    (
+        "torch.distributed",
+        "secure sum: server killed when the masked vectors were due, and restarted",
+    ): "`--resume` continues with new keys; the open round is made again under other masks and counted again",
+    ("torch.distributed", "secure sum: server killed when the signatures were due, and restarted"): "the same",
+    ("torch.distributed", "secure sum: server killed when the unmaskings were due, and restarted"): "the same",
     ("Flower", "client killed in mid-round"): "missing, at the latest at the deadline; the frame it had made and not "
     "sent stays counted",
     ("Flower", "client answers after the deadline"): "missing in its round; the frame is refused when it comes",
@@ -57,19 +85,49 @@ WHAT_HAPPENS = {
     "the same `run` and `folder` continues to the model of one process, bit for bit",
     ("Flower", "node whose key is not registered"): "turned away; no run hears of it",
     ("Flower", "plain HTTP to the TLS port"): "closed without an answer",
-    ("Flower", "secure sum: node killed in mid-round"): "a dropout: the sum is that of the others, with all of its "
-    "noise; the masked vector that it had made and not sent stays counted",
+    (
+        "Flower",
+        "secure sum: client killed before its keys left",
+    ): "a dropout of that batch of rounds; its node starts another process, which takes part in the next batch",
+    ("Flower", "secure sum: client killed before its shares left"): "the same",
+    (
+        "Flower",
+        "secure sum: node killed before its masked vector left",
+    ): "a dropout: the sum is that of the others, with all of its noise; the vector that it had made and not sent "
+    "stays counted",
+    (
+        "Flower",
+        "secure sum: client killed before its signature left",
+    ): "in the sum all the same, as the others' signatures suffice; the next process goes on from the state on disk",
+    (
+        "Flower",
+        "secure sum: client killed before its unmasking left",
+    ): "in the sum all the same, as the others' shares open it; the next process goes on from the state on disk",
+    (
+        "Flower",
+        "secure sum: client answers after the deadline",
+    ): "a dropout of the round; its vector is refused when it comes and stays counted; the client takes part again",
+    (
+        "Flower",
+        "secure sum: server killed when the signatures were due, and restarted, seeded noise",
+    ): "SuperLink and ServerApp killed; `flwr run` with the same `run` and `folder` continues with new keys to the "
+    "model of one process, bit for bit",
 }
 """Every fault of the table, in its order."""
 
 
 def run() -> dict[str, Any]:
-    """Run the fault tests; their rows, in the order of the table."""
+    """Run the fault tests; what they found."""
     with tempfile.TemporaryDirectory() as folder:
         book = Path(folder) / "book.jsonl"
         command = [sys.executable, "-m", "pytest", "tests/engines", "-m", "slow or not slow", "-p", "no:cacheprovider"]
         subprocess.run(command, cwd=ROOT, env=os.environ | {BOOK_VARIABLE: str(book)}, check=True)
-        rows = [json.loads(line) for line in book.read_text().splitlines()]
+        return read_rows(book)
+
+
+def read_rows(book: Path) -> dict[str, Any]:
+    """The rows that the tests wrote, in the order of the table; of a test that ran twice the last ones."""
+    rows = [json.loads(line) for line in book.read_text().splitlines()]
     found = {(row["engine"], row["fault"]): row for row in rows}
     if found.keys() != WHAT_HAPPENS.keys():
         raise SystemExit(f"the tests and the table differ in {sorted(found.keys() ^ WHAT_HAPPENS.keys())}")
@@ -140,8 +198,11 @@ def main() -> None:
     """Run or only write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", action="store_true", help="only write docs/faults.md again")
-    if not parser.parse_args().page:
-        RESULTS.write_text(json.dumps(run(), indent=2) + "\n")
+    parser.add_argument("--rows", type=Path, help="the file of BQSGD_FAULT_BOOK, where the tests ran before")
+    asked = parser.parse_args()
+    if not asked.page:
+        found = run() if asked.rows is None else read_rows(asked.rows)
+        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
 
 

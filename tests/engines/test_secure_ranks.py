@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distributed_processes import lines, run_ranks
+from fault_book import counts, not_ok, seen, together
 from secure_worker import SEED, Mischief, small_task, write_keys
 from test_exchange import Rank
 
@@ -20,7 +21,13 @@ from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumSetup
 
 WORKER = Path(__file__).parent / "secure_worker.py"
+ENGINE = "torch.distributed"
 CLIENTS = 4
+ANSWERS = {
+    "BATCH": "keys", "KEY_BUNDLE": "shares", "MODEL": "masked vector", "SURVIVORS": "signature",
+    "CERTIFICATE": "unmasking",
+}  # fmt: skip
+"""What a client answers each message of the server with."""
 SETTINGS = {
     "clients": CLIENTS, "rounds": 6, "batch_size": 16, "rate": 0.25, "levels": 20, "trials": 120, "epsilon": 50.0,
     "clip": "l2", "clip_norm": 1.0, "range": 0.25, "secure": True, "dropouts": 1, "key_rounds": 3,
@@ -143,9 +150,21 @@ def statuses(records, client):
             if entry["client"] == client]  # fmt: skip
 
 
+def books(folder):
+    """What each client sent masked, and what its ledger counts; never less."""
+    found = []
+    for client in range(CLIENTS):
+        notes = [note["sha"] for note in lines(folder / f"sent-{client}.jsonl") if note["step"] == "MODEL"]
+        assert len(set(notes)) == len(notes), "a mask was used twice"
+        with Ledger(folder / f"disk-{client}" / "ledgers" / f"client-{client:04}.ledger") as ledger:
+            found.append(counts((len(notes), len(notes)), ledger.spent_rounds))
+    assert all(entry["sent"] <= entry["counted"] for entry in found)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["BATCH:3", "KEY_BUNDLE:3", "MODEL:2", "SURVIVORS:2", "CERTIFICATE:2"])
-def test_a_rank_killed_at_any_step_costs_no_round(tmp_path, step):
+def test_a_rank_killed_at_any_step_costs_no_round(tmp_path, step, fault_book):
     keys = write_keys(tmp_path / "keys", CLIENTS)
     ended = run(tmp_path, keys, mischief={"3": {step: "kill"}})
     assert ended[0][0] == 0, ended[0][1]
@@ -155,12 +174,24 @@ def test_a_rank_killed_at_any_step_costs_no_round(tmp_path, step):
     kind, at = step.split(":")
     last = int(at) + (kind in ("SURVIVORS", "CERTIFICATE"))  # its masked vector was there by then
     assert statuses(records, 3) == ["ok"] * last + ["no"] * (6 - last)
-    with Ledger(tmp_path / "disk-3" / "ledgers" / "client-0003.ledger") as ledger:
-        assert ledger.spent_rounds == int(at) + (kind in ("MODEL", "SURVIVORS", "CERTIFICATE"))
+    found = books(tmp_path)
+    assert found[3]["counted"] == int(at) + (kind in ("MODEL", "SURVIVORS", "CERTIFICATE"))
+    assert [entry["counted"] for entry in found[:3]] == [6, 6, 6]
+    others = not_ok(records, {(3, round) for round in range(last, 6)})
+    assert others == 0
+    fault_book.row(
+        engine=ENGINE,
+        fault=f"secure sum: client killed before its {ANSWERS[kind]} left",
+        injected=1,
+        line=seen(ended[0][1], "rank 3 is gone: "),
+        client=found[3],
+        run=together(found),
+        others_not_ok=others,
+    )
 
 
 @pytest.mark.slow
-def test_a_late_rank_misses_the_round_and_comes_back(tmp_path):
+def test_a_late_rank_misses_the_round_and_comes_back(tmp_path, fault_book):
     keys = write_keys(tmp_path / "keys", CLIENTS)
     settings = {"deadline_seconds": 20.0}
     ended = run_ranks(tmp_path, SETTINGS | keys | settings, script=WORKER, mischief={"2": {"MODEL:1": "late"}})
@@ -169,24 +200,41 @@ def test_a_late_rank_misses_the_round_and_comes_back(tmp_path):
     assert all(record["stepped"] for record in records)
     assert statuses(records, 2)[1] == "no"
     assert statuses(records, 2)[-1] == "ok"
+    found = books(tmp_path)
+    fault_book.row(
+        engine=ENGINE,
+        fault="secure sum: client answers after the deadline",
+        injected=1,
+        line=seen(ended[0][1], "round 1: client 2 missing: no answer within 20 s"),
+        client=found[2],
+        run=together(found),
+        others_not_ok=not_ok(records, {(2, round) for round in range(1, 5)}),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["MODEL:3", "SURVIVORS:3", "CERTIFICATE:3"])
-def test_a_killed_server_goes_on_with_new_keys(tmp_path, step):
+def test_a_killed_server_goes_on_with_new_keys(tmp_path, step, fault_book):
     keys = write_keys(tmp_path / "keys", CLIENTS)
     ended = run(tmp_path, keys, mischief={"0": {step: "kill"}})
     assert ended[0][0] == -9
+    line = seen(ended[1][1], "rank 0 is gone: ")
     ended = run(tmp_path, keys, resume=True)
     assert all(code == 0 for code, _ in ended), ended
     records = lines(tmp_path / "rounds.jsonl")
     assert [record["round"] for record in records] == [0, 1, 2, 3, 4, 5]
     assert all(record["stepped"] and record["clients"][3]["status"] == "ok" for record in records)
-    for client in range(CLIENTS):
-        notes = [note for note in lines(tmp_path / f"sent-{client}.jsonl") if note["step"] == "MODEL"]
-        assert len({note["sha"] for note in notes}) == len(notes), "a mask was used twice"
-        with Ledger(tmp_path / f"disk-{client}" / "ledgers" / f"client-{client:04}.ledger") as ledger:
-            assert len(notes) <= ledger.spent_rounds <= 7
+    found = books(tmp_path)
+    assert all(entry["counted"] <= 7 for entry in found), "round 3 was made a second time, and no other"
+    fault_book.row(
+        engine=ENGINE,
+        fault=f"secure sum: server killed when the {ANSWERS[step.split(':')[0]]}s were due, and restarted",
+        injected=1,
+        line=line,
+        client=None,
+        run=together(found),
+        others_not_ok=not_ok(records),
+    )
 
 
 @pytest.mark.slow
