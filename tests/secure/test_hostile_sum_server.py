@@ -284,6 +284,22 @@ def test_certificates_that_are_too_short_or_on_another_list(federation):
     assert (set(said.survivors), set(said.missing)) == ({0, 1, 3}, {4})
 
 
+def test_signatures_of_an_earlier_epoch_played_again(federation):
+    """The same list in the same round of a later batch: what was signed before certifies nothing now."""
+    masked(federation)
+    listed = (0, 1, 2, 3)
+    old = {number: signature_of(federation, number, listed) for number in listed}
+    federation.begin(epoch=2)
+    client = federation.clients[CLIENT]
+    client.mask(0, some_codes(federation.agreement)[CLIENT])
+    client.sign(survivors(federation, listed, epoch=2))
+    with pytest.raises(BadSignature):
+        client.unmask(certificate(federation, old, epoch=2))
+    with pytest.raises(WrongRound):
+        client.unmask(certificate(federation, old, epoch=1))
+    assert client._state.batch.rounds[0].unmasking == b""
+
+
 def test_a_round_that_was_not_masked_is_not_unmasked(federation):
     masked(federation, rounds=2)
     with pytest.raises(WrongRound):

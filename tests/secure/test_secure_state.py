@@ -155,6 +155,37 @@ def test_two_processes_of_one_client_do_not_begin_the_same_batch(tmp_path):
         other.keys(epoch=3, first_round=0, rounds=1)
 
 
+def secrets_in(client):
+    """Everything that masks a vector or makes its noise."""
+    batch = client._state.batch
+    seeds = [seed for own in batch.secrets.values() for seed in (own.self_seed, own.mask_seed, *own.noise_seeds)]
+    pairs = [keys[at : at + 16] for keys in batch.pairs.values() for at in range(0, len(keys), 16)]
+    return seeds + pairs
+
+
+@pytest.mark.parametrize("kept", ["in memory", "in a file", "epochs alone"])
+def test_a_round_made_again_has_nothing_of_its_first_secrets(tmp_path, kept):
+    """A server that asks for the same rounds in one epoch after another, whatever its clients remember."""
+    agreed = agreed_on("full")
+    federation = Federation(agreed, seed=None)
+    codes, seen, vectors = some_codes(agreed), [], []
+    for epoch in range(3):
+        if kept == "in a file":
+            federation.clients = EveryTimeAnew(agreed, tmp_path, seed=None)
+        if kept == "epochs alone":
+            federation.clients = {
+                number: SumClient(
+                    agreed, identity=identity(number), number=number, last_epoch=EpochFile(tmp_path / f"{number}")
+                )
+                for number in agreed.members.clients
+            }
+        federation.begin(epoch=epoch, rounds=2)
+        seen += secrets_in(federation.clients[1])
+        vectors += [bytes(federation.clients[1].mask(round, codes[1])) for round in range(2)]
+    assert len(set(seen)) == len(seen) == 3 * (2 * (2 + agreed.noise.parts) + 2 * 3)
+    assert len(set(vectors)) == len(vectors)
+
+
 def test_no_second_vector_is_masked_with_an_earlier_state(tmp_path):
     federation = masked_anew(tmp_path)
     codes = some_codes(federation.agreement)
