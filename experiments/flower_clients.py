@@ -1,7 +1,7 @@
 """A thousand simulated clients on Flower (Ray), of which a hundred are asked in a round; and the same in one process.
 
-MNIST in shares of 60 samples, a linear model, planned noise, one register of ledgers. With a seed both give the same
-model bit for bit.
+MNIST in shares of 60 samples, a linear model, planned noise, one register of ledgers; once with a message per client
+and once with secure sums over each cohort. With a seed both engines give the same model bit for bit.
 
     python -m experiments.flower_clients        # writes experiments/results/flower_clients.json
 """
@@ -12,11 +12,15 @@ import argparse
 import json
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from experiments.many_clients import write_pages
 
 from bqsgd.cli.flower import run_demo
@@ -41,17 +45,40 @@ SETTINGS: dict[str, Any] = {
     "evaluate_every": 5,
     "seed": 1,
 }
+SECURE: dict[str, Any] = {"secure": True, "rate": 0.5}
+"""Clients of a sum share one rate: half of the 60 samples that each holds."""
+_LOOK_SECONDS = 5.0
 
 
-def main() -> None:
-    """Run both and write what they took."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, default=1000)
-    parser.add_argument("--cohort", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
-    settings = SETTINGS | {"clients": asked.clients, "cohort": asked.cohort, "rounds": asked.rounds}
-    with tempfile.TemporaryDirectory() as place:
+@contextmanager
+def memory_of_children() -> Iterator[list[int]]:
+    """The memory of all processes below this one, in bytes, each time that it was looked at.
+
+    Pages that several share are divided among them.
+    """
+    seen: list[int] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            total = 0
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            seen.append(total)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def one(settings: dict[str, Any]) -> dict[str, Any]:
+    """One run on Flower and the same in one process: what both took."""
+    with tempfile.TemporaryDirectory() as place, memory_of_children() as memory:
         folder = Path(place)
         more = {"run": "many", "join_seconds": 3000.0, "round_seconds": 1800.0}
         fields = run_demo(folder, settings | more, tls=False, limit_seconds=5400)
@@ -62,26 +89,42 @@ def main() -> None:
     named, config = settings_of(**settings)
     began = time.monotonic()
     with Run.start(named.task(config), config, force=True) as run:
-        for _ in run.rounds():
-            pass
-    here = time.monotonic() - began
+        here = [record.used for record in run.rounds()]
+    seconds = time.monotonic() - began
     times = np.diff([0.0, *(record.time for record in records)])
-    result = {
+    assert here == [record.used for record in records]
+    return {
         "settings": settings,
-        "frames": [record.used for record in records],
+        "frames": here,
         "rounds_in_ledgers": fields["rounds_in_ledgers"],
         "accuracy": fields["accuracy"],
         "seconds_in_all": round(fields["seconds"], 1),
         "seconds_by_round": [round(float(value), 1) for value in times],
-        "seconds_in_one_process": round(here, 1),
+        "seconds_in_one_process": round(seconds, 1),
         "same_model_as_in_one_process": model.tobytes() == run.server.model.tobytes(),
+        "peak_mib": round(max(memory, default=0) / 2**20),
         "bytes_up": sum(record.bytes_up for record in records),
         "bytes_down": sum(record.bytes_down for record in records),
         "processes_left": fields["processes_left"],
         "load": round(os.getloadavg()[0], 1),
     }
-    print(json.dumps(result))
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run both, without and with secure sums, and write what they took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=1000)
+    parser.add_argument("--cohort", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("plain", "secure"))
+    asked = parser.parse_args()
+    settings = SETTINGS | {"clients": asked.clients, "cohort": asked.cohort, "rounds": asked.rounds}
+    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name, more in {"plain": {}, "secure": SECURE}.items():
+        if asked.only in (None, name):
+            result[name] = one(settings | more)
+            print(json.dumps(result[name]), flush=True)
+            RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     write_pages()
 
 

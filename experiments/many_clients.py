@@ -66,16 +66,37 @@ def way_down(found: Mapping[str, Any]) -> str:
 
 
 def flower_clients(found: Mapping[str, Any]) -> str:
-    """A thousand clients on Flower."""
-    settings, rounds = found["settings"], found["seconds_by_round"]
-    same = "the same model bit for bit as" if found["same_model_as_in_one_process"] else "another model than"
-    later = sum(rounds[1:]) / max(1, len(rounds) - 1)
-    return _text(
-        f"{settings['clients']:,} simulated clients on Flower (Ray), of which {settings['cohort']} are asked in each "
-        f"of {settings['rounds']} rounds: {sum(found['frames'])} frames, {found['rounds_in_ledgers']} rounds in one "
-        f"register of ledgers, {same} in one process. {found['seconds_in_all']:.0f} s in all, with the start of Flower "
-        f"and everybody joining; a round takes {later:.1f} s. In one process the whole run takes "
-        f"{found['seconds_in_one_process']:.1f} s (load {found['load']:g} on two cores)."
+    """A thousand clients on Flower, without and with secure sums."""
+    lines = [
+        "| messages | frames | seconds in all | a round | in one process | peak memory | up, per frame | "
+        "the same model as in one process |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, label in (("plain", "one per client"), ("secure", "secure sums")):
+        run = found.get(name)
+        if run is None:
+            continue
+        rounds, frames = run["seconds_by_round"], sum(run["frames"])
+        later = sum(rounds[1:]) / max(1, len(rounds) - 1)
+        lines.append(
+            f"| {label} | {frames} | {run['seconds_in_all']:.0f} s | {later:.0f} s | "
+            f"{run['seconds_in_one_process']:.0f} s | {run['peak_mib'] / 1024:.1f} GiB | "
+            f"{run['bytes_up'] / frames / 1e3:.1f} kB | "
+            f"{'yes, bit for bit' if run['same_model_as_in_one_process'] else 'no'} |"
+        )
+    runs = [found[name] for name in ("plain", "secure") if name in found]
+    settings = runs[0]["settings"]
+    loads = " and ".join(f"{run['load']:g}" for run in runs)
+    ledgers = " and ".join(str(run["rounds_in_ledgers"]) for run in runs)
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + _text(
+            f"{settings['clients']:,} simulated clients, of which {settings['cohort']} are asked in each of "
+            f"{settings['rounds']} rounds. *In all* holds the start of Flower and everybody joining; *a round* is the "
+            f"mean of all but the first. The clients' register of ledgers counts {ledgers} messages. "
+            f"Load of the machine: {loads} on two cores."
+        )
     )
 
 

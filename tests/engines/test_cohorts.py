@@ -298,6 +298,15 @@ class TestChanges:
         steady.close()
         forgetful.close()
 
+    @pytest.mark.parametrize("workers", [1, 3])
+    def test_many_clients_of_one_process_hold_a_model_of_each_round_once(self, workers):
+        run, records = done(Config.of(**{**BASE, "down_bits": 4, "rounds": 12, "workers": workers}))
+        last = {client: record.round for record in records for client in asked([record])[0]}
+        clients = run.engine.clients.made
+        assert {number: client.held.round for number, client in clients.items()} == last
+        kept = {id(client.held.model) for client in clients.values()}
+        assert len(kept) == len(set(last.values())) if workers == 1 else len(kept) < len(clients) / 2
+
     def test_it_learns_as_with_whole_models(self):
         plain, _ = done(Config.of(**BASE))
         changed, _ = done(Config.of(**{**BASE, "down_bits": 4}))

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from bqsgd.engines.engine import FEW, Answer, Setup, check_known, make_client, run_register
 from bqsgd.errors import InvalidParameter
 from bqsgd.ledger import Register
@@ -18,6 +20,7 @@ from bqsgd.params import check_int
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.samples import Fetched, Objective
+from bqsgd.wire.model_message import ModelMessage
 
 _STAGES = ("gradients", "encode", "frame", "ledger")
 _AT_ONCE = 64
@@ -119,6 +122,8 @@ class InProcess:
         self._register = register
         self._seconds: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="client") if workers > 1 else None
+        self._held: ModelMessage | None = None
+        """The model that a client was sent last: others that hold the same bits hold this very object."""
 
     @property
     def samples(self) -> Mapping[int, int]:
@@ -172,9 +177,20 @@ class InProcess:
         answer = client.answer(message)
         if self._lazy is not None:
             client.rest()
+            self._share_held(client)
         if isinstance(answer, Declined):
             return Answer(client=client.client, reason=answer.reason, declined=True)
         return Answer(client=client.client, frame=answer)
+
+    def _share_held(self, client: Client) -> None:
+        """Of thousands of clients that hold the model of one round, one keeps its bits."""
+        held, last = client.held, self._held
+        if held is None or held is last:
+            return
+        if last is not None and held.round == last.round and np.array_equal(held.model, last.model):
+            client.held = last
+        else:
+            self._held = held
 
     def seconds(self) -> Mapping[str, float]:
         """Summed over the clocks of the clients that were asked last."""
