@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
     "weights": "equal",
     "evaluate_every": 5,
     "seed": 1,
+    "run": "many",
 }
 SECURE: dict[str, Any] = {"secure": True, "rate": 0.5}
 """Clients of a sum share one rate: half of the 60 samples that each holds."""
@@ -80,7 +81,7 @@ def one(settings: dict[str, Any]) -> dict[str, Any]:
     """One run on Flower and the same in one process: what both took."""
     with tempfile.TemporaryDirectory() as place, memory_of_children() as memory:
         folder = Path(place)
-        more = {"run": "many", "join_seconds": 3000.0, "round_seconds": 1800.0}
+        more = {"join_seconds": 3000.0, "round_seconds": 1800.0}
         fields = run_demo(folder, settings | more, tls=False, limit_seconds=5400)
         records = list(read_rounds(folder / "server"))
         found = load_checkpoint(folder / "server")

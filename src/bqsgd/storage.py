@@ -275,11 +275,31 @@ def read_toml(path: str | Path, *, limit: int = 1 << 20, kind: str = "TOML file"
     Raises:
         InvalidParameter: there is no such file, or it is not TOML.
     """
+    return parse_toml(toml_bytes(path, limit=limit, kind=kind), path=path, kind=kind)
+
+
+def toml_bytes(path: str | Path, *, limit: int, kind: str) -> bytes:
+    """The bytes of such a file, not yet parsed.
+
+    Raises:
+        InvalidParameter: there is no such file, or it is longer.
+    """
     try:
         content = read_regular(Path(path), limit=limit)
-        tables = None if content is None else tomllib.loads(content.decode())
-    except (OSError, UnsafeFile, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
+    except (OSError, UnsafeFile, ValueError) as error:  # ValueError: a path with a null byte
         raise InvalidParameter(f"{path} is not a readable {kind}: {str(error)[:200]}") from error
-    if tables is None:
+    if content is None:
         raise InvalidParameter(f"{path} is not a readable {kind}: there is no such file")
-    return tables
+    return content
+
+
+def parse_toml(content: bytes, *, path: str | Path, kind: str) -> dict[str, Any]:
+    """The tables in the bytes of the file at `path`.
+
+    Raises:
+        InvalidParameter: they are not TOML.
+    """
+    try:
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, 5,000 digits
+        raise InvalidParameter(f"{path} is not a readable {kind}: {str(error)[:200]}") from error

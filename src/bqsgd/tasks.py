@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bqsgd import data
 from bqsgd.errors import InvalidParameter
+from bqsgd.params import check_int
 from bqsgd.training.draws import Purpose, seed_for
 from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, group_from_dict, setting
 
@@ -59,11 +60,15 @@ class NamedTask(Group):
         model = self._make_model(data.features_shape(self.features, dataset.input_shape), dataset.classes)()
         return len(dataset.train), dimension_of(model)
 
-    def task(self, config: Config, *, client: int | None = None) -> Task:
+    def task(self, config: Config, *, client: int | None = None, simulated: bool = False) -> Task:
         """The task among the clients of `config`.
 
         client: the only one whose share is wanted, in a process that works for one; client 0 has the test data too.
+        simulated: the process works for many clients in turn, so it reads the data once, for all of them.
         """
+        if simulated and client is not None:
+            whole = self.task(config)
+            return replace(whole, shares=[whole.shares[check_int("client", client, 0, config.clients.count - 1)]])
         from bqsgd.training.task import Task  # torch: only needed for training
 
         found = data.load_shares(

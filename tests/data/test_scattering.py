@@ -160,9 +160,9 @@ def chosen(**settings):
     return settings_of(**{**chosen, "learning_rate": 2.0, "levels": 100, "trials": 40, "epsilon": 1e6, **settings})
 
 
-def task_of(client=None, **settings):
+def task_of(client=None, simulated=False, **settings):
     named, config = chosen(**settings)
-    return named.task(config, client=client)
+    return named.task(config, client=client, simulated=simulated)
 
 
 def test_a_rank_has_the_same_share_as_it_has_among_all():
@@ -199,14 +199,17 @@ def test_another_model_behind_the_features():
         task_of(model="cnn").make_model()
 
 
-def test_the_flower_app_has_the_same_shares_test_data_and_model():
+@pytest.mark.parametrize("simulated", [False, True])
+def test_the_flower_app_has_the_same_shares_test_data_and_model(simulated):
     app: dict = {}
     template = files("bqsgd.flower").joinpath("template", "task.py.in")
     exec(compile(template.read_text(), "task.py", "exec"), app)
     everybody, (named, config) = task_of(), chosen()
     options = vars(named)
     for client, expected in enumerate(everybody.shares):
-        own = app["task"](config, SimpleNamespace(client=client, options={}), options)
+        own = app["task"](config, SimpleNamespace(client=client, options={}, simulated=simulated), options)
+        assert len(own.shares) == 1
+        assert (own.shares[0][0] is expected[0]) == simulated  # read once for all
         for alone, among in zip(own.shares[0], expected, strict=True):
             np.testing.assert_array_equal(alone, among)
     server = app["task"](config, None, options)
@@ -218,6 +221,7 @@ def test_the_flower_app_has_the_same_shares_test_data_and_model():
     assert not any(parameter.any() for parameter in model.parameters())
 
 
-def test_a_client_that_is_none_of_the_run_is_refused():
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_client_that_is_none_of_the_run_is_refused(simulated):
     with pytest.raises(InvalidParameter, match="client"):
-        task_of(client=2)
+        task_of(client=2, simulated=simulated)

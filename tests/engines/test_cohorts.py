@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -252,8 +253,29 @@ def test_secure_sums_over_cohorts(tmp_path, down_bits):
 
 
 def test_a_secure_sum_takes_no_spare_clients():
-    with pytest.raises(InvalidParameter, match="raise dropouts"):
+    with pytest.raises(InvalidParameter, match="set cohort=8 and dropouts=2"):
         Config.of(**{**BASE, **SECURE, "ask": 8})
+    assert Config.of(**{**BASE, **SECURE, "cohort": 8, "dropouts": 2}).secure.rule(8).fewest == 6
+
+
+def test_a_secure_cohort_does_without_those_who_are_late():
+    """What spare clients are without secure sums, dropouts are with them."""
+    config = Config.of(**{**BASE, **SECURE, "cohort": 6, "dropouts": 2, "rounds": 3, "turns": 3})
+    few = Task(make_model=make_model, shares=[points(seed) for seed in range(12)], test=points(10**6, 500))
+    late = {0: (), 1: (0, 1), 2: (0, 1, 2)}
+    with Run.start(few, config, force=True, choose=lambda round, *_: range(6)) as run:
+        exchange = run.engine.exchange
+
+        def with_stragglers(messages, *, round, enough=None):
+            for answer in exchange(messages, round=round, enough=enough):
+                masks = answer.frame is not None and messages[answer.client][:4] == b"BQSM"
+                yield replace(answer, frame=None, reason="late") if masks and answer.client in late[round] else answer
+
+        run.engine.exchange = with_stragglers
+        records = list(run.rounds())
+    assert [record.used for record in records] == [6, 4, 0]
+    assert [record.stepped for record in records] == [True, True, False]
+    assert "late" in {entry.reason for entry in records[1].clients}
 
 
 class TestChanges:

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from dataclasses import fields, replace
 
 import numpy as np
@@ -302,6 +303,38 @@ def test_a_late_frame_is_not_lost_while_a_newcomer_is_greeted(federation, tmp_pa
         made.serve(folder=tmp_path / "server", round_seconds=1.0)
     assert "node 1004 declines the run: the run has clients 0 to 3, this is client 9" in caplog.text
     assert statuses(records_in(tmp_path / "server"))[1] == ["ok"] * 4 + ["refused"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_node_that_is_slow_to_join_is_asked_again_only_once_nobody_answers(federation, monkeypatch, lost):
+    clock = Time()
+    for place in ("messages", "engine"):
+        monkeypatch.setattr(f"bqsgd.engines.flower.{place}.time", clock)
+    questions, kept = Counter(), {}
+
+    def tamper(client, message, reply):
+        if message.metadata.message_type == MessageType.TRAIN:
+            return reply
+        questions[client] += 1
+        if client == 0 or questions[client] > 1:
+            return reply
+        kept[clock.now + 100 * client] = reply  # one every 100 seconds
+        return None
+
+    made = federation(tamper, rounds=1)
+    pull = made.grid.pull_messages
+
+    def pull_messages(numbers):
+        for due in [due for due in kept if due <= clock.now and not lost]:
+            reply = kept.pop(due)
+            made.grid.replies[reply.metadata.reply_to_message_id] = reply
+        return pull(numbers)
+
+    made.grid.pull_messages = pull_messages
+    run = made.serve(join_seconds=1000.0)
+    assert sorted(run.engine.roster.nodes) == [0, 1, 2, 3]
+    assert questions == {0: 1} | dict.fromkeys((1, 2, 3), 2 if lost else 1)
+    assert clock.now == pytest.approx(220 if lost else 400, abs=5)
 
 
 def test_two_nodes_with_one_number_and_a_number_beyond(federation, caplog):

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from bqsgd.errors import BadSignature, ForeignClient, InvalidParameter, UnsafeFile
 from bqsgd.params import check_int
-from bqsgd.storage import open_regular, read_toml, write_atomic
+from bqsgd.storage import open_regular, parse_toml, toml_bytes, write_atomic
 
 MAX_CLIENTS = 100_000
 _KEY_BYTES = 32
@@ -121,7 +121,13 @@ def read_roster(path: str | Path) -> Roster:
     Raises:
         InvalidParameter: the file is not a roster.
     """
-    tables = read_toml(path, limit=_MAX_ROSTER_FILE, kind="roster")
+    return _roster(toml_bytes(path, limit=_MAX_ROSTER_FILE, kind="roster"), path)
+
+
+@lru_cache(maxsize=2)
+def _roster(content: bytes, path: str | Path) -> Roster:
+    """The roster in these bytes. Simulated clients read it for every message, and one of thousands takes long."""
+    tables = parse_toml(content, path=path, kind="roster")
     entries = tables.get("clients")
     if not set(tables) <= {"clients", "seed"} or not isinstance(entries, dict):
         raise InvalidParameter(f"{path} is not a roster: it must have the table [clients], a seed and nothing else")

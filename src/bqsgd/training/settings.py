@@ -420,8 +420,10 @@ class Config:
         if privacy.budgets:
             raise InvalidParameter("budgets that differ by client are no secure sum's: its clients share one noise")
         if self.clients.ask is not None:
+            cohort, ask = self.clients.cohort or self.clients.count, self.clients.ask
             raise InvalidParameter(
-                "a secure sum bears the stragglers that its noise is planned for: raise dropouts instead of ask"
+                f"a secure sum has its noise planned for everybody who is asked and for how many of them may be "
+                f"missing: in place of cohort={cohort} and ask={ask} set cohort={ask} and dropouts={ask - cohort}"
             )
 
     @property

@@ -28,6 +28,7 @@ from bqsgd.release import Scheme
 logger = logging.getLogger("flwr.bqsgd")
 _ATTEMPTS = 3
 _JOIN_SECONDS = 120.0
+"""Nodes that have not said who they are, are asked again once nobody has answered for so long."""
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 10
 _GREETING_SECONDS = 5.0
@@ -55,6 +56,8 @@ class _Roster:
         self.roster_digest = "" if setup.sums is None else setup.sums.agreement.roster.digest.hex()
         """Of the clients' identity keys, where the run has secure sums."""
         self._asked: dict[int, int] = {}
+        self._heard = 0.0
+        """When a node was last asked who it is, or said so."""
         self._closed = False
 
     @property
@@ -77,7 +80,8 @@ class _Roster:
         started = time.monotonic()
         end = started + seconds
         while len(self.nodes) < self.config.clients.count and time.monotonic() < end and not self._all_said(grid):
-            if not self.greet(grid, seconds=min(_JOIN_SECONDS, end - time.monotonic())):
+            left = end - time.monotonic()
+            if not self.greet(grid, seconds=min(_JOIN_SECONDS, left), lasting=left):
                 time.sleep(_LOOK_SECONDS)
         waited = time.monotonic() - started
         absent = sorted(set(range(self.config.clients.count)) - set(self.nodes))
@@ -99,20 +103,31 @@ class _Roster:
             node in known or (node in self.refused and self._asked.get(node, 0) >= _ATTEMPTS) for node in online
         )
 
-    def greet(self, grid: TrackedGrid, *, seconds: float = _JOIN_SECONDS) -> bool:
-        """Ask nodes that are not known yet who they are; False when there was none to ask."""
-        known = set(self.nodes.values())
+    def greet(self, grid: TrackedGrid, *, seconds: float, lasting: float | None = None) -> bool:
+        """Ask nodes that are not known yet who they are and wait `seconds` for them; False when there was none to ask.
+
+        lasting: how long an answer is good for, by default `seconds`. Of thousands of nodes on one machine the last
+        answers long after the first: none is asked again while others answer.
+        """
+        answering = time.monotonic() - self._heard < _JOIN_SECONDS
+        owing = {sent.node for sent in grid.waiting.values() if answering and sent.kind == MessageType.QUERY}
+        known = owing | set(self.nodes.values())
         new = [
             node for node in sorted(grid.get_node_ids()) if node not in known and self._asked.get(node, 0) < _ATTEMPTS
         ]
         for node in new:
             self._asked[node] = self._asked.get(node, 0) + 1
+            self._heard = time.monotonic()
         content = pack(None, kind=MODEL, run=self.setup.run, roster=self.roster_digest)
-        messages = [Message(content, node, MessageType.QUERY, ttl=seconds + 60) for node in new]
-        for reply in grid.send_and_receive(messages, timeout=seconds):
+        ttl = (seconds if lasting is None else lasting) + 60
+        messages = [Message(content, node, MessageType.QUERY, ttl=ttl) for node in new]
+        replies = grid.send_and_receive(messages, timeout=seconds) if new else grid.arrived()
+        online = set(grid.get_node_ids()) if replies else set()
+        for reply in replies:
             sent = grid.sent_for(reply)
             if sent.kind == MessageType.QUERY:
-                self.admit(sent.node, reply, online=set(grid.get_node_ids()))
+                self._heard = max(self._heard, sent.arrived)
+                self.admit(sent.node, reply, online=online)
             else:
                 grid.keep(reply, sent)  # a frame that came late: the round's business
         return bool(new)

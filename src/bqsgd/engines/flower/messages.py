@@ -143,6 +143,11 @@ class TrackedGrid(Grid):
                 return replies
             time.sleep(min(_POLL_SECONDS, left))
 
+    def arrived(self) -> list[Message]:
+        """What has come since, without waiting."""
+        replies, self._kept = self._kept, []
+        return replies + self._pull()
+
     def _pull(self) -> list[Message]:
         found = []
         for reply in self.grid.pull_messages(list(self.waiting)):
