@@ -33,7 +33,7 @@ def test_alexnets_have_five_convolutions_and_three_dense_layers(kind):
     assert sum(isinstance(layer, torch.nn.Linear) for layer in layers) == 3
 
 
-@pytest.mark.parametrize("name", ["lenet5", "cnn", "alexnet28", "mlp"])
+@pytest.mark.parametrize("name", ["lenet5", "cnn", "alexnet28", "mlp", "pooled"])
 def test_a_sample_s_output_does_not_depend_on_its_batch(name):
     model = models.build(name, input_shape=(1, 28, 28), classes=10, seed=1)
     batch = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,18 @@ def test_mlp_sizes_and_defaults():
     assert models.default_for((1, 8, 8)) == "mlp"
 
 
+def test_pooled_features_are_few_and_the_start_is_zero():
+    model = models.build("pooled", input_shape=(81, 7, 7), classes=10, seed=0)
+    assert size(model) == 81 * 9 * 10 + 10
+    assert not any(parameter.any() for parameter in model.parameters())
+    with torch.no_grad():
+        model[2].weight[:] = 1.0
+    assert torch.allclose(model(torch.ones(2, 81, 7, 7)), torch.full((2, 10), 81 * 9.0))
+
+
 def test_misfits_are_refused_with_advice():
+    with pytest.raises(InvalidParameter, match="pooled takes images"):
+        models.build("pooled", input_shape=(1280,), classes=10, seed=0)
     with pytest.raises(InvalidParameter, match="try mlp"):
         models.build("lenet5", input_shape=(1, 8, 8), classes=10, seed=0)
     with pytest.raises(InvalidParameter, match="one of"):

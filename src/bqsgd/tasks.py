@@ -45,7 +45,7 @@ class NamedTask(Group):
         "none, scattering: fixed wavelet features, or imagenet: features of a network trained on ImageNet.",
         choices=data.FEATURES,
     )
-    model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp or linear.")
+    model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp, linear or pooled.")
     activation: str = setting("tanh", "tanh or relu.")
     concentration: float | None = setting(
         None, "Label skew: Dirichlet concentration. Default: even shares.", positive=True
