@@ -24,7 +24,7 @@ from bqsgd.run import Run
 from bqsgd.tasks import preset, settings_of
 
 RESULTS = Path(__file__).parent / "results" / "user_level.json"
-_NO_NOISE: dict[str, Any] = {"secure": False, "levels": 1 << 16, "trials": 0, "evaluate_every": 10}
+_NO_NOISE: dict[str, Any] = {"secure": False, "levels": 1 << 16, "trials": 0, "evaluate_every": 16}
 
 
 def without_privacy(seed: int, **changes: Any) -> float | None:
