@@ -25,7 +25,7 @@ from bqsgd.training.task import Task
 
 RESULTS = Path(__file__).parent / "results" / "heterogeneity.json"
 CLIENTS, COHORT, ROUNDS = 200, 20, 30
-SEEDS = (0,)
+SEEDS = (0, 1, 2)
 SPLITS: dict[str, float | str | None] = {
     "equal sizes": None,
     "log-normal sizes": "sizes",
