@@ -102,9 +102,8 @@ class Linear(nn.Sequential):
 
 
 class Pooled(nn.Sequential):
-    """One dense layer over the means of 3 x 3 regions of every channel, started at zero: 7,300 parameters for scattering
-    features and ten classes. Fewer coordinates carry less noise, which is what counts where a whole client is hidden.
-    """
+    """One dense layer over the means of 3 x 3 regions of every channel, started at zero: 7,300 parameters for
+    scattering features and ten classes. Few coordinates carry little noise, which counts where clients are hidden."""
 
     def __init__(self, *, input_shape: tuple[int, ...], classes: int = 10) -> None:
         if len(input_shape) != 3:
