@@ -1,8 +1,8 @@
 """User-level privacy that learns: the preset `mnist-users`, beside the same run without privacy.
 
 1,000 clients of 60 samples of MNIST each take five local steps; the whole update of each is clipped, and the server
-sees only the secure sum over all. One unseeded run of the preset, one without noise, masks or ledger, which has the same
-clip, and one without a clip that binds.
+sees only the secure sum over all. One unseeded run of the preset, one with the same clip and without noise, masks
+or ledger, and one without a clip that binds.
 
     python -m experiments.user_level --run FOLDER        # writes experiments/results/user_level.json
 
