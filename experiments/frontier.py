@@ -1,6 +1,7 @@
-"""The frontier: presets over their seeds, MNIST at epsilon 3 in 2, 3, 4, 6 and 8 bits per coordinate, simulated sums.
+"""The frontier: every preset over its seeds, and CIFAR-10 on ImageNet features in 2, 3, 4, 6 and 8 bits per coordinate.
 
-python -m experiments.reproduce frontier    # continues where it stopped; finished runs are files in results/frontier/
+python -m experiments.reproduce frontier --seeds 5   # continues where it stopped; runs are files in results/frontier/
+python -m experiments.frontier POINT SEED            # one run
 
 A seed here is that of the shares of data and of the initial model, both public. The noise comes from the operating
 system, so every run has the guarantee that its ledgers state, and none can be repeated bit for bit.
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from experiments.frontier_figure import draw_frontier
 from experiments.runs import provenance
 
@@ -35,44 +38,45 @@ QUICK = {"dataset": "digits", "rounds": 2, "batch_size": 64, "epsilon": 8.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One point of the frontier; `target` is the accuracy asked of its mean, that of the reference named."""
+    """One point of the frontier; `target` is the accuracy asked of its mean."""
 
     preset: str
-    bits: int
+    bits: int | None = None
+    """Bits per coordinate in place of the preset's own."""
     target: float | None = None
-    reference: str | None = None
 
     @property
     def name(self) -> str:
         """Of its runs."""
-        return f"{self.preset}-{self.bits}bits"
+        return self.preset if self.bits is None else f"{self.preset}-{self.bits}bits"
 
     def settings(self, seed: int, *, quick: bool) -> tuple[NamedTask, Config]:
         """Its settings with this seed."""
-        settings = preset(self.preset) | {"bits": self.bits, "init_seed": seed, "run": f"{self.name}-seed{seed}"}
-        return settings_of(**settings | (QUICK if quick else {}))
+        settings = preset(self.preset) | {"init_seed": seed, "run": f"{self.name}-seed{seed}"}
+        settings |= {} if self.bits is None else {"bits": self.bits}
+        if not quick:
+            return settings_of(**settings)
+        secure = {"clients": 4, "rate": 0.2} if settings.get("secure") else {"clients": 4, "rate": None}
+        return settings_of(**settings | QUICK | secure)
 
 
 POINTS = (
-    Point(preset="mnist-eps3", bits=8, target=0.981, reference="tuned tanh CNN"),
-    Point(preset="mnist-eps1", bits=8, target=0.95, reference="Opacus 1.16"),
-    Point(preset="fashion-eps3", bits=8, target=0.861, reference="tanh CNN, Fashion"),
-    Point(preset="mnist-eps3-4bit", bits=4),
-    Point(preset="mnist-eps3-4bit", bits=2),
-    Point(preset="mnist-eps3-4bit", bits=3),
-    Point(preset="mnist-eps3-4bit", bits=6),
+    Point(preset="mnist-eps3-sums", target=0.987),
+    Point(preset="mnist-eps3-sums-100", target=0.987),
+    Point(preset="fashion-eps3-sums", target=0.897),
+    Point(preset="fashion-eps3-sums-100", target=0.897),
+    Point(preset="mnist-eps3", target=0.985),
+    Point(preset="fashion-eps3", target=0.892),
+    Point(preset="mnist-eps3-100"),
+    Point(preset="fashion-eps3-100"),
+    Point(preset="cifar10-eps3-sums", target=0.67),
+    Point(preset="cifar10-eps3-sums-100", target=0.67),
+    Point(preset="cifar10-imagenet-eps059-sums", target=0.797),
+    Point(preset="cifar10-imagenet-eps1"),
+    Point(preset="mnist-eps1"),
+    Point(preset="mnist-eps3-4bit"),
+    *(Point(preset="cifar10-imagenet-eps1", bits=bits) for bits in (6, 4, 3, 2)),
 )
-SIMULATED = (
-    ("mnist-eps3-sums", 0.987),
-    ("mnist-eps3-sums-100", 0.987),
-    ("fashion-eps3-sums", 0.897),
-    ("fashion-eps3-sums-100", 0.897),
-    ("cifar10-eps3-sums", 0.67),
-    ("cifar10-eps3-sums-100", 0.67),
-    ("cifar10-imagenet-eps059-sums", 0.797),
-    ("cifar10-imagenet-eps1", None),
-)
-"""Presets whose accuracy is that of `experiments.sum_simulation`, and what is asked of the mean."""
 _TRUSTED, _SUMS = "server trusted with all data", "server sees only sums"
 REFERENCES = (
     {"name": "Opacus", "dataset": "mnist", "accuracy": 0.9678, "epsilon": 2.91, "trust": _TRUSTED},
@@ -105,39 +109,10 @@ def reproduce(
             if train or _place(point, seed).exists():
                 runs[point.name].append(_finished(point, seed, quick=quick))
     rows = [_row(point, runs[point.name]) for point in POINTS]
-    found = {"quick": quick, "references": list(REFERENCES), "rows": rows, "simulated": simulated_rows()}
+    found = {"quick": quick, "references": list(REFERENCES), "rows": rows}
     if not quick:
-        draw_frontier(rows, found["simulated"], REFERENCES, figures / FIGURES[0])
+        draw_frontier(rows, REFERENCES, figures / FIGURES[0])
     return found
-
-
-def simulated_rows() -> list[dict[str, Any]]:
-    """What `experiments.sum_simulation` found for each preset that was simulated on the test split."""
-    rows = []
-    for name, target in SIMULATED:
-        place = RUNS / f"{name}-simulated.json"
-        if not place.exists():
-            continue
-        kept = json.loads(place.read_text(encoding="utf-8"))
-        runs, named = kept["runs"], settings_of(**preset(name))[0]
-        accuracies = [one["accuracy"] for one in runs]
-        rows.append(
-            {
-                "preset": name,
-                "dataset": named.dataset,
-                "features": named.features,
-                "public_data": PUBLIC_DATA.get(named.features),
-                "clients": runs[0]["config"]["clients"],
-                "trust": _SUMS if runs[0]["config"].get("secure") else "server sees each message",
-                "epsilon": max(one["epsilon"] for one in runs),
-                "bits": runs[0]["bits"],
-                "target": target,
-                "accuracies": accuracies,
-                "mean": statistics.mean(accuracies),
-                "standard_error": _standard_error(accuracies),
-            }
-        )
-    return rows
 
 
 def _standard_error(accuracies: Sequence[float]) -> float | None:
@@ -185,15 +160,20 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the finished runs of a point came to; the guarantee is that of the run with the largest epsilon."""
     accuracies = [one["accuracy"] for one in runs]
     worst = max(runs, key=lambda one: float(one["guarantee"]["epsilon"]), default=None)
+    named, config = point.settings(0, quick=False)
     return {
+        "point": point.name,
         "preset": point.preset,
-        "dataset": point.settings(0, quick=False)[0].dataset,
-        "bits": point.bits,
+        "dataset": named.dataset,
+        "features": named.features,
+        "public_data": PUBLIC_DATA.get(named.features),
+        "clients": config.clients.count,
+        "secure": config.secure.on,
+        "bits": None if config.secure.on else config.privacy.bits,
         "target": point.target,
-        "reference": point.reference,
         "accuracies": accuracies,
         "mean": statistics.mean(accuracies) if accuracies else None,
-        "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "standard_error": _standard_error(accuracies),
         "guarantee": None if worst is None else worst["guarantee"],
         "bits_measured": None if worst is None else max(one["bits_per_coordinate"] for one in runs),
         "bytes_up": None if worst is None else worst["bytes_up"],
@@ -201,3 +181,15 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seeded": any(one["seeded"] for one in runs),
         "config": None if worst is None else worst["config"],
     }
+
+
+def main() -> None:
+    """One run of one point, kept."""
+    torch.set_num_threads(1)
+    name, seed = sys.argv[1:]
+    point = next(point for point in POINTS if point.name == name)
+    _finished(point, int(seed), quick=False)
+
+
+if __name__ == "__main__":
+    main()

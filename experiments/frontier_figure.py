@@ -10,8 +10,7 @@ COLOURS = {"ours": "#0b6e99", "sums": "#d1495b", "published": "#555555"}
 _PANELS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar-10": "CIFAR-10"}
 _MARKS = {
     "each": ("o", COLOURS["ours"], COLOURS["ours"], "bqsgd, server sees each message"),
-    "each, simulated": ("o", COLOURS["ours"], "white", "the same, simulated"),
-    "sums, simulated": ("s", COLOURS["sums"], "white", "bqsgd, server sees only sums, simulated"),
+    "sums": ("s", COLOURS["sums"], COLOURS["sums"], "bqsgd, server sees only sums"),
     "trusted": ("x", COLOURS["published"], COLOURS["published"], "published, trusted server"),
     "published sums": ("P", COLOURS["published"], "white", "published, server sees only sums"),
 }
@@ -20,14 +19,12 @@ _MARKS = {
 
 def draw_frontier(
     rows: Sequence[Mapping[str, Any]],
-    simulated: Sequence[Mapping[str, Any]],
     references: Sequence[Mapping[str, Any]],
     path: Path,
 ) -> None:
     """Write the PNG; rows without a finished run are left out.
 
-    A row has dataset, bits, mean and deviation of the accuracy, guarantee and bytes_up of one run; a simulated row has
-    dataset, trust, features, epsilon, mean and standard_error; a reference name, dataset, accuracy, epsilon and trust.
+    A row is one of `experiments.frontier`; a reference has name, dataset, accuracy, epsilon and trust.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,13 +40,13 @@ def draw_frontier(
             kind = "published sums" if "sums" in one["trust"] else "trusted"
             drawn[kind] = _point(panel, kind, one["epsilon"], one["accuracy"])
             _label(panel, one["name"], one["epsilon"], one["accuracy"])
-        for row in (row for row in done if row["dataset"] == dataset and row["bits"] == 8):
-            drawn["each"] = _point(panel, "each", row["guarantee"]["epsilon"], row["mean"], row["deviation"])
-        for row in (row for row in simulated if row["dataset"] == dataset):
-            kind = "sums, simulated" if "sums" in row["trust"] else "each, simulated"
-            drawn[kind] = _point(panel, kind, row["epsilon"], row["mean"], row["standard_error"])
+        for row in (row for row in done if row["dataset"] == dataset and row["bits"] in (None, 8)):
+            kind, epsilon = "sums" if row["secure"] else "each", row["guarantee"]["epsilon"]
+            drawn[kind] = _point(panel, kind, epsilon, row["mean"], row["standard_error"])
             if row["public_data"]:
-                _label(panel, f"{row['public_data']} features", row["epsilon"], row["mean"])
+                _label(panel, f"{row['public_data']} features", epsilon, row["mean"])
+            elif row["clients"] > 4 and row["dataset"] != "cifar-10":
+                _label(panel, f"{row['clients']} clients", epsilon, row["mean"])
         panel.set_title(title)
         panel.set_xlabel("total epsilon at delta 1e-5")
         panel.set_ylabel("test accuracy, per cent")
@@ -89,11 +86,11 @@ def _label(panel: Any, words: str, epsilon: float, accuracy: float) -> None:
 
 
 def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
-    curve = sorted((row for row in done if row["dataset"] == "mnist" and _near(row, 3.0)), key=lambda row: row["bits"])
+    curve = sorted((row for row in done if row["preset"] == "cifar10-imagenet-eps1"), key=lambda row: row["bits"])
     panel.errorbar(
         [row["bytes_up"] / 1e6 for row in curve],
         [100 * row["mean"] for row in curve],
-        yerr=[100 * (row["deviation"] or 0.0) for row in curve],
+        yerr=[100 * (row["standard_error"] or 0.0) for row in curve],
         color=COLOURS["ours"],
         marker="o",
         markersize=9,
@@ -104,9 +101,5 @@ def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
         panel.annotate(
             f"{row['bits']} bits", place, xytext=(0, 24), textcoords="offset points", ha="center", fontsize=12
         )
-    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="MNIST at epsilon 3, in few bits")
+    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10 at epsilon 1, in few bits")
     panel.margins(x=0.12, y=0.3)
-
-
-def _near(row: Mapping[str, Any], epsilon: float) -> bool:
-    return abs(float(row["config"]["epsilon"]) - epsilon) < 1e-9

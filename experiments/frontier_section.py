@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from bqsgd.privacy.guarantee import as_given, method_name, rounded_up
@@ -11,34 +10,26 @@ from bqsgd.privacy.guarantee import as_given, method_name, rounded_up
 def table(fields: dict[str, Any]) -> str:
     """Our points beside their targets, the curve over bits, the references."""
     rows = [row for row in fields["rows"] if row["mean"] is not None]
-    guarantee = next((row["guarantee"] for row in rows), None)
     lines = [
         "## The table",
         "",
         "![Accuracy against epsilon and against bytes](figures/frontier.png)",
         "",
-        "| preset | data | bits asked; measured | total ε | accuracy, each seed | mean ± deviation | target "
-        "| sent up, MB | times less than float32 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| run | data; clients | features; what they saw | who sees what | total ε | bits | accuracy, each seed "
+        "| mean ± standard error | asked | sent up, MB; times less than float32 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        spread = "" if row["deviation"] is None else f" ± {100 * row['deviation']:.2f}"
-        target = "" if row["target"] is None else f"{100 * row['target']:.1f}"
-        lines.append(
-            f"| `{row['preset']}` | {row['dataset']} | {row['bits']}; {row['bits_measured']:.3f} "
-            f"| {rounded_up(row['guarantee']['epsilon'])} "
-            f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
-            f"| **{100 * row['mean']:.2f}**{spread} | {target} | {row['bytes_up'] / 1e6:.1f} "
-            f"| {row['bytes_up_float32'] / row['bytes_up']:.1f} |"
-        )
-    if guarantee is not None:
+    lines += [_line(row) for row in rows]
+    if rows:
+        guarantee = rows[0]["guarantee"]
+        methods = sorted({method_name(row["guarantee"]["method"]) for row in rows})
         lines += [
             "",
-            f"ε: total over all rounds at δ = {guarantee['delta']:g}, {guarantee['relation']} {guarantee['unit']}, "
-            f"{guarantee['trust']}; {method_name(guarantee['method'])}. The largest of the runs and clients; noise "
-            "from the operating system. Rows of `mnist-eps3-4bit` with other bits are the preset with `--bits`.",
+            f"ε: total over all rounds at δ = {guarantee['delta']:g}, {guarantee['relation']} {guarantee['unit']}; "
+            f"{' or '.join(methods)}. The largest of the runs and clients; noise from the operating system. Bits: as "
+            "measured, headers and keys included. A run is `bqsgd train --preset NAME`; one with other bits is the "
+            "preset with `--bits`.",
         ]
-    lines += _simulated(fields["simulated"])
     lines += ["", "References, published figures at δ = 1e-05:", ""]
     lines += ["| | data | accuracy | ε | who sees what | other data |", "|---|---|---|---|---|---|"]
     lines += [
@@ -49,34 +40,17 @@ def table(fields: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _simulated(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Presets whose accuracy is simulated, in a table of their own."""
-    if not rows:
-        return []
-    lines = [
-        "",
-        "### Secure sums and CIFAR-10, simulated",
-        "",
-        "Accuracy on the test split of `experiments.sum_simulation`: clips, grids, rounding and noise of the preset's "
-        "plan, so that the server gets what it would get from a run with all clients there, but no frames, masks or "
-        "ledgers. Nothing is sent, so these rows have no guarantee of their own: ε is what the accountant proves for a "
-        "run of the preset (δ = 1e-05, add/remove one sample). `bqsgd train --preset NAME` is that run.",
-        "",
-        "| preset | data; clients | features; what they saw | who sees what | ε | bits | accuracy, each seed "
-        "| mean ± standard error | asked |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        spread = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.2f}"
-        asked = "" if row["target"] is None else f"{100 * row['target']:.1f}"
-        lines.append(
-            f"| `{row['preset']}` | {row['dataset']}; {row['clients']} "
-            f"| {row['features']}; {row['public_data'] or 'no other data'} | {row['trust']} "
-            f"| {rounded_up(row['epsilon'])} | {row['bits']:.1f} "
-            f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
-            f"| **{100 * row['mean']:.2f}**{spread} | {asked} |"
-        )
-    return lines
+def _line(row: dict[str, Any]) -> str:
+    spread = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.2f}"
+    asked = "" if row["target"] is None else f"{100 * row['target']:.1f}"
+    return (
+        f"| `{row['point']}` | {row['dataset']}; {row['clients']} "
+        f"| {row['features']}; {row['public_data'] or 'no other data'} | {row['guarantee']['trust']} "
+        f"| {rounded_up(row['guarantee']['epsilon'])} | {row['bits_measured']:.2f} "
+        f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
+        f"| **{100 * row['mean']:.2f}**{spread} | {asked} "
+        f"| {row['bytes_up'] / 1e6:.1f}; {row['bytes_up_float32'] / row['bytes_up']:.1f} |"
+    )
 
 
 def search(fields: dict[str, Any]) -> str:

@@ -36,6 +36,8 @@ from bqsgd.secure.noise_shares import NoiseParts
 
 _ROUNDING = 10
 """Trials a client at which the rounding of all clients adds at most a tenth to the variance."""
+_ENOUGH = 400
+"""Trials in the sum at which the noise costs hardly more than Gaussian noise of its variance (with 50: 7 %)."""
 _MAX_TRIALS = 2**20
 _RARE = 1e-9
 """A window is made so wide that a coordinate within it wraps no more often."""
@@ -173,7 +175,7 @@ def plan_sum(
             return math.inf
 
     if width is None:
-        wanted = max(1, math.ceil(math.sqrt(_ROUNDING * rule.clients / ratio)))
+        wanted = max(1, math.ceil(math.sqrt(max(_ROUNDING * rule.clients, _ENOUGH) / ratio)))
         chosen = min(float(MAX_WIDTH), bits(wanted, ratio * wanted**2))
     else:
         chosen = check_int("width", width, 2, MAX_WIDTH)
