@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 PAGES = {
     "results": ("table1", "table2", "table3", "figure1", "figure2", "tradeoffs", "compare"),
-    "frontier": ("frontier", "frontier_search", "frontier_sketch"),
+    "frontier": ("frontier", "frontier_search"),
 }
 
 
@@ -44,7 +44,6 @@ def section(name: str, fields: dict[str, Any]) -> str:
     writers = {
         "frontier": frontier_section.table,
         "frontier_search": frontier_section.search,
-        "frontier_sketch": frontier_section.sketch,
     }
     return writers[name](fields) if name in writers else paper_section(name, fields)
 

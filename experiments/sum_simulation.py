@@ -1,7 +1,5 @@
 """The fast stand-in for a run on fixed features: the same codes and the same noise, without frames, masks and ledgers.
 
-python -m experiments.sum_simulation PRESET ...     # each on the test split, seeds 0 to 4; continues where it stopped
-
 A linear model, per-sample L2 clips, each client's mean on its grid by stochastic rounding, and the binomial noise of
 the plan: of the sum where the preset says `secure`, of every client otherwise. What the server gets has the law that
 it has in a real run with all clients there, so accuracies agree; only matrix products are rounded more coarsely
@@ -11,30 +9,25 @@ of these settings. It is what the search is made with, since a run of 1,000 clie
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from experiments.held_out import HELD_OUT, SPLIT_SEED
-from experiments.runs import provenance
 from torch import Tensor
 
 from bqsgd import data
 from bqsgd.data.dataset import Split
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.release import Trust
-from bqsgd.tasks import plain_settings, preset, settings_of
+from bqsgd.tasks import plain_settings, settings_of
 from bqsgd.training.client_plan import client_setting, release_in, sum_plan
 from bqsgd.training.draws import Purpose, seed_for
 from bqsgd.training.optimisers import average, schedule
 from bqsgd.training.settings import Config
 
-RUNS, SEEDS = Path(__file__).parent / "results" / "frontier", 5
 _Rows = npt.NDArray[np.int64]
 
 
@@ -121,26 +114,3 @@ def _clipped_sum(inputs: Tensor, labels: _Rows, rows: _Rows, weights: Tensor, *,
     norms = errors.norm(dim=1) * torch.sqrt((batch * batch).sum(dim=1) + 1)
     errors *= torch.clamp(clip / norms.clamp_min(1e-12), max=1.0)[:, None]
     return torch.cat([batch.T @ errors, errors.sum(dim=0, keepdim=True)])
-
-
-def finish(name: str) -> None:
-    """Seeds 0 to 4 of a preset on the test split, each written down as it comes."""
-    place = RUNS / f"{name}-simulated.json"
-    kept = json.loads(place.read_text(encoding="utf-8")) if place.exists() else {"preset": name, "runs": []}
-    for seed in range(len(kept["runs"]), SEEDS):
-        found = simulate(held_out=False, **preset(name) | {"init_seed": seed})
-        kept["runs"].append(found | provenance())
-        place.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        print(f"{name}, seed {seed}: {found['accuracy']:.2%} on the {found['on']}", flush=True)
-
-
-def main() -> None:
-    """Finish the presets named."""
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("medium")
-    for name in sys.argv[1:]:
-        finish(name)
-
-
-if __name__ == "__main__":
-    main()

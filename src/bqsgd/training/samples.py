@@ -11,6 +11,7 @@ which other samples are read. Random augmentation is fine; a data set that remem
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -166,7 +167,9 @@ class _Arrays(Reader):
     draws = False
 
     def __init__(self, inputs: Tensor | npt.NDArray[Any], targets: Tensor | npt.NDArray[Any]) -> None:
-        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+        with warnings.catch_warnings():  # features kept in a file are read only, and nobody here writes
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
         if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
             raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
 
