@@ -141,26 +141,25 @@ def test_the_costs_on_the_page_are_those_of_the_benchmark():
 
 
 def test_the_accuracies_of_the_page_are_those_of_the_runs():
-    folder = DOCS.parent / "experiments" / "results" / "secure_sums"
-    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    found = json.loads((DOCS.parent / "experiments" / "results" / "frontier.json").read_text(encoding="utf-8"))
+    points = {row["point"]: row for row in found["rows"]}
     rows = table(
         PAGE,
-        "| data | clients | sums only, % (epsilon) | each message, % (epsilon) | bits per coordinate of a sum |",
+        "| data | clients | sums only, % (epsilon) | each message, % (epsilon) | bits of a sum; of a message |",
     )
     shown = set()
     for data, clients, *cells, bits in rows:
-        for kind, cell in zip(("secure", "plain"), cells, strict=True):
-            if cell == "-":
-                continue
-            name = f"{data.split('-')[0].lower()}-{clients}-{kind}"
-            run = runs[name]
-            guarantee = run["guarantee"]
-            assert cell == f"{100 * run['accuracy']:.2f} ({rounded_up(guarantee['epsilon'])})"
+        after = "" if clients == "4" else f"-{clients}"
+        names = [f"{data.split('-')[0].lower()}-eps3{kind}{after}" for kind in ("-sums", "")]
+        for name, cell in zip(names, cells, strict=True):
+            row = points[name]
+            guarantee = row["guarantee"]
+            assert cell == f"{100 * row['mean']:.2f} ({rounded_up(guarantee['epsilon'])})"
             assert guarantee["epsilon"] <= 3.0
             assert (guarantee["delta"], guarantee["relation"], guarantee["seeded"]) == (1e-5, "add/remove one", False)
-            assert ("sums" in guarantee["trust"]) == (kind == "secure")
-            assert run["rounds"] == run["settings"]["rounds"] == 300
+            assert ("sums" in guarantee["trust"]) == row["secure"] == ("sums" in name)
             shown.add(name)
-            if kind == "secure":
-                assert bits == str(run["plan"]["bits"])
-    assert shown == set(runs), "every run that was kept is on the page"
+        assert bits == "; ".join(f"{points[name]['bits_measured']:.1f}" for name in names)
+    assert shown == {
+        name for name in points if name.startswith(("mnist-eps3", "fashion-eps3")) and not name.endswith("bit")
+    }
