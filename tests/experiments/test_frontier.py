@@ -18,6 +18,7 @@ from bqsgd.tasks import plain_settings, preset, presets, settings_of  # noqa: E4
 from experiments import frontier, page  # noqa: E402
 
 RESULTS = ROOT / "experiments" / "results"
+QUOTED = ("mnist-eps3-sums", "fashion-eps3-sums", "cifar10-eps3-sums", "cifar10-imagenet-eps059-sums", "mnist-eps3", "fashion-eps3")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,8 @@ def test_the_table_holds_what_the_runs_measured(table: dict[str, Any]) -> None:
 def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     rows = {row["point"]: row for row in table["rows"]}
-    quoted = ("mnist-eps3-sums", "fashion-eps3-sums", "cifar10-eps3-sums", "mnist-eps3", "fashion-eps3")
+    quoted = [name for name in QUOTED if rows[name]["mean"] is not None]
+    assert quoted
     for name in quoted:
         assert f"{100 * rows[name]['mean']:.2f} %" in text
 
