@@ -1,6 +1,6 @@
 """How features and settings of the frontier's presets were chosen: on 10,000 training samples held out of the rest.
 
-python -m experiments.frontier_search [QUESTION ...]    # continues where it stopped; writes results/frontier_search.json
+python -m experiments.frontier_search [QUESTION ...]   # continues where it stopped; writes frontier_search.json
 
 A linear model, per-sample L2 clips of norm 1, and Gaussian noise of the given deviation on the sum of the clipped
 gradients: what the plan of a secure sum comes to, or with twice the deviation four clients that each add their own.

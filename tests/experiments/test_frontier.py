@@ -18,7 +18,14 @@ from bqsgd.tasks import plain_settings, preset, presets, settings_of  # noqa: E4
 from experiments import frontier, page  # noqa: E402
 
 RESULTS = ROOT / "experiments" / "results"
-QUOTED = ("mnist-eps3-sums", "fashion-eps3-sums", "cifar10-eps3-sums", "cifar10-imagenet-eps059-sums", "mnist-eps3", "fashion-eps3")
+QUOTED = (
+    "mnist-eps3-sums",
+    "fashion-eps3-sums",
+    "cifar10-eps3-sums",
+    "cifar10-imagenet-eps059-sums",
+    "mnist-eps3",
+    "fashion-eps3",
+)
 
 
 @pytest.fixture(scope="module")

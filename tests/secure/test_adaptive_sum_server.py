@@ -10,11 +10,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from secure_sums import Federation, agreement, identity, some_codes
 
 from bqsgd.errors import SecureSumError
 from bqsgd.secure import messages
 from bqsgd.secure.messages import Kind, SumHeader
-from secure_sums import Federation, agreement, identity, some_codes
 
 SIZES = [(4, 1, 0), (5, 1, 1), (5, 2, 0), (6, 2, 1), (7, 2, 2)]
 

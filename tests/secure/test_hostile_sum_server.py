@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from secure_sums import Federation, agreement, identity, roster, some_codes
 
 from bqsgd.errors import (
     BadShares,
@@ -20,7 +21,6 @@ from bqsgd.secure.agreement import Agreement
 from bqsgd.secure.client import EpochFile, SumClient
 from bqsgd.secure.messages import Kind, SumHeader
 from bqsgd.secure.roster import Roster, public_key
-from secure_sums import Federation, agreement, identity, roster, some_codes
 
 N = 5
 CLIENT = 2

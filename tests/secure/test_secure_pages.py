@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from secure_sums import agreement
 
 from bqsgd.cli.app import main
 from bqsgd.privacy.guarantee import rounded_up
@@ -14,7 +15,6 @@ from bqsgd.secure.graph import thresholds
 from bqsgd.secure.roster import public_key, read_identity, read_roster
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
-from secure_sums import agreement
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIRE = (DOCS / "secure_wire.md").read_text(encoding="utf-8")

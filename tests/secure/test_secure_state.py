@@ -5,12 +5,12 @@ import threading
 
 import numpy as np
 import pytest
+from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
 
 from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, SecureSumError, WrongRound
 from bqsgd.secure import messages, state
 from bqsgd.secure.client import EpochFile, StateFile, SumClient
 from bqsgd.secure.messages import Kind, SumHeader
-from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
 
 
 def agreed_on(graph):
