@@ -164,4 +164,4 @@ def test_nothing_opens_but_the_sum_of_one_list(sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_nothing_opens_but_the_sum_of_one_list_in_many_attacks(sizes):
-    assert sum(check(attacked(sizes, seed)) for seed in range(20_000)) > 100
+    assert sum(check(attacked(sizes, seed)) for seed in range(1000)) > 10
