@@ -1,6 +1,7 @@
-"""What secure sums cost over Flower: round trips and seconds, with and without, on one machine with TLS and node keys.
+"""What secure sums cost over Flower: round trips and seconds of `bqsgd flower demo`, with and without them.
 
-python -m experiments.secure_flower            # minutes; writes experiments/results/secure_flower.json
+python -m experiments.secure_flower            # minutes; writes experiments/results/secure_flower.json and the page
+python -m experiments.secure_flower --page     # writes the table of docs/secure.md again from the JSON
 """
 
 from __future__ import annotations
@@ -10,25 +11,30 @@ import importlib.metadata
 import json
 import os
 import re
+import statistics
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from experiments.prose import wrapped
+
 from bqsgd.cli.flower import demo_settings, run_demo
+from bqsgd.privacy.guarantee import rounded_up
 from bqsgd.records.folder import read_rounds
 
-RESULTS = Path(__file__).parent / "results" / "secure_flower.json"
-CLIENTS, ROUNDS = 4, 4
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "experiments" / "results" / "secure_flower.json", ROOT / "docs" / "secure.md"
+BEGIN, END = "<!-- measured: python -m experiments.secure_flower -->", "<!-- end of measured -->"
+CLIENTS = 4
 
 
-def measured(*, secure: bool, tls: bool, rounds: int) -> dict[str, Any]:
-    """One demo: its round trips, and the seconds of every round but the first."""
-    settings = demo_settings(clients=CLIENTS, rounds=rounds, tls=tls, epsilon=3.0, seed=None, secure=secure)
-    if secure:
-        settings |= {"key_rounds": rounds}
+def measured(*, secure: bool, tls: bool) -> dict[str, Any]:
+    """One demo: its round trips, its seconds by round, and what it came to."""
+    settings = demo_settings(clients=CLIENTS, rounds=None, tls=tls, epsilon=3.0, seed=None, secure=secure)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "demo"
+        load = os.getloadavg()[0]
         fields = run_demo(folder, settings, tls=tls, limit_seconds=3000)
         times = [record.time for record in read_rounds(folder / "server")]
         log = (folder / "logs" / "run.log").read_text()
@@ -37,35 +43,73 @@ def measured(*, secure: bool, tls: bool, rounds: int) -> dict[str, Any]:
     return {
         "secure": secure,
         "tls": tls,
-        "rounds": rounds,
+        "rounds": fields["rounds"],
         "round_trips": int(trips.group(1)),
+        "load_before": load,
         "first_round_seconds": times[0],
         "later_round_seconds": [after - before for before, after in pairwise(times)],
-        "bytes_up": fields["bytes_up"],
-        "accuracy": fields["accuracy"],
-        "epsilon": fields["guarantee"]["epsilon"],
+        **{name: fields[name] for name in ("bytes_up", "accuracy", "guarantee")},
+        **{name: fields[name] for name in ("frames_received", "rounds_in_ledgers", "processes_left")},
     }
+
+
+def section(found: dict[str, Any]) -> str:
+    """The lines of the page, every figure from the results."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    loads = [run["load_before"] for run in found["runs"]]
+    text = (
+        f"`bqsgd flower demo`, `--secure` and `--tls`: {found['clients']} clients on one machine of {found['cores']} "
+        f"cores, one run each, epsilon 3 at delta 1e-5, noise from the operating system ({versions}). Without `--tls` "
+        "the clients are simulated, and stay in memory; with it they are deployed, and every message starts a process. "
+        "Seconds are the median over the rounds after the first."
+    )
+    if max(loads) > found["cores"]:
+        text += (
+            f" The machine was busy with other work (load average {min(loads):.0f} to {max(loads):.0f} when a run "
+            "began): the seconds, and their ratios, are not those of a quiet one. Round trips and bytes are exact."
+        )
+    lines = [
+        BEGIN,
+        "",
+        wrapped(text),
+        "",
+        "| clients are | sums | rounds | round trips | seconds a round | kB up a round | frames, rounds in ledgers | "
+        "accuracy, % (epsilon) |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in found["runs"]:
+        cells = (
+            "deployed" if run["tls"] else "simulated",
+            "secure" if run["secure"] else "plain",
+            run["rounds"],
+            run["round_trips"],
+            f"{statistics.median(run['later_round_seconds']):.1f}",
+            f"{run['bytes_up'] / run['rounds'] / 1e3:.1f}",
+            f"{run['frames_received']}, {run['rounds_in_ledgers']}",
+            f"{100 * run['accuracy']:.1f} ({rounded_up(run['guarantee']['epsilon'])})",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, "", END])
+
+
+def write_page() -> None:
+    """Put the section into docs/secure.md."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + section(json.loads(RESULTS.read_text())) + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> None:
     """All four, one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = parser.parse_args().rounds
-    runs = [
-        measured(secure=secure, tls=tls, rounds=rounds * (1 if tls else 5))
-        for tls in (True, False)
-        for secure in (False, True)
-    ]
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "flwr")}
-    found = {
-        "clients": CLIENTS,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[1],
-        "versions": versions,
-        "runs": runs,
-    }
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    parser.add_argument("--page", action="store_true", help="only write the table of docs/secure.md again")
+    if not parser.parse_args().page:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "flwr")}
+        found: dict[str, Any] = {"clients": CLIENTS, "cores": os.cpu_count(), "versions": versions, "runs": []}
+        for tls in (True, False):
+            for secure in (False, True):
+                found["runs"].append(measured(secure=secure, tls=tls))
+                RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    write_page()
 
 
 if __name__ == "__main__":

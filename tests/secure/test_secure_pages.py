@@ -140,6 +140,23 @@ def test_the_costs_on_the_page_are_those_of_the_benchmark():
         assert figure in PAGE
 
 
+def test_the_costs_over_flower_are_those_of_the_demos(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent))
+    from experiments import secure_flower
+
+    found = json.loads(secure_flower.RESULTS.read_text(encoding="utf-8"))
+    assert secure_flower.section(found) in PAGE
+    for run in found["runs"]:
+        batches = -(-run["rounds"] // Config().secure.key_rounds)
+        assert run["round_trips"] == (3 * run["rounds"] + 3 * batches if run["secure"] else run["rounds"])
+        assert run["frames_received"] == run["rounds_in_ledgers"] == found["clients"] * run["rounds"]
+        assert run["processes_left"] == 0
+        guarantee = run["guarantee"]
+        assert guarantee["epsilon"] <= 3.0
+        assert (guarantee["delta"], guarantee["seeded"]) == (1e-5, False)
+        assert ("sums" in guarantee["trust"]) == run["secure"]
+
+
 def test_the_accuracies_of_the_page_are_those_of_the_runs():
     found = json.loads((DOCS.parent / "experiments" / "results" / "frontier.json").read_text(encoding="utf-8"))
     points = {row["point"]: row for row in found["rows"]}
