@@ -55,9 +55,10 @@ from bqsgd.storage import one_writer
 from bqsgd.training.aggregation import client_weights, read_sizes
 from bqsgd.training.client_plan import client_setting
 from bqsgd.training.cohort import Choose, Cohorts
+from bqsgd.training.least_squares import LeastSquares
 from bqsgd.training.outlook import check_outlook, foresee
 from bqsgd.training.server import Server
-from bqsgd.training.settings import Config, group_to_dict
+from bqsgd.training.settings import LEAST_SQUARES, Config, group_to_dict
 from bqsgd.training.sums import SumRounds, SumSetup, with_roster
 from bqsgd.training.task import Evaluation, Task
 from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
@@ -118,13 +119,15 @@ class Run:
         listed = config.server.sizes
         sizes = None if listed is None else read_sizes(listed)
         self.config = config = with_roster(config)
-        sums = SumSetup.of(config, run=config.run.name or "run", dimension=initial.size)
+        problem = LeastSquares.of(model) if config.run.method == LEAST_SQUARES else None
+        dimension = initial.size if problem is None else problem.dimension
+        sums = SumSetup.of(config, run=config.run.name or "run", dimension=dimension)
         setup = Setup(
             task=task,
             config=config,
             folder=folder,
             resuming=resuming,
-            dimension=initial.size,
+            dimension=dimension,
             sizes=sizes,
             sums=sums,
         )
@@ -134,7 +137,7 @@ class Run:
         if choice is None and (config.privacy.rate is not None or config.secure.on):
             choice = "equal"  # at one rate a batch grows with the client's samples: every sample counts alike
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
-        self.server = Server(model=initial, weights=weights, config=config)
+        self.server = Server(model=initial, weights=weights, config=config, least_squares=problem)
         self._sums = None if sums is None else self._sum_rounds(sums)
         self.cohorts = Cohorts(config, self.engine.samples, choose=choose)
         """Who is asked, and how often each client was."""
@@ -252,7 +255,13 @@ class Run:
             samples = dict.fromkeys(samples, sorted(samples.values())[len(samples) // 2])
         with cpu_seconds(_OUTLOOK_SECONDS if self.engine.claimed else None):
             try:
-                outlook = foresee(self.config, samples, dimension=self.server.model.size, weights=self.server.weights)
+                outlook = foresee(
+                    self.config,
+                    samples,
+                    dimension=self.server.dimension,
+                    learnt=self.server.model.size,
+                    weights=self.server.weights,
+                )
                 check_outlook(outlook, self.config, samples)
             except PlanningTooLong:
                 _log.warning("planning took too long to say what the noise leaves to be learnt")
@@ -283,7 +292,7 @@ class Run:
     def setting(self, client: int) -> ClientSetting:
         """What one client's messages depend on besides the mechanism."""
         samples = self.engine.samples[client]
-        return client_setting(self.config, dimension=self.server.model.size, dataset_size=samples)
+        return client_setting(self.config, dimension=self.server.dimension, dataset_size=samples)
 
     @property
     def round(self) -> int:

@@ -52,13 +52,15 @@ class NamedTask(Group):
     )
     init_seed: int = setting(0, "Seed of the initial model and of the shares; public.", between=(0, 2**63 - 1))
 
-    def size(self) -> tuple[int, int]:
-        """Training samples in all, and coordinates of the model: known before any feature is computed."""
+    def size(self, method: str = "sgd") -> tuple[int, int, int]:
+        """Training samples in all, and coordinates of a message and of the model: known before any feature is
+        computed."""
         from bqsgd.models import dimension_of
+        from bqsgd.training.least_squares import message_dimension
 
         dataset = data.load(self.dataset, folder=self.data_folder)
         model = self._make_model(data.features_shape(self.features, dataset.input_shape), dataset.classes)()
-        return len(dataset.train), dimension_of(model)
+        return len(dataset.train), message_dimension(method, model), dimension_of(model)
 
     def task(self, config: Config, *, client: int | None = None, simulated: bool = False) -> Task:
         """The task among the clients of `config`.

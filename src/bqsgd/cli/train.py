@@ -219,8 +219,8 @@ def new_settings(given: dict[str, Any], *, preset: str | None, file: Path | None
     settings = _fit(settings | given)
     named, _ = tasks.settings_of(**settings)
     own = named.settings()
-    samples, dimension = named.size()
     chosen = {name: value for name, value in settings.items() if name not in own}
+    samples, dimension, _ = named.size(chosen.get("method", "sgd"))
     return named, Config.of(**fitted(chosen, samples=samples, dimension=dimension))
 
 
@@ -232,11 +232,11 @@ def _foresee_run(named: NamedTask, chosen: Config, *, force: bool) -> None:
     from bqsgd.cli.output import planning
     from bqsgd.training.outlook import check_outlook, foresee
 
-    samples, dimension = named.size()
+    samples, dimension, learnt = named.size(chosen.run.method)
     clients = chosen.clients.count
     held = {client: samples // clients + (client < samples % clients) for client in range(clients)}
     with planning() as progress:
-        outlook = foresee(chosen, held, dimension=dimension, progress=progress)
+        outlook = foresee(chosen, held, dimension=dimension, learnt=learnt, progress=progress)
     if not force:
         check_outlook(outlook, chosen, held)
     for line in outlook.lines():

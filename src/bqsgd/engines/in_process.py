@@ -19,7 +19,8 @@ from bqsgd.ledger.spending import guarantee_of, sorted_releases
 from bqsgd.params import check_int
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.training.client import Client, Declined
-from bqsgd.training.samples import Fetched, Objective
+from bqsgd.training.least_squares import objective_of
+from bqsgd.training.samples import Fetched
 from bqsgd.wire.model_message import ModelMessage
 
 _STAGES = ("gradients", "encode", "frame", "ledger")
@@ -48,7 +49,7 @@ def in_process(setup: Setup) -> InProcess:
             for number, share in enumerate(task.shares)
         ]
         return InProcess(clients, workers=workers)
-    objectives = [Objective(model, task.loss, task.forward) for model in models]
+    objectives = [objective_of(config, model, task.loss, task.forward) for model in models]
     sizes = {number: task.samples_of(number) for number in range(count)}
     register = run_register(setup)
 

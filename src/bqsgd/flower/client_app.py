@@ -30,6 +30,7 @@ from bqsgd.secure.client import SumClient
 from bqsgd.secure.messages import is_sum_message
 from bqsgd.training.client import Client, Declined, answer_step
 from bqsgd.training.client_plan import keep_plan, keep_sum_plan, sum_plan
+from bqsgd.training.least_squares import message_dimension
 from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumSetup
 from bqsgd.training.task import Task
@@ -88,7 +89,7 @@ def _join(make_task: MakeTask, message: Message, context: Context) -> RecordDict
     if refusal is not None:
         return _declined(node, refusal)
     task = _own(make_task(config, node, options))
-    dimension = dimension_of(task.make_model())
+    dimension = message_dimension(config.run.method, task.make_model())
     refusal = node.limits.model_refusal(dimension)
     if refusal is not None:
         return _declined(node, refusal)
@@ -136,7 +137,7 @@ def _step(
     known = memory.get(_DIMENSION)
     if known is None:
         *_, options = read_settings(context.run_config)
-        dimension = dimension_of(_own(make_task(config, node, options)).make_model())
+        dimension = message_dimension(config.run.method, _own(make_task(config, node, options)).make_model())
     else:
         dimension = int(known["dimension"])
     sums = _sum_client(config, node, memory, run=run, dimension=dimension)
@@ -157,7 +158,7 @@ def _update(
     *_, options = read_settings(context.run_config)
     task = _own(make_task(config, node, options))
     model = task.make_model()
-    dimension = dimension_of(model)
+    dimension = message_dimension(config.run.method, model)
     sums = _sum_client(config, node, context.state, run=run, dimension=dimension) if config.secure.on else None
     if isinstance(sums, Declined):
         return sums
@@ -179,7 +180,7 @@ def _update(
         )
         if sums is None:
             _plan(client, context.state)
-        client.held = _held(context.state, dimension=client.setting.dimension)
+        client.held = _held(context.state, dimension=dimension_of(model))
         answer = client.answer(data_of(message, kind=MODEL))
         if client.held is not None:
             held = write_model(client.held.model, round=client.held.round)

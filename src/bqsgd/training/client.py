@@ -31,6 +31,7 @@ from bqsgd.secure.messages import is_sum_message
 from bqsgd.secure.noise_shares import encode_base
 from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
+from bqsgd.training.least_squares import message_dimension, objective_of
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.samples import Forward, Objective, reader_of
 from bqsgd.training.settings import Config
@@ -99,11 +100,12 @@ class Client:
             raise InvalidParameter("a run with secure sums needs clients that take part in them, and no other does")
         self.sums = sums
         self.client, self.model, self.config, self.limits = client, model, config, limits
+        dimension = message_dimension(config.run.method, model)
         if limits is not None:
-            refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension_of(model))
+            refusal = limits.refusal(config, client=client) or limits.model_refusal(dimension)
             if refusal is not None:
                 raise InvalidParameter(refusal)
-        self.samples, self.objective = reader_of(samples), objective or Objective(model, loss, forward)
+        self.samples, self.objective = reader_of(samples), objective or objective_of(config, model, loss, forward)
         if config.privacy.scheme is Scheme.FIXED_SIZE and config.privacy.batch_size > len(self.samples):
             raise InvalidParameter(
                 f"batch_size={config.privacy.batch_size} is more than the {len(self.samples)} samples of client "
@@ -114,7 +116,7 @@ class Client:
         self.private_log = private_log if config.privacy.private_metrics else None
         self.sources = Sources(seed=config.privacy.seed, client=client)
         self.clip, self.range = config.clip.make(), config.range
-        self.setting = client_setting(config, dimension=dimension_of(model), dataset_size=len(self.samples))
+        self.setting = client_setting(config, dimension=dimension, dataset_size=len(self.samples))
         # A sum is lost with one crash too many, and what was reserved for it with it: nothing is reserved ahead then.
         # With a cohort nobody knows its next turn.
         alone = config.secure.on or config.clients.cohort is not None
@@ -138,7 +140,7 @@ class Client:
             return answer_step(self.sums, message)
         started = time.perf_counter()
         try:
-            received = receive_model(message, dimension=self.setting.dimension, held=self.held)
+            received = receive_model(message, dimension=dimension_of(self.model), held=self.held)
         except ModelNotHeld:
             return Declined(reason=WHOLE_MODEL_NEEDED)
         if self.config.server.down_bits is not None:

@@ -18,7 +18,7 @@ from bqsgd.params import check_int
 from bqsgd.planner.search import total_shift
 from bqsgd.release import Scheme, Unit
 from bqsgd.training.outlook import fitting_range
-from bqsgd.training.settings import Config
+from bqsgd.training.settings import LEAST_SQUARES, Config
 
 _ROUNDS = 300
 _WASTE = 0.7
@@ -37,6 +37,10 @@ def fitted(given: Mapping[str, Any], *, samples: int, dimension: int) -> dict[st
         InvalidParameter: the batch size given is more than a client holds.
     """
     settings = dict(given)
+    if settings.get("method") == LEAST_SQUARES:
+        settings = {"rounds": 1, "rate": 1.0, "clip": "l2"} | settings
+        if settings.get("sampling", "poisson") != "poisson":
+            del settings["rate"]
     config = Config.of(**settings)
     clients, privacy = config.clients.count, config.privacy
     check_int("clients", clients, 1, samples)

@@ -6,6 +6,8 @@ that the mean of clipped gradients can be.
 A round's mean carries noise of length sqrt(d) sigma beside a signal of at most G. Over a run noise adds up like sqrt(T)
 and a signal that keeps its direction like T, so sqrt(d / T) sigma / G is the least noise to signal that the run as a
 whole can have. Above 1 the noise is longer than the longest signal, and a run learns next to nothing.
+
+Of the moments of least squares the class sums alone make a classifier, so there d counts their coordinates.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ class CannotLearn(Infeasible):
 class Outlook:
     """What a run's plans say of its noise.
 
+    dimension: coordinates of a message. learnt: those of them that the model is learnt from at least, d.
     noise, signal: sigma and G; noise is None when no client has a plan. without_plan: reason -> clients.
     """
 
     clients: int
     dimension: int
+    learnt: int
     rounds: int
     noise: float | None
     signal: float
@@ -56,7 +60,7 @@ class Outlook:
     @property
     def noise_length(self) -> float:
         """The expected length of the noise in a round's mean (its root mean square); infinite without a plan."""
-        return math.inf if self.noise is None else self.noise * math.sqrt(self.dimension)
+        return math.inf if self.noise is None else self.noise * math.sqrt(self.learnt)
 
     @property
     def noise_to_signal(self) -> float:
@@ -76,7 +80,7 @@ class Outlook:
             return
         yield (
             f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
-            f"a clipped gradient is at most {self.signal:.2g} long"
+            f"what a sample adds is at most {self.signal:.2g} long"
         )
         if self.hopeless or self.noise_to_signal > _NOISY:
             yield (
@@ -90,11 +94,13 @@ def foresee(
     samples: Mapping[int, int],
     *,
     dimension: int,
+    learnt: int | None = None,
     weights: Mapping[int, float] | None = None,
     progress: _Progress | None = None,
 ) -> Outlook:
     """Plan for every client that holds so many samples, and say what noise the mean of the first round will carry.
 
+    learnt: coordinates that the model is learnt from, where they are fewer than those of a message.
     weights: of the clients in the mean; without them equal at one rate for all, and else the number of samples.
     """
     if weights is None:
@@ -114,6 +120,7 @@ def foresee(
         return Outlook(
             clients=len(samples),
             dimension=dimension,
+            learnt=learnt or dimension,
             rounds=config.run.rounds,
             noise=math.sqrt(variance) if found else None,
             signal=_longest_signal(config, samples, dimension=dimension),
@@ -127,6 +134,7 @@ def foresee(
     return Outlook(
         clients=len(samples),
         dimension=dimension,
+        learnt=learnt or dimension,
         rounds=config.run.rounds,
         noise=math.sqrt(variance) if found else None,
         signal=_longest_signal(config, samples, dimension=dimension),
@@ -151,7 +159,7 @@ def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) 
         return
     nearest = [
         " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in changes.items())
-        for changes in nearest_settings(config, samples, dimension=outlook.dimension)
+        for changes in nearest_settings(config, samples, dimension=outlook.dimension, learnt=outlook.learnt)
     ]
     if config.privacy.unit == Unit.CLIENT:
         nearest.append("--unit sample, whose noise is divided by the batch size")
@@ -189,17 +197,19 @@ def fitting_range(config: Config, *, samples: int, dimension: int) -> float:
     return float(f"{2 * _expected_noise(config, samples=samples, dimension=dimension):.2g}")
 
 
-def nearest_settings(config: Config, samples: Mapping[int, int], *, dimension: int) -> Iterator[dict[str, float | int]]:
+def nearest_settings(
+    config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None = None
+) -> Iterator[dict[str, float | int]]:
     """Changes to one or two settings that would let the run learn, each with a plan to prove it; three at most."""
     found = 0
-    for changes, changed, held in _changes(config, samples, dimension=dimension):
-        if found < _SUGGESTED and not foresee(changed, held, dimension=dimension).hopeless:
+    for changes, changed, held in _changes(config, samples, dimension=dimension, learnt=learnt):
+        if found < _SUGGESTED and not foresee(changed, held, dimension=dimension, learnt=learnt).hopeless:
             found += 1
             yield changes
 
 
 def _changes(
-    config: Config, samples: Mapping[int, int], *, dimension: int
+    config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None
 ) -> Iterator[tuple[dict[str, float | int], Config, Mapping[int, int]]]:
     """Candidates: for each setting the nearest value at which Gaussian noise would leave something to be learnt."""
     total, count = sum(samples.values()), len(samples)
@@ -240,18 +250,20 @@ def _changes(
                 candidate = changed(name, value)
             except BqsgdError:
                 break
-            if _expected_outlook(candidate[1], candidate[2], dimension=dimension).noise_to_signal <= _AIM * _DROWNED:
+            expected = _expected_outlook(candidate[1], candidate[2], dimension=dimension, learnt=learnt)
+            if expected.noise_to_signal <= _AIM * _DROWNED:
                 yield candidate
                 break
 
 
-def _expected_outlook(config: Config, samples: Mapping[int, int], *, dimension: int) -> Outlook:
+def _expected_outlook(config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None) -> Outlook:
     """The outlook with Gaussian noise for the mechanism's: in no time, and nearly the same."""
     noise = _expected_noise(config, samples=round(sum(samples.values()) / len(samples)), dimension=dimension)
     together = min(len(samples), config.clients.cohort or len(samples))
     return Outlook(
         clients=len(samples),
         dimension=dimension,
+        learnt=learnt or dimension,
         rounds=config.run.rounds,
         noise=noise / (together if config.secure.on else math.sqrt(together)),
         signal=_longest_signal(config, samples, dimension=dimension),

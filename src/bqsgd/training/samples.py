@@ -305,6 +305,11 @@ class Objective:
         self.draws = False
         """Whether model or loss draw random numbers, as far as was seen."""
 
+    @property
+    def dimension(self) -> int:
+        """Coordinates of what a sample adds."""
+        return dimension_of(self.model)
+
     def _plain(self, data: Any) -> bool:
         return (
             self.forward is None
@@ -358,7 +363,7 @@ class Objective:
         # so it must be divided by the batch size itself.
         whole = isinstance(clip, BatchMean)
         power = batch_size if whole else 1 << (batch_size.bit_length() - 1)
-        total, lost = np.zeros(dimension_of(self.model)), 0
+        total, lost = np.zeros(self.dimension), 0
         for part in parts:
             if part.data is None or not self._fits(part.data, clip=clip, batch_size=batch_size, packed=packed):
                 lost += len(part)

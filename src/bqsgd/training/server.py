@@ -25,6 +25,7 @@ from bqsgd.records.record import ClientRecord, RoundRecord, Status
 from bqsgd.secure.server import Total
 from bqsgd.training.aggregation import aggregate, one_liar_in_sum, one_liar_moves, one_liar_words
 from bqsgd.training.client_plan import sum_plan
+from bqsgd.training.least_squares import LeastSquares
 from bqsgd.training.optimisers import State, average, schedule
 from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumOutcome
@@ -72,6 +73,7 @@ class Server:
         model: the initial model, flat float32.
         weights: client number -> p_i > 0, never a client's own claim; only these clients are heard.
         config: the run's settings.
+        least_squares: what the frames are solved for, where they hold moments and no gradients.
         clock: seconds, for the deadline.
 
     The mean is a running sum in O(d) memory; robust rules keep the frames until the round closes. The sum is taken in
@@ -84,6 +86,7 @@ class Server:
         model: npt.NDArray[np.float32],
         weights: Mapping[int, float],
         config: Config,
+        least_squares: LeastSquares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if model.ndim != 1 or model.dtype != np.float32:
@@ -93,10 +96,13 @@ class Server:
         total = sum(check_positive(f"weight of client {client}", weight) for client, weight in weights.items())
         self.weights = {client: weights[client] / total for client in sorted(weights)}
         self.config, self.model, self.round = config, model.copy(), 0
+        self.least_squares = least_squares
+        self.dimension = model.size if least_squares is None else least_squares.dimension
+        """Coordinates of a frame."""
         self.optimiser = config.server.make_optimiser()
         self.state: State = self.optimiser.init(model.size)
         self.averaged = model.astype(np.float64) if config.server.average else None
-        self.sums = sum_plan(config, dimension=model.size) if config.secure.on else None
+        self.sums = sum_plan(config, dimension=self.dimension) if config.secure.on else None
         """The plan of the secure sums, where the run has them."""
         self.way_down = WayDown(self.model, bits=config.server.down_bits)
         self.largest_code_count = self._largest_code_count()
@@ -162,7 +168,7 @@ class Server:
             asked=frozenset(numbers),
             bytes_models=sum(map(len, messages.values())),
             bytes_down=sum(map(len, messages.values())),
-            sum=Accumulator(self.model.size) if streaming else None,
+            sum=Accumulator(self.dimension) if streaming else None,
         )
         return messages
 
@@ -206,7 +212,7 @@ class Server:
 
     def _take_in(self, current: _OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
         encoder_range = self.config.range
-        checked = read_frame(frame, dimension=self.model.size, range=encoder_range, client=sender)
+        checked = read_frame(frame, dimension=self.dimension, range=encoder_range, client=sender)
         header = checked.header
         if header.client not in self.weights:
             raise FrameError(f"client {header.client} is foreign to this run")
@@ -295,7 +301,7 @@ class Server:
             or (current.total is not None and current.total.seeded),
             bytes_up=current.bytes_up,
             bytes_down=current.bytes_down,
-            bytes_up_float32=4 * self.model.size * used,
+            bytes_up_float32=4 * self.dimension * used,
             bytes_down_float32=4 * self.model.size * len(current.asked),
             seconds=current.seconds,
         )
@@ -315,10 +321,12 @@ class Server:
             encoder_range = self.config.range
             updates = np.stack([decode_frame(current.frames[client], range=encoder_range) for client in order])
             gradient = aggregate(settings.aggregation, updates, weights=None, byzantine=settings.byzantine)
-        rate = settings.learning_rate * schedule(settings.schedule, round=self.round, rounds=self.config.run.rounds)
-        state, step = self.optimiser.update(
-            self.state, gradient, learning_rate=rate, noise_variance=self._noise_variance(current)
-        )
+        variance = self._noise_variance(current)
+        if self.least_squares is not None:
+            state, step = self.state, self.model - self.least_squares.solve(gradient, noise_variance=variance)
+        else:
+            rate = settings.learning_rate * schedule(settings.schedule, round=self.round, rounds=self.config.run.rounds)
+            state, step = self.optimiser.update(self.state, gradient, learning_rate=rate, noise_variance=variance)
         with np.errstate(over="ignore"):
             diverged = not bool(np.isfinite((self.model - step).astype(np.float32)).all())
         if diverged:

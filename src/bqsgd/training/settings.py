@@ -23,6 +23,8 @@ from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimise
 from bqsgd.wire.model_change import FEWEST_BITS, MOST_BITS
 
 _CODINGS = ("fixed", "entropy")
+LEAST_SQUARES = "least-squares"
+METHODS = ("sgd", LEAST_SQUARES)
 _NO_OPTION = "no option"
 
 
@@ -335,6 +337,11 @@ class RunSettings(Group):
     """The length of a run and what it writes down when."""
 
     title = "Run"
+    method: str = setting(
+        "sgd",
+        "sgd: rounds of gradients; least-squares: one message, from which the server solves for a linear model.",
+        choices=METHODS,
+    )
     rounds: int = setting(1000, "Rounds to train. Default: 300; 1000 in Python.", between=(1, 2**40))
     evaluate_every: int = setting(10, "Rounds between evaluations on the test split.", between=(1, 2**40))
     checkpoint_every: int = setting(20, "Rounds between checkpoints.", between=(1, 2**40))
@@ -392,6 +399,26 @@ class Config:
             )
         if self.secure.on:
             self._check_secure()
+        if self.run.method == LEAST_SQUARES:
+            self._check_least_squares()
+
+    def _check_least_squares(self) -> None:
+        """Raise where a setting needs what one message of moments does not have: steps, rounds or gradients."""
+        privacy, clients, server = self.privacy, self.clients, self.server
+        every_sample = privacy.scheme is Scheme.NONE or (privacy.scheme is Scheme.POISSON and privacy.rate == 1)
+        for held, needed in (
+            (self.run.rounds == 1, "is one round: set rounds = 1"),
+            (every_sample, "takes every sample of a client once: set rate = 1 or sampling = 'none'"),
+            (privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
+            (self.clip.rule == "l2", "scales what a sample adds to a norm: set clip = 'l2'"),
+            (not clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
+            (server.optimiser == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimiser"),
+            (server.average == 0, "has one model and nothing to average: leave out average"),
+            (server.aggregation == "mean", "needs to know the noise in the mean: set aggregation = 'mean'"),
+            (server.down_bits is None, "sends one model down, of which nothing is used: leave out down_bits"),
+        ):
+            if not held:
+                raise InvalidParameter(f"method = 'least-squares' {needed}")
 
     def _check_secure(self) -> None:
         """Raise where a setting needs what a sum does not have: single messages, or clients that differ."""

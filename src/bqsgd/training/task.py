@@ -18,6 +18,7 @@ from bqsgd.models import load_vector
 from bqsgd.persample.functional import LossFunction
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Unit
+from bqsgd.training.least_squares import objective_of
 from bqsgd.training.samples import Forward, Objective, Reader, reader_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Task:
             InvalidParameter: what fails here would fail in a round, or after the last.
         """
         if self.shares:
-            Objective(model, self.loss, self.forward).check(
+            objective_of(config, model, self.loss, self.forward).check(
                 reader_of(self.shares[0]).first(),
                 clip=config.clip.make(),
                 batch_size=config.privacy.batch_size,

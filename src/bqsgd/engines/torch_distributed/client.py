@@ -26,8 +26,8 @@ from bqsgd.engines.torch_distributed._transport import (
 )
 from bqsgd.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.ledger.spending import Spending
-from bqsgd.models import dimension_of
 from bqsgd.training.client import Client, Declined
+from bqsgd.training.least_squares import message_dimension
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumSetup, most_sum_bytes, with_roster
@@ -72,7 +72,7 @@ def joined_run(
         decline(group, refusal)
     share = share_of(task, config, group)
     channel, model = group.channel(SERVER), task.make_model()
-    dimension = dimension_of(model)
+    dimension = message_dimension(config.run.method, model)
     longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension, most_sum_bytes(config))
     connection = ServerConnection(channel, most_bytes=longest)
     kind, message = _first(connection)

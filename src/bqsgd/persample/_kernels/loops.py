@@ -139,6 +139,28 @@ def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
+def _triangle_squares(
+    values: np.ndarray, stride: int, size: int, start: int, stop: int, after: np.ndarray, out: np.ndarray
+) -> None:
+    """sum over i <= j of (x_i x_j)^2 in float64, from the last coordinate to the first; `after` is scratch."""
+    out[start:stop], after[start:stop] = 0, 0
+    for at in range(size - 1, -1, -1):
+        own = values[at * stride : at * stride + stop]
+        for sample in range(start, stop):
+            square = np.float64(own[sample]) * np.float64(own[sample])
+            after[sample] += square
+            out[sample] += square * after[sample]
+
+
+def triangle_squares(values: Tensor) -> Tensor:
+    """(batch,) float64 squared norms of the products x_i x_j, i <= j, of (batch, coordinates)."""
+    (flat, stride), out, after = samples_last(values), np.empty(len(values)), np.empty(len(values))
+    size = values.shape[1]
+    in_threads(lambda start, stop: _triangle_squares(flat, stride, size, start, stop, after, out), len(out))
+    return torch.from_numpy(out)
+
+
+@njit(nogil=True, cache=True)
 def _largest(values: np.ndarray, stride: int, size: int, start: int, stop: int, out: np.ndarray) -> None:
     """Largest magnitudes; NaN is above all."""
     for first in range(start, stop, BESIDE):

@@ -1,0 +1,152 @@
+"""One message instead of rounds: a linear model by least squares from noisy second moments and class sums.
+
+Every client sends the mean of its samples' second moments and class sums (`persample.moments`) once, through the same
+encoder, ledger and secure sums as a gradient. The server solves (A + lambda I) W = B, where A are the moments with
+eigenvalues below zero set to zero, and B the class sums. The ridge lambda is sigma sqrt(n): half of the largest
+eigenvalue that noise of deviation sigma in every entry of an n x n symmetric matrix has. It follows from the plan, so
+there is nothing to tune, and no learning rate.
+
+A sample counts by the direction of its features, and the model has no offset: which class comes out on top does not
+depend on the length of the features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd.models import dimension_of
+from bqsgd.persample.clips import L2, Clip
+from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension, triangle
+from bqsgd.release import Unit
+from bqsgd.training.samples import Forward, Objective, Part
+from bqsgd.training.settings import LEAST_SQUARES, Config
+from bqsgd.training.values import Values
+
+_SMALLEST = 1e-9
+"""Of the mean eigenvalue: the ridge where there is no noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastSquares:
+    """The linear model that is solved for: its sizes, and whether its layer has an offset, which becomes zero."""
+
+    features: int
+    classes: int
+    offset: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LeastSquares:
+        """The sizes of a model that is one linear layer over flattened inputs.
+
+        Raises:
+            InvalidParameter: it is not, or the moments of its inputs are too many.
+        """
+        layers = [layer for layer in model.modules() if not isinstance(layer, (nn.Sequential, nn.Flatten, nn.Identity))]
+        own = isinstance(model, (nn.Sequential, nn.Linear))
+        if not own or len(layers) != 1 or not isinstance(layers[0], nn.Linear) or layers[0].out_features < 2:
+            raise InvalidParameter(
+                "least squares fits a linear model of the inputs to the classes: the model must be one nn.Linear with "
+                f"an output per class, after nn.Flatten if need be, got {type(model).__name__}; fixed features "
+                "(--features) go into the inputs"
+            )
+        layer = layers[0]
+        if layer.in_features > MOST_FEATURES:
+            raise InvalidParameter(
+                f"{layer.in_features} features have {layer.in_features * (layer.in_features + 1) // 2} second moments; "
+                f"least squares takes at most {MOST_FEATURES} features"
+            )
+        found = cls(features=layer.in_features, classes=layer.out_features, offset=layer.bias is not None)
+        if dimension_of(model) != found.classes * (found.features + found.offset):
+            raise InvalidParameter("least squares needs every parameter of the linear layer to be trainable")
+        return found
+
+    @property
+    def dimension(self) -> int:
+        """Coordinates of a client's message."""
+        return moments_dimension(self.features, self.classes)
+
+    def solve(self, mean: npt.ArrayLike, *, noise_variance: float) -> npt.NDArray[np.float64]:
+        """The model's parameters, flat, from the clients' mean and the variance of the noise in a coordinate of it."""
+        values = np.asarray(mean, dtype=np.float64)
+        if values.shape != (self.dimension,):
+            raise InvalidParameter(f"the moments are {self.dimension} coordinates, got shape {values.shape}")
+        if not bool(np.isfinite(values).all()):
+            raise NonFiniteInput("the moments hold NaN or infinity; the model was not changed")
+        rows, columns = triangle(self.features)
+        moments = np.empty((self.features, self.features))
+        moments[rows, columns] = moments[columns, rows] = values[: len(rows)]
+        sums = values[len(rows) :].reshape(self.classes, self.features)
+        eigenvalues, directions = np.linalg.eigh(moments)
+        held = np.maximum(eigenvalues, 0)
+        ridge = max(math.sqrt(noise_variance * self.features), _SMALLEST * float(held.mean()))
+        inverse = np.divide(1.0, held + ridge, out=np.zeros_like(held), where=held + ridge > 0)
+        weights = (sums @ directions * inverse) @ directions.T
+        return np.concatenate([weights.reshape(-1), np.zeros(self.classes if self.offset else 0)])
+
+
+def message_dimension(method: str, model: nn.Module) -> int:
+    """Coordinates of what a client sends: those of the model, or the moments of its inputs."""
+    return LeastSquares.of(model).dimension if method == LEAST_SQUARES else dimension_of(model)
+
+
+class Moments(Objective):
+    """A client's side of least squares: what a sample adds are its moments, whatever the model stands at."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> None:
+        super().__init__(model, loss, forward)
+        self.problem = LeastSquares.of(model)
+
+    @property
+    def dimension(self) -> int:
+        """Coordinates of what a sample adds."""
+        return self.problem.dimension
+
+    def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
+        """Look at the form of `data`, whose values are not read.
+
+        Raises:
+            InvalidParameter: it is not a pair of as many features as the model takes, and a class.
+        """
+        if not isinstance(clip, L2) or unit is not Unit.SAMPLE or packed:
+            raise InvalidParameter("least squares has the clip l2, the unit sample and no packed rows")
+        if not self._plain(data) or not _fits(data, self.problem):
+            raise InvalidParameter(
+                f"least squares takes pairs of {self.problem.features} features, float32 or float64, and one class as "
+                "a whole number, with no forward of your own"
+            )
+
+    def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
+        """The clipped moments of all parts over the public batch size, and how many samples count as zero."""
+        assert isinstance(clip, L2)
+        power = 1 << (batch_size.bit_length() - 1)  # divides without rounding, so that parts add up exactly
+        total, lost = np.zeros(self.dimension), 0
+        for part in parts:
+            if part.data is None or not self._plain(part.data) or not _fits(part.data, self.problem):
+                lost += len(part)
+                continue
+            found = clipped_moments(part.data, classes=self.problem.classes, clip=clip, batch_size=power)
+            total += found.mean.numpy() * power
+            lost += found.dropped
+        return total / batch_size, lost
+
+
+def _fits(data: tuple[Tensor, Tensor], problem: LeastSquares) -> bool:
+    inputs, classes = data
+    whole = classes.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    values = inputs.dtype in (torch.float32, torch.float64)
+    return whole and values and classes.dim() == 1 and inputs[0].numel() == problem.features
+
+
+def objective_of(config: Config, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> Objective:
+    """What a sample adds to a client's message: its clipped gradient, or its moments."""
+    return (Moments if config.run.method == LEAST_SQUARES else Objective)(model, loss, forward)
