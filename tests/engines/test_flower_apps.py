@@ -16,6 +16,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
 from loop_grid import LoopGrid
 
+from bqsgd import models
 from bqsgd.cli.app import main
 from bqsgd.codec import encode_frame
 from bqsgd.engines.flower.engine import NoQuorum
@@ -149,6 +150,17 @@ def test_cohorts_and_changes_lead_to_the_model_of_one_process(task, settings, fe
         assert [getattr(record, name) for record in records] == [getattr(record, name) for record in local]
     assert made.spent() == dict.fromkeys(range(4), 2)
     assert records[3].bytes_down < 0.5 * records[0].bytes_down  # they are two rounds behind
+
+
+def test_least_squares_leads_to_the_model_of_one_process(task, settings, tmp_path):
+    own = replace(task, make_model=lambda: models.build("linear", input_shape=(1, 8, 8), classes=10, seed=0))
+    changes = {"method": "least-squares", "rounds": 1, "rate": 1.0, "batch_size": 300}
+    made = Federation(own, tmp_path, **flat(settings(**changes)))
+    served = made.serve(folder=tmp_path / "server")
+    with Run.start(own, settings(**changes), force=True) as run:
+        list(run.rounds())
+    np.testing.assert_array_equal(served.model, run.model)
+    assert made.spent() == dict.fromkeys(range(4), 1)
 
 
 def test_the_order_of_nodes_changes_no_bit(federation, tmp_path):

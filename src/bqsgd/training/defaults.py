@@ -38,7 +38,7 @@ def fitted(given: Mapping[str, Any], *, samples: int, dimension: int) -> dict[st
     """
     settings = dict(given)
     if settings.get("method") == LEAST_SQUARES:
-        settings = {"rounds": 1, "rate": 1.0, "clip": "l2"} | settings
+        settings = {"rounds": 1, "rate": 1.0} | settings
         if settings.get("sampling", "poisson") != "poisson":
             del settings["rate"]
     config = Config.of(**settings)

@@ -2,9 +2,9 @@
 
 Every client sends the mean of its samples' second moments and class sums (`persample.moments`) once, through the same
 encoder, ledger and secure sums as a gradient. The server solves (A + lambda I) W = B, where A are the moments with
-eigenvalues below zero set to zero, and B the class sums. The ridge lambda is sigma sqrt(n): half of the largest
-eigenvalue that noise of deviation sigma in every entry of an n x n symmetric matrix has. It follows from the plan, so
-there is nothing to tune, and no learning rate.
+eigenvalues below zero set to zero, and B the class sums. The ridge lambda is 0.7 sigma sqrt(n): about a third of the
+largest eigenvalue that noise of deviation sigma in every entry of an n x n symmetric matrix has. It follows from the
+plan, so there is nothing to tune, and no learning rate.
 
 A sample counts by the direction of its features, and the model has no offset: which class comes out on top does not
 depend on the length of the features.
@@ -24,14 +24,16 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.models import dimension_of
-from bqsgd.persample.clips import L2, Clip
+from bqsgd.persample.clips import L2, Clip, Dual
 from bqsgd.persample.functional import LossFunction
-from bqsgd.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension, triangle
+from bqsgd.persample.moments import CLASS_WEIGHT, MOST_FEATURES, clipped_moments, moments_dimension, triangle
 from bqsgd.release import Unit
 from bqsgd.training.samples import Forward, Objective, Part
 from bqsgd.training.settings import LEAST_SQUARES, Config
 from bqsgd.training.values import Values
 
+_RIDGE = 0.7
+"""lambda / (sigma sqrt(n)); held-out data like anything from 0.6 to 1 (docs/one_message.md)."""
 _SMALLEST = 1e-9
 """Of the mean eigenvalue: the ridge where there is no noise."""
 
@@ -88,10 +90,10 @@ class LeastSquares:
         sums = values[len(rows) :].reshape(self.classes, self.features)
         eigenvalues, directions = np.linalg.eigh(moments)
         held = np.maximum(eigenvalues, 0)
-        ridge = max(math.sqrt(noise_variance * self.features), _SMALLEST * float(held.mean()))
+        ridge = max(_RIDGE * math.sqrt(noise_variance * self.features), _SMALLEST * float(held.mean()))
         inverse = np.divide(1.0, held + ridge, out=np.zeros_like(held), where=held + ridge > 0)
         weights = (sums @ directions * inverse) @ directions.T
-        return np.concatenate([weights.reshape(-1), np.zeros(self.classes if self.offset else 0)])
+        return np.concatenate([weights.reshape(-1) / CLASS_WEIGHT, np.zeros(self.classes if self.offset else 0)])
 
 
 def message_dimension(method: str, model: nn.Module) -> int:
@@ -117,8 +119,8 @@ class Moments(Objective):
         Raises:
             InvalidParameter: it is not a pair of as many features as the model takes, and a class.
         """
-        if not isinstance(clip, L2) or unit is not Unit.SAMPLE or packed:
-            raise InvalidParameter("least squares has the clip l2, the unit sample and no packed rows")
+        if not isinstance(clip, (L2, Dual)) or unit is not Unit.SAMPLE or packed:
+            raise InvalidParameter("least squares has the clip dual or l2, the unit sample and no packed rows")
         if not self._plain(data) or not _fits(data, self.problem):
             raise InvalidParameter(
                 f"least squares takes pairs of {self.problem.features} features, float32 or float64, and one class as "
@@ -127,7 +129,7 @@ class Moments(Objective):
 
     def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
         """The clipped moments of all parts over the public batch size, and how many samples count as zero."""
-        assert isinstance(clip, L2)
+        assert isinstance(clip, (L2, Dual))
         power = 1 << (batch_size.bit_length() - 1)  # divides without rounding, so that parts add up exactly
         total, lost = np.zeros(self.dimension), 0
         for part in parts:

@@ -410,7 +410,7 @@ class Config:
             (self.run.rounds == 1, "is one round: set rounds = 1"),
             (every_sample, "takes every sample of a client once: set rate = 1 or sampling = 'none'"),
             (privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
-            (self.clip.rule == "l2", "scales what a sample adds to a norm: set clip = 'l2'"),
+            (self.clip.rule in ("dual", "l2"), "scales what a sample adds to a norm: set clip = 'dual' or 'l2'"),
             (not clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
             (server.optimiser == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimiser"),
             (server.average == 0, "has one model and nothing to average: leave out average"),
