@@ -1,0 +1,139 @@
+"""One message instead of rounds: five runs of the preset, and both methods side by side on held-out training samples.
+
+python -m experiments.one_message runs       # the preset, seeds 0 to 4, fresh noise; results/frontier/
+python -m experiments.one_message compare    # results/one_message.json; continues where it stopped
+
+The comparison is a simulation with Gaussian noise and has no guarantee. What decides is the noise multiplier z of one
+release over all clients: that of epsilon at delta 1e-5 where only their sum is seen, and twice that where each of four
+clients' messages is. T rounds over all samples have noise of sqrt(T) z each. For rounds 13,000 of the 40,000 training
+samples stand for all, with the noise in proportion; 10,000 others are held out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from experiments.frontier import RUNS, Point, _finished
+from experiments.held_out import HELD_OUT, SPLIT_SEED
+from experiments.runs import provenance
+
+from bqsgd import data
+from bqsgd.persample.clips import L2
+from bqsgd.persample.moments import clipped_moments
+from bqsgd.planner.plan import Budget
+from bqsgd.planner.search import total_shift
+from bqsgd.training.least_squares import LeastSquares
+from bqsgd.training.optimisers import average, schedule
+
+PRESET, SEEDS = "cifar10-imagenet-eps01-one-message", 5
+PLACE = Path(__file__).parent / "results" / "one_message.json"
+EPSILONS, DELTA, CLIENTS = (0.05, 0.1, 0.2, 0.3, 0.59, 1.0), 1e-5, 4
+SUMS, EACH = "only sums seen", f"each of {CLIENTS} messages seen"
+LOUD = ((1, 1.0), (5, 0.4), (5, 1.6), (8, 0.8), (8, 2.4), (15, 0.3), (15, 0.6), (15, 1.2), (15, 2.4), (30, 0.15),
+        (30, 0.5), (50, 0.2), (50, 0.8))  # fmt: skip
+QUIET = ((1, 1.0), (5, 0.4), (5, 1.6), (15, 0.3), (15, 1.2), (50, 0.2), (50, 0.8), (50, 1.6), (100, 0.4), (100, 0.8))
+NOISES = {115.0: LOUD, 61.5: LOUD, 30.7: QUIET, 6.05: QUIET}
+"""z -> rounds and learning rates that are tried. The first model is zero, momentum 0.9, the rate falls to 0, and every
+gradient exceeds the clip of 0.5; from 15 rounds on the model is averaged with decay 0.9."""
+FEW, CLIP = 13_000, 0.5
+_Values = npt.NDArray[np.float32]
+
+
+def runs() -> None:
+    """What is missing of the preset's five runs."""
+    for seed in range(SEEDS):
+        _finished(Point(preset=PRESET, bits=8), seed, quick=False)
+
+
+def multiplier(epsilon: float) -> float:
+    """z: the deviation of Gaussian noise over the norm of what a sample adds."""
+    return 1 / total_shift(Budget(bits=8, epsilon=epsilon, delta=DELTA))
+
+
+def compare() -> None:
+    """What is missing of both methods, written down as it comes."""
+    kept = json.loads(PLACE.read_text(encoding="utf-8")) if PLACE.exists() else {"one_message": [], "rounds": []}
+    kept |= provenance()
+    train, held = _split()
+    if not kept["one_message"]:
+        batch = torch.from_numpy(train[0]), torch.from_numpy(train[1])
+        moments, _ = clipped_moments(batch, classes=10, clip=L2(1.0), batch_size=len(train[0]))
+        for epsilon in EPSILONS:
+            for trust, factor in ((SUMS, 1.0), (EACH, math.sqrt(CLIENTS))):
+                noise = factor * multiplier(epsilon)
+                accuracy = _one_message(moments.numpy(), noise / len(train[0]), held)
+                kept["one_message"].append({"epsilon": epsilon, "trust": trust, "noise": noise, "accuracy": accuracy})
+                print(kept["one_message"][-1], flush=True)
+        _keep(kept)
+    done = {(row["noise"], row["rounds"], row["learning_rate"]) for row in kept["rounds"]}
+    for noise, tried in NOISES.items():
+        for rounds, rate in tried:
+            if (noise, rounds, rate) not in done:
+                accuracy = _by_rounds(train, held, noise, rounds, rate)
+                found = {"noise": noise, "rounds": rounds, "learning_rate": rate, "accuracy": accuracy}
+                kept["rounds"].append(found)
+                print(found, flush=True)
+                _keep(kept)
+
+
+def _keep(kept: dict[str, Any]) -> None:
+    PLACE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _split() -> tuple[tuple[_Values, Any], tuple[_Values, Any]]:
+    found = data.load("cifar-10", quiet=True)
+    features = data.whole_features("imagenet", "train", of=found)
+    rows = np.random.default_rng(SPLIT_SEED).permutation(len(features))
+    parts = rows[HELD_OUT:], rows[:HELD_OUT]
+    train, held = ((np.array(features.inputs[np.sort(part)]), features.labels[np.sort(part)]) for part in parts)
+    return train, held
+
+
+def _one_message(moments: npt.NDArray[np.float64], noise: float, held: tuple[_Values, Any]) -> float:
+    """The accuracy on held-out samples of what is solved from moments with noise of this deviation; mean of two."""
+    problem = LeastSquares(features=held[0].shape[1], classes=10, offset=False)
+    found = []
+    for seed in range(2):
+        noisy = moments + noise * np.random.default_rng(seed).standard_normal(len(moments))
+        weights = problem.solve(noisy, noise_variance=noise**2).reshape(10, -1)
+        found.append(float(((held[0] @ weights.T.astype(np.float32)).argmax(1) == held[1]).mean()))
+    return sum(found) / len(found)
+
+
+def _by_rounds(train: tuple[_Values, Any], held: tuple[_Values, Any], noise: float, rounds: int, rate: float) -> float:
+    """The accuracy on held-out samples after so many rounds over all samples."""
+    rows = np.sort(np.random.default_rng(0).permutation(len(train[0]))[:FEW])
+    x, y = torch.from_numpy(train[0][rows]), torch.from_numpy(train[1][rows]).long()
+    deviation = noise * CLIP * math.sqrt(rounds) / len(train[0])
+    generator = torch.Generator().manual_seed(0)
+    lengths, every = torch.sqrt(x.square().sum(1) + 1), torch.arange(FEW)
+    model = torch.zeros(x.shape[1] + 1, 10)
+    velocity, averaged = torch.zeros_like(model), np.zeros(model.numel())
+    for round in range(rounds):
+        errors = torch.softmax(x @ model[:-1] + model[-1], 1)
+        errors[every, y] -= 1
+        errors *= torch.clamp(CLIP / (errors.norm(dim=1) * lengths).clamp_min(1e-12), max=1.0)[:, None]
+        mean = torch.cat([x.T @ errors, errors.sum(0, keepdim=True)]) / FEW
+        velocity = 0.9 * velocity + mean + deviation * torch.randn(model.shape, generator=generator)
+        model = model - rate * schedule("linear", round=round, rounds=rounds) * velocity
+        averaged = average(averaged, model.reshape(-1).numpy(), decay=0.9 if rounds >= 15 else 0.0, round=round)
+    best = torch.from_numpy(averaged.astype(np.float32)).view_as(model)
+    return float(((torch.from_numpy(held[0]) @ best[:-1] + best[-1]).argmax(1).numpy() == held[1]).mean())
+
+
+def preset_runs() -> list[dict[str, Any]]:
+    """The runs of the preset that are there."""
+    places = [RUNS / f"{PRESET}-8bits-seed{seed}.json" for seed in range(SEEDS)]
+    return [json.loads(place.read_text(encoding="utf-8")) for place in places if place.exists()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"runs": runs, "compare": compare}[sys.argv[1]]()
