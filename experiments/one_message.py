@@ -3,6 +3,8 @@
 python -m experiments.one_message runs       # the preset, seeds 0 to 4, fresh noise; results/frontier/
 python -m experiments.one_message compare    # results/one_message.json; continues where it stopped
 
+results/one_message_search.json is the search that weights and ridge were chosen by.
+
 The comparison is a simulation with Gaussian noise and has no guarantee. What decides is the noise multiplier z of one
 release over all clients: that of epsilon at delta 1e-5 where only their sum is seen, and twice that where each of four
 clients' messages is. T rounds over all samples have noise of sqrt(T) z each. For rounds 13,000 of the 40,000 training
@@ -113,14 +115,14 @@ def _by_rounds(train: tuple[_Values, Any], held: tuple[_Values, Any], noise: flo
     x, y = torch.from_numpy(train[0][rows]), torch.from_numpy(train[1][rows]).long()
     deviation = noise * CLIP * math.sqrt(rounds) / len(train[0])
     generator = torch.Generator().manual_seed(0)
-    lengths, every = torch.sqrt(x.square().sum(1) + 1), torch.arange(FEW)
+    lengths, every = torch.sqrt(x.square().sum(1) + 1), torch.arange(len(x))
     model = torch.zeros(x.shape[1] + 1, 10)
     velocity, averaged = torch.zeros_like(model), np.zeros(model.numel())
     for round in range(rounds):
         errors = torch.softmax(x @ model[:-1] + model[-1], 1)
         errors[every, y] -= 1
         errors *= torch.clamp(CLIP / (errors.norm(dim=1) * lengths).clamp_min(1e-12), max=1.0)[:, None]
-        mean = torch.cat([x.T @ errors, errors.sum(0, keepdim=True)]) / FEW
+        mean = torch.cat([x.T @ errors, errors.sum(0, keepdim=True)]) / len(x)
         velocity = 0.9 * velocity + mean + deviation * torch.randn(model.shape, generator=generator)
         model = model - rate * schedule("linear", round=round, rounds=rounds) * velocity
         averaged = average(averaged, model.reshape(-1).numpy(), decay=0.9 if rounds >= 15 else 0.0, round=round)
