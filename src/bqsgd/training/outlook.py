@@ -256,7 +256,9 @@ def _changes(
                 break
 
 
-def _expected_outlook(config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None) -> Outlook:
+def _expected_outlook(
+    config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None = None
+) -> Outlook:
     """The outlook with Gaussian noise for the mechanism's: in no time, and nearly the same."""
     noise = _expected_noise(config, samples=round(sum(samples.values()) / len(samples)), dimension=dimension)
     together = min(len(samples), config.clients.cohort or len(samples))
