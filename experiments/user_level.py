@@ -19,7 +19,7 @@ from typing import Any
 
 from experiments.many_clients import write_pages
 
-from bqsgd.records.folder import read_history
+from bqsgd.records.folder import read_history, read_rounds
 from bqsgd.run import Run
 from bqsgd.tasks import preset, settings_of
 
@@ -46,18 +46,17 @@ def main() -> None:
         with Run.start(named.task(config), config, folder=folder) as run:
             for record in run.rounds():
                 print(record.round, record.test_accuracy, flush=True)
-    found = read_history(folder)
-    summary = found.summary
+    summary, rounds = read_history(folder).summary, list(read_rounds(folder))
     assert summary is not None
     assert summary.guarantee is not None
     assert not summary.seeded
     result = {
         "accuracy": summary.accuracy,
-        "accuracy_by_round": [record.test_accuracy for record in found.rounds],
-        "used_by_round": [record.used for record in found.rounds],
+        "accuracy_by_round": [record.test_accuracy for record in rounds],
+        "used_by_round": [record.used for record in rounds],
         "guarantee": summary.guarantee.to_dict(),
-        "bytes_up_per_client_and_round": summary.bytes_up // sum(record.used for record in found.rounds),
-        "bytes_down_per_client_and_round": summary.bytes_down // sum(record.used for record in found.rounds),
+        "bytes_up_per_client_and_round": summary.bytes_up // sum(record.used for record in rounds),
+        "bytes_down_per_client_and_round": summary.bytes_down // sum(record.used for record in rounds),
         "seconds": summary.seconds,
         "load": round(os.getloadavg()[0], 1),
         "without_privacy": without_privacy(),
