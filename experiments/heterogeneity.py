@@ -103,11 +103,14 @@ def one(kind: str, weights: str, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All runs."""
-    rows: list[dict[str, Any]] = []
+    """All runs that the JSON does not hold yet; delete it to begin anew."""
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    done = {(row["seed"], row["shares"], row["weights"]) for row in rows}
     for seed in SEEDS:
         for kind in SPLITS:
             for weights in WEIGHTS:
+                if (seed, kind, weights) in done:
+                    continue
                 rows.append(one(kind, weights, seed))
                 print(json.dumps(rows[-1]), flush=True)
                 result = {"clients": CLIENTS, "cohort": COHORT, "rounds": ROUNDS, "load": os.getloadavg()[0]}

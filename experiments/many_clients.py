@@ -131,7 +131,8 @@ def user_level(found: Mapping[str, Any]) -> str:
         ("without_privacy", "the same without noise or masks"),
         ("without_privacy_or_clip", "and without the clip"),
     ):
-        lines.append(f"| {label} | {100 * found[key]:.2f} % |")
+        if key in found:
+            lines.append(f"| {label} | {100 * found[key]:.2f} % |")
     return (
         "\n".join(lines)
         + "\n\n"

@@ -50,7 +50,7 @@ def main() -> None:
     assert summary is not None
     assert summary.guarantee is not None
     assert not summary.seeded
-    result = {
+    result: dict[str, Any] = {
         "accuracy": summary.accuracy,
         "accuracy_by_round": [record.test_accuracy for record in rounds],
         "used_by_round": [record.used for record in rounds],
@@ -59,10 +59,16 @@ def main() -> None:
         "bytes_down_per_client_and_round": summary.bytes_down // sum(record.used for record in rounds),
         "seconds": summary.seconds,
         "load": round(os.getloadavg()[0], 1),
-        "without_privacy": without_privacy(),
-        "without_privacy_or_clip": without_privacy(clip_norm=100.0, range=10.0),
     }
-    print(json.dumps(result))
+    _write(result)
+    result["without_privacy"] = without_privacy()
+    _write(result)
+    result["without_privacy_or_clip"] = without_privacy(clip_norm=100.0, range=10.0)
+    _write(result)
+
+
+def _write(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     write_pages()
 
