@@ -1,6 +1,7 @@
 """The page of one message says what its record says, and the comparison runs."""
 
 import json
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,13 @@ def test_the_page_has_the_figures_of_the_search():
         near = min(projected, key=lambda row: abs(row["noise"] - noise))
         assert f"{near['accuracy']:.1%}".replace("%", " %") in line
         assert f"{best(RECORD['rounds_few_features']['rows'], noise):.1%}".replace("%", " %") in line
+
+
+def test_the_page_has_the_runs_of_the_preset():
+    accuracies = [run["accuracy"] for run in one_message.preset_runs()]
+    error = statistics.stdev(accuracies) / len(accuracies) ** 0.5
+    shown = f"{statistics.mean(accuracies):.1%} +- {error:.1%}".replace("%", " %")
+    assert shown in PAGE
 
 
 def test_the_comparison_runs_and_continues(tmp_path, monkeypatch):
