@@ -33,7 +33,7 @@ from bqsgd.training.settings import Config
 HERE = Path(__file__).parent
 RUNS, FOLDERS = HERE / "results" / "frontier", HERE.parent / "runs" / "frontier"
 FIGURES = ("frontier.png",)
-QUICK = {"dataset": "digits", "rounds": 2, "batch_size": 64, "epsilon": 8.0}
+QUICK = {"dataset": "digits", "features": "scattering", "clients": 4, "rounds": 2, "batch_size": 64, "epsilon": 8.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,9 @@ class Point:
         settings |= {} if self.bits is None else {"bits": self.bits}
         if not quick:
             return settings_of(**settings)
-        secure = {"clients": 4, "rate": 0.2} if settings.get("secure") else {"clients": 4, "rate": None}
-        return settings_of(**settings | QUICK | secure)
+        if settings.get("method") == "least-squares":
+            return settings_of(**settings | QUICK | {"rounds": 1, "rate": 1.0})
+        return settings_of(**settings | QUICK | {"rate": 0.2 if settings.get("secure") else None})
 
 
 POINTS = (
@@ -73,6 +74,7 @@ POINTS = (
     Point(preset="cifar10-eps3-sums-100", target=0.67),
     Point(preset="cifar10-imagenet-eps059-sums", target=0.797),
     Point(preset="cifar10-imagenet-eps1"),
+    Point(preset="cifar10-imagenet-eps01-one-message"),
     Point(preset="mnist-eps1"),
     Point(preset="mnist-eps3-4bit"),
     *(Point(preset="cifar10-imagenet-eps1", bits=bits) for bits in (6, 4, 3, 2)),

@@ -1,9 +1,8 @@
-"""One message instead of rounds: five runs of the preset, and both methods side by side on held-out training samples.
+"""One message instead of rounds: both methods side by side on held-out training samples.
 
-python -m experiments.one_message runs       # the preset, seeds 0 to 4, fresh noise; results/frontier/
-python -m experiments.one_message compare    # results/one_message.json; continues where it stopped
+python -m experiments.one_message    # writes results/one_message.json; continues where it stopped
 
-results/one_message_search.json is the search that weights and ridge were chosen by.
+Runs of the preset are points of the frontier (`experiments.frontier`).
 
 The comparison is a simulation with Gaussian noise and has no guarantee. What decides is the noise multiplier z of one
 release over all clients: that of epsilon at delta 1e-5 where only their sum is seen, and twice that where each of four
@@ -15,14 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from experiments.frontier import RUNS, Point, _finished
 from experiments.held_out import HELD_OUT, SPLIT_SEED
 from experiments.runs import provenance
 
@@ -34,7 +31,6 @@ from bqsgd.planner.search import total_shift
 from bqsgd.training.least_squares import LeastSquares
 from bqsgd.training.optimisers import average, schedule
 
-PRESET, SEEDS = "cifar10-imagenet-eps01-one-message", 5
 PLACE = Path(__file__).parent / "results" / "one_message.json"
 EPSILONS, DELTA, CLIENTS = (0.05, 0.1, 0.2, 0.3, 0.59, 1.0), 1e-5, 4
 SUMS, EACH = "only sums seen", f"each of {CLIENTS} messages seen"
@@ -45,13 +41,9 @@ NOISES = {115.0: LOUD, 61.5: LOUD, 30.7: QUIET, 6.05: QUIET}
 """z -> rounds and learning rates that are tried. The first model is zero, momentum 0.9, the rate falls to 0, and every
 gradient exceeds the clip of 0.5; from 15 rounds on the model is averaged with decay 0.9."""
 FEW, CLIP = 13_000, 0.5
+NEAR = 0.02
+"""How near, in proportion, the noise of rounds is to that of the message they are shown beside."""
 _Values = npt.NDArray[np.float32]
-
-
-def runs() -> None:
-    """What is missing of the preset's five runs."""
-    for seed in range(SEEDS):
-        _finished(Point(preset=PRESET, bits=8), seed, quick=False)
 
 
 def multiplier(epsilon: float) -> float:
@@ -130,12 +122,19 @@ def _by_rounds(train: tuple[_Values, Any], held: tuple[_Values, Any], noise: flo
     return float(((torch.from_numpy(held[0]) @ best[:-1] + best[-1]).argmax(1).numpy() == held[1]).mean())
 
 
-def preset_runs() -> list[dict[str, Any]]:
-    """The runs of the preset that are there."""
-    places = [RUNS / f"{PRESET}-8bits-seed{seed}.json" for seed in range(SEEDS)]
-    return [json.loads(place.read_text(encoding="utf-8")) for place in places if place.exists()]
+def table(found: dict[str, Any]) -> str:
+    """Both methods for every noise, as the page has them."""
+    lines = ["| z | epsilon, who sees what | one message | best of rounds |", "|---:|---|---:|---:|"]
+    for row in sorted(found["one_message"], key=lambda row: float(row["noise"])):
+        near = [other for other in found["rounds"] if abs(other["noise"] / row["noise"] - 1) < NEAR]
+        best = max((other["accuracy"] for other in near), default=None)
+        rounds = "not tried" if best is None else f"{100 * best:.1f} % ({len(near)})"
+        lines.append(
+            f"| {row['noise']:.3g} | {row['epsilon']:g}, {row['trust']} | {100 * row['accuracy']:.1f} % | {rounds} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"runs": runs, "compare": compare}[sys.argv[1]]()
+    compare()

@@ -1,7 +1,6 @@
 """The page of one message says what its record says, and the comparison runs."""
 
 import json
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -9,36 +8,25 @@ import numpy as np
 from experiments import one_message
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "experiments/results/one_message_search.json").read_text(encoding="utf-8"))
+FOUND = json.loads((ROOT / "experiments/results/one_message.json").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs/one_message.md").read_text(encoding="utf-8")
 
 
-def best(rows, noise):
-    return max((row["accuracy"] for row in rows if row["noise"] == noise), default=None)
-
-
-def test_the_page_has_the_figures_of_the_search():
-    fixed = [row for row in RECORD["one_message"]["rows"] if row["ridge"] == 0.6]
-    assert len(fixed) == 5
-    for row in fixed:
-        line = next(line for line in PAGE.splitlines() if line.startswith(f"| {row['noise']:g} |"))
-        assert f"| {row['accuracy']:.1%} |".replace("%", " %") in line
-        found = best(RECORD["rounds"]["rows"], row["noise"])
-        assert ("not tried" if found is None else f"{found:.1%}".replace("%", " %")) in line
-    projected = [row for row in RECORD["projected"]["rows"] if row["features"] == 128 and row["projection"] == "fc"]
-    small = PAGE[PAGE.index("projected on 128") :]
-    for noise in (30.7, 61.5, 115.0):
-        line = next(line for line in small.splitlines() if line.startswith(f"| {noise:g} |"))
-        near = min(projected, key=lambda row: abs(row["noise"] - noise))
-        assert f"{near['accuracy']:.1%}".replace("%", " %") in line
-        assert f"{best(RECORD['rounds_few_features']['rows'], noise):.1%}".replace("%", " %") in line
+def test_the_page_has_the_figures_of_the_comparison():
+    assert one_message.table(FOUND) in PAGE
+    assert {row["noise"] for row in FOUND["rounds"]} == set(one_message.NOISES)
+    for row in FOUND["one_message"]:
+        beside = [
+            other["accuracy"] for other in FOUND["rounds"] if abs(other["noise"] / row["noise"] - 1) < one_message.NEAR
+        ]
+        assert not beside or max(beside) > row["accuracy"], "the page says that rounds were ahead"
 
 
 def test_the_page_has_the_runs_of_the_preset():
-    accuracies = [run["accuracy"] for run in one_message.preset_runs()]
-    error = statistics.stdev(accuracies) / len(accuracies) ** 0.5
-    shown = f"{statistics.mean(accuracies):.1%} +- {error:.1%}".replace("%", " %")
-    assert shown in PAGE
+    frontier = json.loads((ROOT / "experiments/results/frontier.json").read_text(encoding="utf-8"))
+    row = next(row for row in frontier["rows"] if row["point"] == "cifar10-imagenet-eps01-one-message")
+    count, mean, error = len(row["accuracies"]), 100 * row["mean"], 100 * row["standard_error"]
+    assert f"{count} runs have {mean:.2f} % +- {error:.2f} % on the test split" in PAGE
 
 
 def test_the_comparison_runs_and_continues(tmp_path, monkeypatch):
