@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from secure_sums import SMALL_SPARSE, Federation, agreement, some_codes
 
 from bqsgd.errors import SecureSumError, WrongSession
 from bqsgd.secure import messages
 from bqsgd.secure.messages import Kind
-from secure_sums import SMALL_SPARSE, Federation, agreement, some_codes
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
 READERS = {

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from secure_sums import identity, roster
 
 from bqsgd.errors import BadShares, Infeasible, InvalidParameter
 from bqsgd.noise import binomial_pmf, seeded_rng
@@ -12,7 +13,6 @@ from bqsgd.secure.graph import thresholds
 from bqsgd.secure.noise_shares import PIECE, NoiseParts, add_binomial
 from bqsgd.secure.roster import Roster, public_key, read_identity, read_roster, write_identity
 from bqsgd.secure.sharing import _product, _scaled, combine, split
-from secure_sums import identity, roster
 
 
 def test_what_is_opened_is_the_sum_over_all_honest_survivors():

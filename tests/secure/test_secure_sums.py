@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 from scipy import stats
+from secure_sums import Federation, agreement, plain_sum, some_codes
 
 from bqsgd.errors import RoundUsed, TooFewClients
 from bqsgd.noise import seeded_rng
@@ -13,7 +14,6 @@ from bqsgd.secure.client import SumClient
 from bqsgd.secure.masks import add_mask, scratch_for, self_key
 from bqsgd.secure.messages import read_masked
 from bqsgd.secure.noise_shares import encode_base
-from secure_sums import Federation, agreement, plain_sum, some_codes
 
 STEPS = ("keys", "shares", "masked", "signed", "unmasked")
 

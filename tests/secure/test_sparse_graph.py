@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from scipy import stats
+from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, roster, some_codes
 
 from bqsgd.errors import (
     BadShares,
@@ -27,7 +28,6 @@ from bqsgd.secure.masks import add_mask, scratch_for, self_key
 from bqsgd.secure.messages import Kind, SumHeader, read_masked
 from bqsgd.secure.roster import Roster
 from bqsgd.secure.sparse import _TILTS, Sparse, _committee, _crossings, _opened, cut_probability
-from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, roster, some_codes
 
 N = 12
 
