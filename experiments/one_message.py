@@ -28,6 +28,7 @@ from bqsgd.persample.clips import L2
 from bqsgd.persample.moments import clipped_moments
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.search import total_shift
+from bqsgd.privacy.guarantee import as_given
 from bqsgd.training.least_squares import LeastSquares
 from bqsgd.training.optimisers import average, schedule
 
@@ -130,7 +131,7 @@ def table(found: dict[str, Any]) -> str:
         best = max((other["accuracy"] for other in near), default=None)
         rounds = "not tried" if best is None else f"{100 * best:.1f} % ({len(near)})"
         lines.append(
-            f"| {row['noise']:.3g} | {row['epsilon']:g}, {row['trust']} | {100 * row['accuracy']:.1f} % | {rounds} |"
+            f"| {row['noise']:.3g} | {as_given(row['epsilon'])}, {row['trust']} | {100 * row['accuracy']:.1f} % | {rounds} |"
         )
     return "\n".join(lines) + "\n"
 
