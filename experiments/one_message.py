@@ -130,9 +130,8 @@ def table(found: dict[str, Any]) -> str:
         near = [other for other in found["rounds"] if abs(other["noise"] / row["noise"] - 1) < NEAR]
         best = max((other["accuracy"] for other in near), default=None)
         rounds = "not tried" if best is None else f"{100 * best:.1f} % ({len(near)})"
-        lines.append(
-            f"| {row['noise']:.3g} | {as_given(row['epsilon'])}, {row['trust']} | {100 * row['accuracy']:.1f} % | {rounds} |"
-        )
+        who = f"{as_given(row['epsilon'])}, {row['trust']}"
+        lines.append(f"| {row['noise']:.3g} | {who} | {100 * row['accuracy']:.1f} % | {rounds} |")
     return "\n".join(lines) + "\n"
 
 
