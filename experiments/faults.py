@@ -85,8 +85,33 @@ WHAT_HAPPENS = {
     "the same `run` and `folder` continues to the model of one process, bit for bit",
     ("Flower", "node whose key is not registered"): "turned away; no run hears of it",
     ("Flower", "plain HTTP to the TLS port"): "closed without an answer",
-    ("Flower", "secure sum: node killed in mid-round"): "a dropout: the sum is that of the others, with all of its "
-    "noise; the masked vector that it had made and not sent stays counted",
+    (
+        "Flower",
+        "secure sum: client killed before its keys left",
+    ): "a dropout of that batch of rounds; its node starts another process, which takes part in the next batch",
+    ("Flower", "secure sum: client killed before its shares left"): "the same",
+    (
+        "Flower",
+        "secure sum: node killed in mid-round",
+    ): "a dropout: the sum is that of the others, with all of its noise; the vector that it had made and not sent "
+    "stays counted",
+    (
+        "Flower",
+        "secure sum: client killed before its signature left",
+    ): "in the sum all the same, as the others' signatures suffice; the next process goes on from the state on disk",
+    (
+        "Flower",
+        "secure sum: client killed before its unmasking left",
+    ): "in the sum all the same, as the others' shares open it; the next process goes on from the state on disk",
+    (
+        "Flower",
+        "secure sum: client answers after the deadline",
+    ): "a dropout of the round; its vector is refused when it comes and stays counted; the client takes part again",
+    (
+        "Flower",
+        "secure sum: server killed when the signatures were due, and restarted, seeded noise",
+    ): "SuperLink and ServerApp killed; `flwr run` with the same `run` and `folder` continues with new keys to the "
+    "model of one process, bit for bit",
 }
 """Every fault of the table, in its order."""
 

@@ -23,11 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ENGINE = "Flower"
 SECONDS = 1500
+DEADLINE_SECONDS = 240.0
+"""Far longer than Flower takes to notice that a client's process has died (60 s)."""
 SETTINGS = {"batch_size": 64, "levels": 17, "trials": 220, "epsilon": 30.0, "evaluate_every": 1, "momentum": 0.5}
 SETTINGS |= {"weights": "equal", "rate": 0.2, "secure": True, "dropouts": 1, "key_rounds": 2, "rounds": 2}
 
 FAULTY_CLIENT = """
-import hashlib, json, os, time
+import hashlib, json, os, signal, time
 from pathlib import Path
 from flwr.clientapp import ClientApp
 from bqsgd.engines.flower.messages import FRAME, MODEL, data_of
@@ -55,6 +57,12 @@ def train(message, context):
     if fault == "killed":
         (folder / "in-mid-round").write_text("the answer is made and not yet sent")
         time.sleep(3600)
+    if fault == "crashed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == "SURVIVORS":
+        (folder / f"survivors-{context.run_config['run']}-{round}").touch()
+    while fault == "late" and not (folder / f"survivors-{context.run_config['run']}-{round}").exists():
+        time.sleep(0.1)
     if fault == "held":
         (folder / "held").touch()
         while not (folder / "released").exists():
@@ -170,7 +178,62 @@ def test_a_node_killed_in_mid_round_is_a_dropout_of_the_sum(deployment, fault_bo
     )
 
 
-def test_a_server_killed_in_mid_sum_goes_on_to_the_model_of_one_process(deployment):
+def test_a_client_that_crashes_at_any_step_or_is_late_costs_no_round(deployment, fault_book):
+    """Its process is killed once its answer is made and its state written; the next message starts another."""
+    deployment.faults(
+        {
+            "1:0:BATCH": "crashed",
+            "0:1:CERTIFICATE": "crashed",
+            "1:2:MODEL": "late",
+            "3:3:SURVIVORS": "crashed",
+            "2:4:KEY_BUNDLE": "crashed",
+        }
+    )
+    server, processes = deployment.folder / "server-crashes", deployment.processes
+    if "node-1" not in processes.running:
+        deployment.start_node(1)
+    command = deployment.command(run="crashes", folder=str(server), rounds=5, deadline_seconds=DEADLINE_SECONDS)
+    log = processes.run("run-crashes", *command, seconds=2 * SECONDS)
+    records = as_dicts(server)
+    assert [(record["used"], record["stepped"]) for record in records] == [
+        (3, True),
+        (3, True),
+        (3, True),
+        (4, True),
+        (3, True),
+    ]
+    missing = {(1, 0), (1, 1), (1, 2), (2, 4)}
+    assert {(entry["client"], record["round"]) for record in records for entry in record["clients"]
+            if entry["status"] != "ok"} == missing  # fmt: skip
+    found = deployment.books("crashes")
+    assert [(entry["sent"], entry["counted"]) for entry in found] == [(5, 5), (3, 3), (4, 4), (5, 5)]
+    for client, answer, line in (
+        (1, "keys", seen(log, "round 0: client 1 missing: ")),
+        (2, "shares", seen(log, "round 4: client 2 missing: ")),
+        (3, "signature", seen(log, "round 3: 4 of 4 frames")),
+        (0, "unmasking", seen(log, "round 1: 3 of 4 frames")),
+    ):
+        fault_book.row(
+            engine=ENGINE,
+            fault=f"secure sum: client killed before its {answer} left",
+            injected=1,
+            line=line,
+            client=found[client],
+            run=together(found),
+            others_not_ok=not_ok(records, missing),
+        )
+    fault_book.row(
+        engine=ENGINE,
+        fault="secure sum: client answers after the deadline",
+        injected=1,
+        line=seen(log, "round 2: client 1 missing: no answer"),
+        client=found[1],
+        run=together(found),
+        others_not_ok=not_ok(records, missing),
+    )
+
+
+def test_a_server_killed_in_mid_sum_goes_on_to_the_model_of_one_process(deployment, fault_book):
     deployment.faults({"3:1:SURVIVORS": "held"})  # round 1 stays open, with three signatures, until the server is dead
     server, processes = deployment.folder / "server-killed", deployment.processes
     if "node-1" not in processes.running:
@@ -185,8 +248,17 @@ def test_a_server_killed_in_mid_sum_goes_on_to_the_model_of_one_process(deployme
     (deployment.folder / "released").touch()
     deployment.federation.start_superlink()
     log = processes.run("run-again", *command, seconds=SECONDS)
-    seen(log, "resumed from the checkpoint: 1 rounds were done")
+    line = seen(log, "resumed from the checkpoint: 1 rounds were done")
     assert [record.used for record in read_rounds(server)] == [4, 4]
     expected = in_process(seed=5, run="killed", learning_rate=1.0)
     np.testing.assert_array_equal(model_in(server), expected)
-    deployment.books("killed")
+    found = deployment.books("killed")
+    fault_book.row(
+        engine=ENGINE,
+        fault="secure sum: server killed when the signatures were due, and restarted, seeded noise",
+        injected=1,
+        line=line,
+        client=None,
+        run=together(found),
+        others_not_ok=not_ok(as_dicts(server)),
+    )
