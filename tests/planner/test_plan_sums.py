@@ -50,6 +50,14 @@ def test_a_hundred_clients_share_the_noise_of_one(hundred):
     )  # fmt: skip
 
 
+def test_a_sum_of_few_clients_has_trials_enough_to_cost_no_more_than_many_do():
+    few = plan_secure(**QUICK | {"clients": 4, "dropouts": 0})
+    assert few.plan.trials >= 400
+    narrow = plan_secure(**QUICK | {"clients": 4, "dropouts": 0}, bits=few.plan.width - 3)
+    assert narrow.plan.trials < 100
+    assert narrow.plan.variance() > 1.03 * few.plan.variance()  # a coarser grid of the same epsilon is noisier
+
+
 def test_more_levels_would_not_fit_and_fewer_trials_would_not_do(hundred):
     plan = hundred.plan
     per_square = plan.trials / plan.levels**2
