@@ -44,8 +44,8 @@ def draw_frontier(
             kind, epsilon = "sums" if row["secure"] else "each", row["guarantee"]["epsilon"]
             drawn[kind] = _point(panel, kind, epsilon, row["mean"], row["standard_error"])
             if row["public_data"]:
-                _label(panel, f"{row['public_data']} features", epsilon, row["mean"])
-            elif row["clients"] > 4 and row["dataset"] != "cifar-10":
+                _label(panel, f"{row['public_data']} features", epsilon, row["mean"], lift=8 if epsilon > 0.5 else -8)
+            elif row["clients"] > 4 and not row["secure"]:  # with sums they lie on those of four
                 _label(panel, f"{row['clients']} clients", epsilon, row["mean"])
         panel.set_title(title)
         panel.set_xlabel("total epsilon at delta 1e-5")
@@ -77,10 +77,10 @@ def _point(panel: Any, kind: str, epsilon: float, accuracy: float, spread: float
     )  # fmt: skip
 
 
-def _label(panel: Any, words: str, epsilon: float, accuracy: float) -> None:
+def _label(panel: Any, words: str, epsilon: float, accuracy: float, *, lift: int = 0) -> None:
     right = epsilon < 0.45 * panel.get_xlim()[1]
     panel.annotate(
-        words, (epsilon, 100 * accuracy), xytext=(9 if right else -9, -4), textcoords="offset points",
+        words, (epsilon, 100 * accuracy), xytext=(9 if right else -9, lift - 4), textcoords="offset points",
         ha="left" if right else "right", fontsize=12, color=COLOURS["published"],
     )  # fmt: skip
 
@@ -102,4 +102,7 @@ def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
             f"{row['bits']} bits", place, xytext=(0, 24), textcoords="offset points", ha="center", fontsize=12
         )
     panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10 at epsilon 1, in few bits")
-    panel.margins(x=0.12, y=0.3)
+    panel.margins(x=0.12)
+    if curve:  # a point above and below, so that a hundredth does not look like a slope
+        means = [100 * row["mean"] for row in curve]
+        panel.set_ylim(min(means) - 1, max(means) + 1)
