@@ -26,7 +26,7 @@ from bqsgd.storage import draft, open_regular, write_all
 FEATURES = ("none", "scattering", "imagenet")
 PUBLIC_DATA = {"imagenet": "ImageNet"}
 """Data that the features were made with; a guarantee takes them as public."""
-_FILES = {"scattering": "scattering-2", "imagenet": "imagenet-2"}
+_FILES = {"scattering": "scattering-3", "imagenet": "imagenet-2"}
 """Names of the kept files; the number changes when the values do."""
 _WORTH_SHOWING = 2000
 _BLOCK = 1 << 24

@@ -5,9 +5,10 @@ Order 2 at two scales and eight directions (Bruna and Mallat 2013), as kymatio's
     S0 = x * phi,   S1 = |x * psi_1| * phi,   S2 = ||x * psi_1| * psi_2| * phi,
 
 1 + 16 + 64 = 81 channels for each channel of the image, read at every fourth pixel; then each kind of coefficient is
-brought to one scale by constants, those of the dead-leaves model of natural images, and each sample is normalised by
-itself. Nothing is learnt or measured from data: a sample's features depend on that sample alone, so the transform costs
-no privacy and a client may apply it before anything else.
+brought to one scale by constants, those of the dead-leaves model of natural images, and the channels at each position
+are normalised together. A colour image is taken as brightness and two differences of colours, and its features are
+averaged with those of its mirror image. Nothing is learnt or measured from data: a sample's features depend on that
+sample alone, so the transform costs no privacy and a client may apply it before anything else.
 
 Speed: what is subsampled is folded in the Fourier domain before the inverse transform, the Gaussian mean is two small
 matrix products. Images are taken one at a time: what libraries do to an image may depend on how many there are and on
@@ -44,6 +45,10 @@ DEVIATIONS = (0.235, 0.0163, 0.0208, 0.00428, 0.00350, 0.00223, 0.00148, 0.00130
 """Of each kind of coefficient (`kinds`) over images of dead leaves: opaque discs of random grey, radii from 3 to 30
 with density r^-3, laid over one another (Lee, Mumford and Huang 2001). The tests make such images and compare."""
 IMAGE_CHANNELS = (1, 3)
+OPPONENTS = ((1 / 3, 1 / 3, 1 / 3), (2**0.5, 0.0, -(2**0.5)), ((2 / 3) ** 0.5, -2 * (2 / 3) ** 0.5, (2 / 3) ** 0.5))
+"""What is transformed of a colour image: the mean of red, green and blue, and two differences that are orthogonal to it
+and to one another, twice as large as a rotation would have them, since natural images differ less in colour than in
+brightness."""
 _MARGIN = REDUCTION
 _MOST_PIXELS = 1 << 20
 _CHUNK = 32
@@ -123,8 +128,9 @@ def features(
     """Normalised coefficients (n, 81 channels, height / 4, width / 4) of images (n, channels, height, width), or of
     grey ones (n, height, width).
 
-    Each channel is transformed by itself. Then coefficients become (coefficient - mean) / deviation with the constants
-    of their kind, and an image's coefficients together are normalised to mean 0 and deviation 1.
+    Coefficients become (coefficient - mean) / deviation with the constants of their kind, and those of all channels at
+    one position of an image are normalised together to mean 0 and deviation 1. A colour image has 3 x 81 of them at
+    each position, of its `OPPONENTS`; the mean with those of its mirror image is normalised once more.
 
     Args:
         images: float32. Pixels lie in [0, 1], or did so before they became (pixel - mean) / deviation. The scale is
@@ -147,18 +153,25 @@ def features(
     channels = found.shape[1]
     transform = transform_for(*found.shape[2:])
     height, width = transform.shape
-    means, deviations = (_by_channel(values, channels) for values in (MEANS, DEVIATIONS))
-    shape = (CHANNELS * channels, height // REDUCTION, width // REDUCTION)
-    out = np.empty((len(found), *shape), dtype=np.float32)
+    means, deviations = _constants(channels)
+    out = np.empty((len(found), CHANNELS * channels, height // REDUCTION, width // REDUCTION), dtype=np.float32)
+
+    def normalised(planes: Tensor) -> Tensor:
+        # Each plane by itself: one shape and alignment, so one result anywhere.
+        parts = [transform.coefficients(planes[plane : plane + 1]) for plane in range(channels)]
+        return _each_position((torch.cat(parts, dim=1) - means) / deviations)
 
     def one(start: int) -> None:
-        part = found[start : start + _CHUNK].reshape(-1, height, width)
-        padded = transform.padded(torch.from_numpy(part * np.float32(deviation) + np.float32(mean)))
-        for row in range(0, len(part), channels):  # each by itself: one shape and alignment, so one result anywhere
-            planes = [transform.coefficients(padded[plane : plane + 1]) for plane in range(row, row + channels)]
-            scaled = (torch.cat(planes, dim=1) - means) / deviations
-            out[start + row // channels] = torch.nn.functional.layer_norm(scaled, shape)[0].numpy()
-        progress(len(part) // channels)
+        part = found[start : start + _CHUNK] * np.float32(deviation) + np.float32(mean)
+        shown = _opponents(part) if channels == 3 else part
+        views = [shown, shown[..., ::-1]] if channels == 3 else [shown]
+        padded = [
+            transform.padded(torch.from_numpy(np.ascontiguousarray(view).reshape(-1, height, width))) for view in views
+        ]
+        for row in range(len(part)):
+            sides = [normalised(view[row * channels : (row + 1) * channels]) for view in padded]
+            out[start + row] = (sides[0] if channels == 1 else _each_position(sides[0] + sides[1]))[0].numpy()
+        progress(len(part))
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the threads are ours
@@ -178,9 +191,26 @@ def kinds() -> list[int]:
     return [0, *[1] * _DIRECTIONS, *[2] * _DIRECTIONS, *(3 + min(turn, _DIRECTIONS - turn) for turn in turns)]
 
 
-def _by_channel(values: tuple[float, ...], channels: int) -> Tensor:
-    """One value for each of an image's channels of coefficients, from those of the kinds."""
-    return torch.tensor([values[kind] for kind in kinds()]).repeat(channels)[:, None, None]
+def _constants(channels: int) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of coefficients. A difference of colours is zero on average."""
+    means, deviations = (
+        torch.tensor([values[kind] for kind in kinds()]).repeat(channels) for values in (MEANS, DEVIATIONS)
+    )
+    means[CHANNELS::CHANNELS] = 0
+    return means[:, None, None], deviations[:, None, None]
+
+
+def _each_position(coefficients: Tensor) -> Tensor:
+    """The channels at each position of (1, channels, height, width), normalised to mean 0 and deviation 1."""
+    last = coefficients.permute(0, 2, 3, 1).contiguous()
+    return torch.nn.functional.layer_norm(last, last.shape[-1:]).permute(0, 3, 1, 2)
+
+
+def _opponents(images: _Floats) -> _Floats:
+    """Colour images (n, 3, height, width) as `OPPONENTS`; a pixel's come of that pixel alone."""
+    red, green, blue = (images[:, channel] for channel in range(3))
+    rows = np.float32(OPPONENTS)
+    return np.stack([row[0] * red + row[1] * green + row[2] * blue for row in rows], axis=1)
 
 
 @lru_cache(maxsize=4)
