@@ -22,7 +22,7 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.fixture
 def place(tmp_path):
-    return tmp_path / "bqsgd/features/digits-train-scattering-2.f32"
+    return tmp_path / "bqsgd/features/digits-train-scattering-3.f32"
 
 
 def test_what_was_kept_is_what_was_computed(tiny, place, monkeypatch):

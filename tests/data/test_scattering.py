@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bqsgd import data
 from bqsgd.data.features import compute_features, features_shape
-from bqsgd.data.scattering import DEVIATIONS, MEANS, Scattering, features, kinds, low_pass, wavelet_spectra
+from bqsgd.data.scattering import DEVIATIONS, MEANS, OPPONENTS, Scattering, features, kinds, low_pass, wavelet_spectra
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.run import Run
 from bqsgd.tasks import NamedTask, settings_of
@@ -43,15 +43,19 @@ def test_coefficients_are_those_of_kymatio(oracle, shape):
 
 
 def scaled_and_normalised(planes):
-    """Coefficients by the definition: the constants of each kind, then each sample by itself."""
+    """Coefficients by the definition: the constants of each kind, then the channels at each position together."""
     which = np.array(kinds() * (planes.shape[1] // 81))
     means, deviations = (torch.tensor(np.array(values)[which])[:, None, None] for values in (MEANS, DEVIATIONS))
-    planes = (planes - means) / deviations
-    planes = planes - planes.mean(dim=(1, 2, 3), keepdim=True)
-    return planes / planes.std(dim=(1, 2, 3), keepdim=True, correction=0)
+    means[81::81] = 0  # a difference of colours
+    return each_position((planes - means) / deviations)
 
 
-def test_features_are_coefficients_of_the_pixels_at_one_scale_each_sample_normalised_by_itself(oracle):
+def each_position(planes):
+    planes = planes - planes.mean(dim=1, keepdim=True)
+    return planes / planes.std(dim=1, keepdim=True, correction=0)
+
+
+def test_features_are_coefficients_of_the_pixels_at_one_scale_each_position_normalised_by_itself(oracle):
     entry = data.load("digits")
     pixels = torch.from_numpy(entry.test.inputs[:20, 0] * 0.5 + 0.5)
     assert pixels.min() == 0
@@ -155,12 +159,31 @@ def test_a_transform_takes_its_own_shape_only():
         Scattering(2048, 2048)
 
 
-def test_a_colour_image_is_three_grey_ones_normalised_together(oracle):
+def test_a_colour_image_is_brightness_and_two_differences_averaged_with_its_mirror_image(oracle):
     pixels = images(3, 3, 12, 8)
-    planes = oracle(J=2, shape=(12, 8))(torch.from_numpy(pixels)).reshape(3, 243, 3, 2)
-    expected = scaled_and_normalised(planes.double())
+    red, green, blue = pixels.transpose(1, 0, 2, 3)
+    opponents = [(red + green + blue) / 3, 2**0.5 * (red - blue), (2 / 3) ** 0.5 * (red - 2 * green + blue)]
+    seen, mirrored = (
+        scaled_and_normalised(oracle(J=2, shape=(12, 8))(torch.from_numpy(view)).reshape(3, 243, 3, 2).double())
+        for view in (np.stack(opponents, axis=1), np.stack(opponents, axis=1)[..., ::-1].copy())
+    )
+    expected = each_position(seen + mirrored)
     np.testing.assert_allclose(features(pixels), expected.numpy(), rtol=0, atol=2e-3)
     np.testing.assert_array_equal(features(pixels[1:2])[0], features(pixels, threads=2)[1])
+
+
+def test_a_colour_image_and_its_mirror_image_have_the_same_features_and_a_grey_one_has_not():
+    pixels = images(2, 3, 8, 12)
+    np.testing.assert_array_equal(features(pixels[..., ::-1].copy()), features(pixels))
+    grey = pixels[:, :1]
+    assert np.abs(features(grey[..., ::-1].copy()) - features(grey)).max() > 0.1
+
+
+def test_the_differences_of_colours_are_orthogonal_and_zero_on_grey():
+    rows = np.array(OPPONENTS)
+    product = rows @ rows.T
+    np.testing.assert_allclose(product, np.diag([1 / 3, 4, 4]), atol=1e-12)
+    np.testing.assert_allclose(rows @ np.ones(3), [1, 0, 0], atol=1e-12)
 
 
 def test_filters_have_no_mean_and_the_low_pass_keeps_a_constant():

@@ -153,24 +153,24 @@ def features(
     channels = found.shape[1]
     transform = transform_for(*found.shape[2:])
     height, width = transform.shape
-    means, deviations = _constants(channels)
+    means, deviations = constants(channels)
     out = np.empty((len(found), CHANNELS * channels, height // REDUCTION, width // REDUCTION), dtype=np.float32)
 
     def normalised(planes: Tensor) -> Tensor:
         # Each plane by itself: one shape and alignment, so one result anywhere.
         parts = [transform.coefficients(planes[plane : plane + 1]) for plane in range(channels)]
-        return _each_position((torch.cat(parts, dim=1) - means) / deviations)
+        return each_position((torch.cat(parts, dim=1) - means) / deviations)
 
     def one(start: int) -> None:
         part = found[start : start + _CHUNK] * np.float32(deviation) + np.float32(mean)
-        shown = _opponents(part) if channels == 3 else part
+        shown = opponents(part) if channels == 3 else part
         views = [shown, shown[..., ::-1]] if channels == 3 else [shown]
         padded = [
             transform.padded(torch.from_numpy(np.ascontiguousarray(view).reshape(-1, height, width))) for view in views
         ]
         for row in range(len(part)):
             sides = [normalised(view[row * channels : (row + 1) * channels]) for view in padded]
-            out[start + row] = (sides[0] if channels == 1 else _each_position(sides[0] + sides[1]))[0].numpy()
+            out[start + row] = (sides[0] if channels == 1 else each_position(sides[0] + sides[1]))[0].numpy()
         progress(len(part))
 
     before = torch.get_num_threads()
@@ -191,7 +191,7 @@ def kinds() -> list[int]:
     return [0, *[1] * _DIRECTIONS, *[2] * _DIRECTIONS, *(3 + min(turn, _DIRECTIONS - turn) for turn in turns)]
 
 
-def _constants(channels: int) -> tuple[Tensor, Tensor]:
+def constants(channels: int) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel of coefficients. A difference of colours is zero on average."""
     means, deviations = (
         torch.tensor([values[kind] for kind in kinds()]).repeat(channels) for values in (MEANS, DEVIATIONS)
@@ -200,13 +200,13 @@ def _constants(channels: int) -> tuple[Tensor, Tensor]:
     return means[:, None, None], deviations[:, None, None]
 
 
-def _each_position(coefficients: Tensor) -> Tensor:
+def each_position(coefficients: Tensor) -> Tensor:
     """The channels at each position of (1, channels, height, width), normalised to mean 0 and deviation 1."""
     last = coefficients.permute(0, 2, 3, 1).contiguous()
     return torch.nn.functional.layer_norm(last, last.shape[-1:]).permute(0, 3, 1, 2)
 
 
-def _opponents(images: _Floats) -> _Floats:
+def opponents(images: _Floats) -> _Floats:
     """Colour images (n, 3, height, width) as `OPPONENTS`; a pixel's come of that pixel alone."""
     red, green, blue = (images[:, channel] for channel in range(3))
     rows = np.float32(OPPONENTS)
