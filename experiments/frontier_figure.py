@@ -40,7 +40,7 @@ def draw_frontier(
             kind = "published sums" if "sums" in one["trust"] else "trusted"
             drawn[kind] = _point(panel, kind, one["epsilon"], one["accuracy"])
             _label(panel, one["name"], one["epsilon"], one["accuracy"])
-        for row in (row for row in done if row["dataset"] == dataset and row["bits"] in (None, 8)):
+        for row in (row for row in done if row["dataset"] == dataset and row["point"] == row["preset"]):
             kind, epsilon = "sums" if row["secure"] else "each", row["guarantee"]["epsilon"]
             drawn[kind] = _point(panel, kind, epsilon, row["mean"], row["standard_error"])
             if row["public_data"]:
@@ -86,23 +86,24 @@ def _label(panel: Any, words: str, epsilon: float, accuracy: float, *, lift: int
 
 
 def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
-    curve = sorted((row for row in done if row["preset"] == "cifar10-imagenet-eps1"), key=lambda row: row["bits"])
-    panel.errorbar(
-        [row["bytes_up"] / 1e6 for row in curve],
-        [100 * row["mean"] for row in curve],
-        yerr=[100 * (row["standard_error"] or 0.0) for row in curve],
-        color=COLOURS["ours"],
-        marker="o",
-        markersize=9,
-        capsize=4,
-    )
-    for row in curve:
-        place = (row["bytes_up"] / 1e6, 100 * row["mean"])
-        panel.annotate(
-            f"{row['bits']} bits", place, xytext=(0, 24), textcoords="offset points", ha="center", fontsize=12
-        )
-    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10 at epsilon 1, in few bits")
+    means: list[float] = []
+    for preset, kind in (("cifar10-imagenet-eps1", "each"), ("cifar10-imagenet-eps1-sums", "sums")):
+        curve = sorted((row for row in done if row["preset"] == preset), key=lambda row: row["bytes_up"])
+        if not curve:
+            continue
+        marker, edge, face, _ = _MARKS[kind]
+        places = [(row["bytes_up"] / 1e6, 100 * row["mean"]) for row in curve]
+        panel.errorbar(
+            *zip(*places, strict=True), yerr=[100 * (row["standard_error"] or 0.0) for row in curve],
+            color=edge, marker=marker, markerfacecolor=face, markersize=9, capsize=4,
+        )  # fmt: skip
+        for row, place in zip(curve, places, strict=True):
+            panel.annotate(
+                f"{round(row['bits_measured'])}", place, xytext=(0, 12 if kind == "sums" else -24),
+                textcoords="offset points", ha="center", fontsize=12, color=edge,
+            )  # fmt: skip
+        means += [mean for _, mean in places]
+    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10, ε 1, by bits a coordinate")
     panel.margins(x=0.12)
-    if curve:  # a point above and below, so that a hundredth does not look like a slope
-        means = [100 * row["mean"] for row in curve]
+    if means:  # a point above and below, so that a hundredth does not look like a slope
         panel.set_ylim(min(means) - 1, max(means) + 1)
