@@ -63,7 +63,8 @@ class Point:
             return settings_of(**settings)
         if settings.get("method") == "least-squares":
             return settings_of(**settings | QUICK | {"rounds": 1, "rate": 1.0})
-        return settings_of(**settings | QUICK | {"rate": 0.2 if settings.get("secure") else None})
+        plans = {"levels": None, "trials": None, "rate": 0.2 if settings.get("secure") else None}
+        return settings_of(**settings | QUICK | plans)
 
 
 POINTS = (
