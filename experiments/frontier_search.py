@@ -52,10 +52,11 @@ NORMALISATIONS: dict[str, Normalise] = {
     "dead leaves, each sample": lambda found: _each_sample(scaled(found)),
     "dead leaves, each position": lambda found: each_position(scaled(found)),
     "dead leaves, tanh, each position": lambda found: each_position(torch.tanh(scaled(found) / 2)),
+    "dead leaves, each position, mirror": lambda found: each_position(scaled(found)),
     "dead leaves, each position, opponents": lambda found: each_position(scaled(found, differences=True)),
 }
-"""Of coefficients of the colours as they are, or of the opponents. The library's own, "scattering", is the last but one
-for grey images; for colours it is the last, averaged with the mirror image."""
+"""Of coefficients of the colours as they are, or of the opponents; with "mirror" averaged with those of the mirror image.
+The library's own, "scattering", is "dead leaves, each position" for grey images, and for colours both of the latter."""
 
 
 @lru_cache(maxsize=1)
@@ -64,12 +65,13 @@ def _order(samples: int) -> Tensor:
     return torch.from_numpy(np.concatenate([rows[HELD_OUT:], rows[:HELD_OUT]]))
 
 
-@lru_cache(maxsize=1)
-def coefficients(dataset: str, *, differences: bool) -> Tensor:
+@lru_cache(maxsize=2)
+def coefficients(dataset: str, *, differences: bool, mirrored: bool = False) -> Tensor:
     """Scattering coefficients of the training images, not normalised; times 64 in half precision."""
     found = data.load(dataset, quiet=True)
     images = np.asarray(found.train.inputs) * np.float32(found.deviation) + np.float32(found.mean)
     images = opponents(images) if differences else images
+    images = np.ascontiguousarray(images[..., ::-1]) if mirrored else images
     count, channels, height, width = images.shape
     transform = transform_for(height, width)
     kept = torch.empty(count, 81 * channels, height // 4, width // 4, dtype=torch.float16)
@@ -94,6 +96,9 @@ def training(dataset: str, features: str) -> tuple[Tensor, Tensor]:
         part = raw[order[start : start + 1000]]
         if features in NORMALISATIONS:
             part = NORMALISATIONS[features](part.float() / 64)
+        if features.endswith("mirror"):
+            other = coefficients(dataset, differences=False, mirrored=True)[order[start : start + 1000]]
+            part = each_position(part + NORMALISATIONS[features](other.float() / 64))
         made[start : start + 1000] = part.flatten(1).to(made.dtype)
     return made, labels
 
@@ -165,7 +170,7 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "CIFAR-10, scattering, epsilon 3, sums": (
         "cifar-10",
         [
-            *(CIFAR | {"features": name} for name in NORMALISATIONS if "tanh" not in name),
+            *(CIFAR | {"features": name} for name in NORMALISATIONS if "tanh" not in name and "mirror" not in name),
             CIFAR,
             CIFAR | {"centre": True},
             CIFAR | {"learning_rate": 0.6},
@@ -210,7 +215,7 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "fashion-mnist",
         [
             MNIST,
-            *(MNIST | {"features": name} for name in GREY),
+            *(MNIST | {"features": name} for name in (*GREY, "dead leaves, each position, mirror")),
             MNIST | {"learning_rate": 0.8},
             MNIST | {"average": 0.98},
             MNIST | {"schedule": "linear", "learning_rate": 1.0},
