@@ -55,8 +55,8 @@ NORMALISATIONS: dict[str, Normalise] = {
     "dead leaves, each position, mirror": lambda found: each_position(scaled(found)),
     "dead leaves, each position, opponents": lambda found: each_position(scaled(found, differences=True)),
 }
-"""Of coefficients of the colours as they are, or of the opponents; with "mirror" averaged with those of the mirror image.
-The library's own, "scattering", is "dead leaves, each position" for grey images, and for colours both of the latter."""
+"""Of coefficients of the colours as they are, or of the opponents; with "mirror" averaged with the mirror image's. The
+library's own, "scattering", is "dead leaves, each position" for grey images, and for colours both of the last."""
 
 
 @lru_cache(maxsize=1)
