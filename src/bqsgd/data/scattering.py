@@ -201,7 +201,7 @@ def constants(channels: int) -> tuple[Tensor, Tensor]:
 
 
 def each_position(coefficients: Tensor) -> Tensor:
-    """The channels at each position of (1, channels, height, width), normalised to mean 0 and deviation 1."""
+    """The channels at each position of (n, channels, height, width), normalised to mean 0 and deviation 1."""
     last = coefficients.permute(0, 2, 3, 1).contiguous()
     return torch.nn.functional.layer_norm(last, last.shape[-1:]).permute(0, 3, 1, 2)
 
@@ -209,7 +209,7 @@ def each_position(coefficients: Tensor) -> Tensor:
 def opponents(images: _Floats) -> _Floats:
     """Colour images (n, 3, height, width) as `OPPONENTS`; a pixel's come of that pixel alone."""
     red, green, blue = (images[:, channel] for channel in range(3))
-    rows = np.float32(OPPONENTS)
+    rows = np.array(OPPONENTS, dtype=np.float32)
     return np.stack([row[0] * red + row[1] * green + row[2] * blue for row in rows], axis=1)
 
 
