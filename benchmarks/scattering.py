@@ -3,8 +3,9 @@ and the table of docs/features.md.
 
 python -m benchmarks.scattering
 
-Random 28 x 28 images; both sides end with the same constants and norms. Interleaved, the smallest of the repeats counts: CPU time of
-the process, which a busy machine disturbs less than the clock on the wall. kymatio gets its best batch.
+Random 28 x 28 images; both sides end with the same constants and norms. Interleaved, the smallest of the repeats
+counts: CPU time of the process, which a busy machine disturbs less than the clock on the wall. kymatio gets its best
+batch.
 """
 
 from __future__ import annotations

@@ -15,6 +15,13 @@ _MARKS = {
     "published sums": ("P", COLOURS["published"], "white", "published, server sees only sums"),
 }
 """Kind -> marker, edge, face, words of the legend."""
+_WORDS = {
+    "cifar10-imagenet-eps1": "ImageNet features",
+    "cifar10-imagenet-eps01-one-message": "ImageNet features, one message",
+}
+"""What stands beside a point; those around it are of the same kind."""
+_LIFTS = {"DP-RandP": 10, "TF-Privacy": -8, "Opacus": 5}
+"""Points by which the words of a reference are moved up, out of another's way."""
 
 
 def draw_frontier(
@@ -39,12 +46,12 @@ def draw_frontier(
         for one in (one for one in references if one["dataset"] == dataset):
             kind = "published sums" if "sums" in one["trust"] else "trusted"
             drawn[kind] = _point(panel, kind, one["epsilon"], one["accuracy"])
-            _label(panel, one["name"], one["epsilon"], one["accuracy"])
+            _label(panel, one["name"], one["epsilon"], one["accuracy"], lift=_LIFTS.get(one["name"], 0))
         for row in (row for row in done if row["dataset"] == dataset and row["point"] == row["preset"]):
             kind, epsilon = "sums" if row["secure"] else "each", row["guarantee"]["epsilon"]
             drawn[kind] = _point(panel, kind, epsilon, row["mean"], row["standard_error"])
-            if row["public_data"]:
-                _label(panel, f"{row['public_data']} features", epsilon, row["mean"], lift=8 if epsilon > 0.5 else -8)
+            if row["point"] in _WORDS:
+                _label(panel, _WORDS[row["point"]], epsilon, row["mean"])
             elif row["clients"] > 4 and not row["secure"]:  # with sums they lie on those of four
                 _label(panel, f"{row['clients']} clients", epsilon, row["mean"])
         panel.set_title(title)
@@ -103,7 +110,7 @@ def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
                 textcoords="offset points", ha="center", fontsize=12, color=edge,
             )  # fmt: skip
         means += [mean for _, mean in places]
-    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10, ε 1, by bits a coordinate")
+    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10, ε = 1: bits per coordinate")
     panel.margins(x=0.12)
     if means:  # a point above and below, so that a hundredth does not look like a slope
         panel.set_ylim(min(means) - 1, max(means) + 1)
