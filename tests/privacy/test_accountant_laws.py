@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from test_accountant_oracle import release
 
 from bqsgd.errors import AccountingError, InvalidParameter
+from bqsgd.params import Mechanism
 from bqsgd.privacy import _rounds
 from bqsgd.privacy._message import message_pair
 from bqsgd.privacy._pairs import Pair, checked, envelope, on_grid
 from bqsgd.privacy._rounds import fixed_size, poisson
 from bqsgd.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
 from bqsgd.privacy.guarantee import Guarantee, rounded_up
+from bqsgd.release import Release, Sampling, Sensitivity, Trust
 
 GRID = 0.004
 """Two settings are put on two grids, each at most so much (relatively) above the truth."""
@@ -53,6 +56,21 @@ def test_monotone_in_every_parameter(parameters, name):
     else:
         other = epsilon(**{**parameters, name: parameters[name] + max(1, parameters[name] // 5)})
     assert other >= one * (1 - GRID)
+
+
+@pytest.mark.parametrize("trials", [40, 43, 60])
+def test_fewer_rounds_never_cost_more_with_few_trials_under_an_l2_bound(trials):
+    """Loss distributions alone gave ten rounds twice the epsilon of fifty, so that a ledger stopped a planned run."""
+    one = Release(
+        mechanism=Mechanism(levels=2, trials=trials),
+        dimension=12810,
+        sensitivity=Sensitivity(linf=0.04, l2=0.04),
+        sampling=Sampling(scheme="poisson", rate=1.0),
+        trust=Trust.SUMS_ONLY,
+    )
+    found = [Accountant().compose(one, rounds).epsilon(1e-5) for rounds in (1, 4, 10, 25, 50)]
+    assert math.isfinite(found[0])
+    assert all(after >= before * (1 - GRID) for before, after in pairwise(found))
 
 
 @given(st.integers(1, 60), st.floats(0.01, 3.0), st.integers(1, 40), st.floats(0.01, 1.0))

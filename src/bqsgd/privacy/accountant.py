@@ -39,6 +39,8 @@ CUT_LAW = 1.001 * 2.0**-TAIL_BITS
 """Total variation between a cut and rounded law and the binomial."""
 _MANY_ROUNDS = 1 << 20
 """Beyond so many rounds the loss distributions' grid is coarse, and moments may be the better route."""
+_FEW_TRIALS = 100
+"""Up to so many trials an L2 bound's loss distributions charge much to delta, and moments may be the better route."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,9 @@ def _least(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, floa
             results.append((math.inf if math.isnan(epsilon) else epsilon, method, floor))
     except AccountingError as error:
         refused = error
-    if sum(rounds for _, rounds in spent) > _MANY_ROUNDS or min(results)[0] == math.inf:
+    many = sum(rounds for _, rounds in spent) > _MANY_ROUNDS
+    few = any(release.mechanism.trials <= _FEW_TRIALS and _rounds.l2_binds(release) for release, _ in spent)
+    if many or few or min(results)[0] == math.inf:
         results.append((_renyi.epsilon(spent, delta), METHOD_RENYI, _renyi.delta_floor(spent, delta)))
     best = min(results, key=lambda result: result[0])
     if refused is not None and best[0] == math.inf:
