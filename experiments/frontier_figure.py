@@ -16,7 +16,7 @@ _MARKS = {
 }
 """Kind -> marker, edge, face, words of the legend."""
 _WORDS = {
-    "cifar10-imagenet-eps1": "ImageNet features",
+    "cifar10-imagenet-eps1-sums": "ImageNet features",
     "cifar10-imagenet-eps01-one-message": "ImageNet features, one message",
 }
 """What stands beside a point; those around it are of the same kind."""
