@@ -196,9 +196,8 @@ def test_own_model_example_is_short_and_learns(somewhere):
     done = subprocess.run([sys.executable, script, "run"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     *lines, guarantee = done.stdout.splitlines()
-    assert (
-        float(lines[-1].split()[-1].rstrip("%")) > 80
-    )  # chance is 50; noise and first model are fresh: 94 to 99.9 were seen
+    # Chance is 50; noise and first model are fresh: 94 to 99.9 were seen.
+    assert float(lines[-1].split()[-1].rstrip("%")) > 80
     assert guarantee.startswith("epsilon 2.9")
     assert "at delta 1e-05" in guarantee
     again = subprocess.run([sys.executable, script, "run"], capture_output=True, text=True, timeout=500)

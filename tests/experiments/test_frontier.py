@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bqsgd.answers import plan_secure  # noqa: E402
 from bqsgd.errors import InvalidParameter  # noqa: E402
 from bqsgd.tasks import plain_settings, preset, presets, settings_of  # noqa: E402
 from experiments import frontier, page  # noqa: E402
@@ -41,6 +42,20 @@ def test_presets_are_settings_with_a_guarantee_to_plan_for() -> None:
         assert config.privacy.mechanism is None, "planned, so that the budget holds"
         assert config.privacy.sampling == "poisson"
         assert config.clip.rule in ("l2", "dual")
+
+
+def test_sums_in_few_bits_have_the_levels_and_trials_that_the_plan_finds() -> None:
+    points = [point for point in frontier.POINTS if point.sum_of is not None]
+    assert points
+    for point in points:
+        _, config = settings_of(**preset(point.preset))
+        privacy = config.privacy
+        found = plan_secure(
+            clients=config.clients.count, dropouts=0, colluders=0, epsilon=privacy.epsilon, delta=privacy.delta,
+            dimension=12_810, dataset_size=privacy.batch_size, batch_size=privacy.batch_size, rounds=config.run.rounds,
+            bits=point.bits, linf=1 / (privacy.batch_size * 0.002), l2=1 / (privacy.batch_size * 0.002),
+        )  # fmt: skip
+        assert (found.plan.levels, found.plan.trials) == point.sum_of
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
