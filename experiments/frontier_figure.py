@@ -77,10 +77,10 @@ def draw_frontier(
 
 
 def _point(panel: Any, kind: str, epsilon: float, accuracy: float, spread: float | None = None) -> Any:
-    marker, edge, face, _ = _MARKS[kind]
+    marker, edge, face, words = _MARKS[kind]  # a published cross stays readable on a square of ours
     return panel.errorbar(
         [epsilon], [100 * accuracy], yerr=[100 * (spread or 0.0)], marker=marker, color=edge, markerfacecolor=face,
-        markersize=10, markeredgewidth=2, capsize=4, linestyle="",
+        markersize=10, markeredgewidth=2, capsize=4, linestyle="", zorder=4 if "bqsgd" not in words else 3,
     )  # fmt: skip
 
 

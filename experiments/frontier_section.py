@@ -16,7 +16,7 @@ def table(fields: dict[str, Any]) -> str:
         "![Accuracy against epsilon and against bytes](figures/frontier.png)",
         "",
         "| run | data; clients | features; what they saw | who sees what | total ε | bits | accuracy, each seed "
-        "| mean ± standard error | asked | sent up, MB; times less than float32 |",
+        "| mean ± standard error | target | sent up, MB; times less than float32 |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(row) for row in rows]
@@ -42,13 +42,13 @@ def table(fields: dict[str, Any]) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     spread = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.2f}"
-    asked = "" if row["target"] is None else f"{100 * row['target']:.1f}"
+    target = "" if row["target"] is None else f"{100 * row['target']:.1f}"
     return (
         f"| `{row['point']}` | {row['dataset']}; {row['clients']} "
         f"| {row['features']}; {row['public_data'] or 'no other data'} | {row['guarantee']['trust']} "
         f"| {rounded_up(row['guarantee']['epsilon'])} | {row['bits_measured']:.2f} "
         f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
-        f"| **{100 * row['mean']:.2f}**{spread} | {asked} "
+        f"| **{100 * row['mean']:.2f}**{spread} | {target} "
         f"| {row['bytes_up'] / 1e6:.1f}; {row['bytes_up_float32'] / row['bytes_up']:.1f} |"
     )
 
@@ -59,8 +59,8 @@ def search(fields: dict[str, Any]) -> str:
         "## The search",
         "",
         f"Accuracy on the {fields['held_out']:,} held-out training samples, one run each, of "
-        "`experiments.frontier_search` (Gaussian noise of the plan's deviation in place of the mechanism's). The test "
-        "split was not looked at.",
+        "`experiments.frontier_search` (Gaussian noise of about the plan's deviation in place of the mechanism's). The "
+        "test split was not looked at.",
         "",
     ]
     for question, rows in fields.items():

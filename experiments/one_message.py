@@ -16,6 +16,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,12 @@ from experiments.held_out import HELD_OUT, SPLIT_SEED
 from experiments.runs import provenance
 
 from bqsgd import data
+from bqsgd.persample import moments
 from bqsgd.persample.clips import L2
-from bqsgd.persample.moments import clipped_moments
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.search import total_shift
 from bqsgd.privacy.guarantee import as_given
-from bqsgd.training.least_squares import LeastSquares
+from bqsgd.training import least_squares
 from bqsgd.training.optimisers import average, schedule
 
 PLACE = Path(__file__).parent / "results" / "one_message.json"
@@ -42,6 +43,8 @@ NOISES = {115.0: LOUD, 61.5: LOUD, 30.7: QUIET, 6.05: QUIET}
 """z -> rounds and learning rates that are tried. The first model is zero, momentum 0.9, the rate falls to 0, and every
 gradient exceeds the clip of 0.5; from 15 rounds on the model is averaged with decay 0.9."""
 FEW, CLIP = 13_000, 0.5
+WEIGHTS, RIDGES, LOUD_NOISE = (1.0, moments.CLASS_WEIGHT, 2.0), (0.35, least_squares.RIDGE, 1.4), 61.5
+"""Values of the library's two constants that are tried at this z."""
 NEAR = 0.02
 """How near, in proportion, the noise of rounds is to that of the message they are shown beside."""
 _Values = npt.NDArray[np.float32]
@@ -58,14 +61,16 @@ def compare() -> None:
     kept |= provenance()
     train, held = _split()
     if not kept["one_message"]:
-        batch = torch.from_numpy(train[0]), torch.from_numpy(train[1])
-        moments, _ = clipped_moments(batch, classes=10, clip=L2(1.0), batch_size=len(train[0]))
+        sent = _moments(train)
         for epsilon in EPSILONS:
             for trust, factor in ((SUMS, 1.0), (EACH, math.sqrt(CLIENTS))):
                 noise = factor * multiplier(epsilon)
-                accuracy = _one_message(moments.numpy(), noise / len(train[0]), held)
+                accuracy = _one_message(sent, noise / len(train[0]), held)
                 kept["one_message"].append({"epsilon": epsilon, "trust": trust, "noise": noise, "accuracy": accuracy})
                 print(kept["one_message"][-1], flush=True)
+        _keep(kept)
+    if "constants" not in kept:
+        kept["constants"] = _constants(train, held)
         _keep(kept)
     done = {(row["noise"], row["rounds"], row["learning_rate"]) for row in kept["rounds"]}
     for noise, tried in NOISES.items():
@@ -91,12 +96,31 @@ def _split() -> tuple[tuple[_Values, Any], tuple[_Values, Any]]:
     return train, held
 
 
-def _one_message(moments: npt.NDArray[np.float64], noise: float, held: tuple[_Values, Any]) -> float:
+def _moments(train: tuple[_Values, Any]) -> npt.NDArray[np.float64]:
+    batch = torch.from_numpy(train[0]), torch.from_numpy(train[1])
+    return moments.clipped_moments(batch, classes=10, clip=L2(1.0), batch_size=len(train[0])).mean.numpy()
+
+
+def _constants(train: tuple[_Values, Any], held: tuple[_Values, Any]) -> list[dict[str, float]]:
+    """The accuracy with other values of the weight of the class sums and of the ridge."""
+    found = []
+    for weight in WEIGHTS:
+        with patch.object(moments, "CLASS_WEIGHT", weight):
+            sent = _moments(train)
+        for ridge in RIDGES:
+            with patch.object(least_squares, "RIDGE", ridge):
+                accuracy = _one_message(sent, LOUD_NOISE / len(train[0]), held)
+            found.append({"weight": weight, "ridge": ridge, "noise": LOUD_NOISE, "accuracy": accuracy})
+            print(found[-1], flush=True)
+    return found
+
+
+def _one_message(sent: npt.NDArray[np.float64], noise: float, held: tuple[_Values, Any]) -> float:
     """The accuracy on held-out samples of what is solved from moments with noise of this deviation; mean of two."""
-    problem = LeastSquares(features=held[0].shape[1], classes=10, offset=False)
+    problem = least_squares.LeastSquares(features=held[0].shape[1], classes=10, offset=False)
     found = []
     for seed in range(2):
-        noisy = moments + noise * np.random.default_rng(seed).standard_normal(len(moments))
+        noisy = sent + noise * np.random.default_rng(seed).standard_normal(len(sent))
         weights = problem.solve(noisy, noise_variance=noise**2).reshape(10, -1)
         found.append(float(((held[0] @ weights.T.astype(np.float32)).argmax(1) == held[1]).mean()))
     return sum(found) / len(found)
@@ -132,6 +156,19 @@ def table(found: dict[str, Any]) -> str:
         rounds = "not tried" if best is None else f"{100 * best:.1f} % ({len(near)})"
         who = f"{as_given(row['epsilon'])}, {row['trust']}"
         lines.append(f"| {row['noise']:.3g} | {who} | {100 * row['accuracy']:.1f} % | {rounds} |")
+    return "\n".join(lines) + "\n"
+
+
+def constants_table(found: dict[str, Any]) -> str:
+    """Weights of the class sums down, ridges across, as the page has them."""
+    lines = [
+        "| class sums times \\ ridge | " + " | ".join(f"{ridge:g}" for ridge in RIDGES) + " |",
+        "|---|" + "---:|" * len(RIDGES),
+    ]
+    accuracies = {(row["weight"], row["ridge"]): row["accuracy"] for row in found["constants"]}
+    for weight in WEIGHTS:
+        cells = " | ".join(f"{100 * accuracies[weight, ridge]:.1f} %" for ridge in RIDGES)
+        lines.append(f"| {weight:.3g} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

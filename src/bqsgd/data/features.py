@@ -67,8 +67,9 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, 
 def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
     """The features of a whole split of `of`, "train" or "test": those that were kept, else computed and then kept.
 
-    The file holds the values and their checksum; one of another size or with another checksum is computed again. A
-    cache that cannot be written costs time, not the run. Nobody may write into the array: it may be the file.
+    The file is that of these very inputs: a checksum of theirs is part of its name. It holds the values and their own
+    checksum; one of another size or with another checksum is computed again. A cache that cannot be written costs time,
+    not the run. Nobody may write into the array: it may be the file.
     """
     kept = kept_features(name, part, of=of)
     if kept is not None:
@@ -107,7 +108,10 @@ def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
 
 
 def _place(name: str, part: str, of: Dataset) -> Path:
-    return cache_folder() / "features" / f"{of.name}-{part}-{_FILES[name]}.f32"
+    inputs = np.ascontiguousarray(getattr(of, part).inputs)
+    of_inputs = xxhash.xxh3_128(repr((of.mean, of.deviation, inputs.shape, inputs.dtype.str)).encode())
+    of_inputs.update(inputs.data.cast("B"))
+    return cache_folder() / "features" / f"{of.name}-{part}-{_FILES[name]}-{of_inputs.hexdigest()}.f32"
 
 
 def _keep(place: Path, values: npt.NDArray[np.float32]) -> None:

@@ -24,7 +24,7 @@ from bqsgd.persample.factors import max_norm
 from bqsgd.persample.gradients import GROUP_SAMPLES, ClippedGradients
 
 CLASS_WEIGHT = math.sqrt(2)
-"""v: the class sums then have about twice the norm of the moments, which held-out data like (docs/one_message.md)."""
+"""v: the class sums then have about twice the norm of the moments; chosen on held-out samples (docs/one_message.md)."""
 MOST_FEATURES = 8192
 """More have second moments of half a gigabyte."""
 

@@ -32,8 +32,8 @@ from bqsgd.training.samples import Forward, Objective, Part
 from bqsgd.training.settings import LEAST_SQUARES, Config
 from bqsgd.training.values import Values
 
-_RIDGE = 0.7
-"""lambda / (sigma sqrt(n)); held-out data like anything from 0.6 to 1 (docs/one_message.md)."""
+RIDGE = 0.7
+"""lambda / (sigma sqrt(n)), chosen on held-out samples of CIFAR-10 (docs/one_message.md)."""
 _SMALLEST = 1e-9
 """Of the mean eigenvalue: the ridge where there is no noise."""
 
@@ -90,7 +90,7 @@ class LeastSquares:
         sums = values[len(rows) :].reshape(self.classes, self.features)
         eigenvalues, directions = np.linalg.eigh(moments)
         held = np.maximum(eigenvalues, 0)
-        ridge = max(_RIDGE * math.sqrt(noise_variance * self.features), _SMALLEST * float(held.mean()))
+        ridge = max(RIDGE * math.sqrt(noise_variance * self.features), _SMALLEST * float(held.mean()))
         inverse = np.divide(1.0, held + ridge, out=np.zeros_like(held), where=held + ridge > 0)
         weights = (sums @ directions * inverse) @ directions.T
         return np.concatenate([weights.reshape(-1) / CLASS_WEIGHT, np.zeros(self.classes if self.offset else 0)])
@@ -146,7 +146,7 @@ def _fits(data: tuple[Tensor, Tensor], problem: LeastSquares) -> bool:
     inputs, classes = data
     whole = classes.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     values = inputs.dtype in (torch.float32, torch.float64)
-    return whole and values and classes.dim() == 1 and inputs[0].numel() == problem.features
+    return whole and values and classes.dim() == 1 and inputs.shape[1:].numel() == problem.features
 
 
 def objective_of(config: Config, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> Objective:
