@@ -289,7 +289,7 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             CIFAR | {"learning_rate": 0.25},
             CIFAR | {"rate": 0.1, "noise": 2.17},
             CIFAR | {"rounds": 300, "noise": 4.97},
-            *(CIFAR | {"rate": 0.1, "noise": 2.17, "learning_rate": step, "model": "cnn"} for step in (0.4, 1.0)),
+            *(CIFAR | {"rate": 0.1, "noise": 2.17, "learning_rate": step, "model": "cnn"} for step in (0.4, 1.0, 2.0)),
             CIFAR | {"features": "dead leaves, each position, opponents", "model": "linear, mirror"},
         ],
     ),

@@ -102,6 +102,7 @@ def test_the_table_holds_what_the_runs_measured(table: dict[str, Any]) -> None:
             recorded = defaults | run["config"]
             assert asked == {name: recorded.get(name) for name in asked}, "a run of other settings than the preset's"
             assert not run["seeded"]
+            assert not run.get("changed"), "a run of files that its commit does not hold"
             assert run["rounds"] == settings["rounds"]
             assert run["guarantee"]["epsilon"] <= settings["epsilon"]
             assert row["secure"] or run["bits_per_coordinate"] <= row["bits"] + 0.06
