@@ -442,7 +442,8 @@ class Config:
         if privacy.bits < LEAST_FINE_BITS:
             raise InvalidParameter(
                 f"bits = {privacy.bits} is reached by coarsening, and the sum of coarse codes does not follow from the "
-                "sum of fine ones: secure sums choose their own modulus; a window makes it narrower"
+                "sum of fine ones: secure sums choose their own modulus. A window makes it narrower; levels and trials "
+                f"of a sum in {privacy.bits} bits are what `bqsgd plan --secure --bits {privacy.bits}` finds"
             )
         if privacy.budgets:
             raise InvalidParameter("budgets that differ by client are no secure sum's: its clients share one noise")
