@@ -20,7 +20,7 @@ _WORDS = {
     "cifar10-imagenet-eps01-one-message": "ImageNet features, one message",
 }
 """What stands beside a point; those around it are of the same kind."""
-_LIFTS = {"DP-RandP": 10, "TF-Privacy": -8, "Opacus": 5}
+_LIFTS = {"DP-RandP": 10, "TF-Privacy": -8, "Opacus": 5, "Distributed DP-Helmet": -9}
 """Points by which the words of a reference are moved up, out of another's way."""
 
 
