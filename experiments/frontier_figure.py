@@ -77,10 +77,11 @@ def draw_frontier(
 
 
 def _point(panel: Any, kind: str, epsilon: float, accuracy: float, spread: float | None = None) -> Any:
-    marker, edge, face, words = _MARKS[kind]  # a published cross stays readable on a square of ours
+    marker, edge, face, _ = _MARKS[kind]
     return panel.errorbar(
         [epsilon], [100 * accuracy], yerr=[100 * (spread or 0.0)], marker=marker, color=edge, markerfacecolor=face,
-        markersize=10, markeredgewidth=2, capsize=4, linestyle="", zorder=4 if "bqsgd" not in words else 3,
+        markersize=10, markeredgewidth=2, capsize=4, linestyle="",
+        zorder=4 if edge == COLOURS["published"] else 3,  # a published cross stays readable on a square of ours
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ def training(dataset: str, features: str, *, mirrored: bool = False) -> tuple[Te
     if features in NORMALISATIONS:
         raw = coefficients(dataset, differences=features.endswith("opponents"), mirrored=mirrored)
     else:
+        assert not mirrored, "the library's own features are averaged with the mirror image already"
         raw = torch.from_numpy(np.array(data.whole_features(features, "train", of=found).inputs))
     made = torch.empty(len(raw), raw[0].numel(), dtype=torch.bfloat16)
     for start in range(0, len(raw), 1000):

@@ -136,15 +136,25 @@ def test_npm_package_with_links_or_without_the_files_is_refused(tmp_path, monkey
         load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
 
 
-def test_npm_package_whose_link_leads_to_itself_or_whose_header_is_huge_gives_way_to_the_next(tmp_path, monkeypatch):
-    for number, (kind, size) in enumerate([(tarfile.SYMTYPE, 0), (tarfile.XHDTYPE, 100 << 20)]):
-        info = tarfile.TarInfo("package/data/train-images")
-        info.type, info.linkname, info.size = kind, info.name if not size else "", size
-        content = info.tobuf(tarfile.USTAR_FORMAT) + bytes(size) + bytes(1024)
-        (tmp_path / f"{number}.tgz").write_bytes(gzip.compress(content, 1))
-        tool(tmp_path / "bin", "npm", f"cp {tmp_path}/{number}.tgz .", monkeypatch)
-        with pytest.raises(DataUnavailable, match=r"is not a plain file|larger than it should be"):
-            load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
+@pytest.mark.parametrize(
+    ("kind", "size", "reason"),
+    [
+        (tarfile.SYMTYPE, 0, "is not a plain file"),
+        (tarfile.XHDTYPE, sources._LARGEST_READ + 1, "larger than it should be"),
+        (tarfile.REGTYPE, 1 << 20, "larger than it should be"),
+    ],
+    ids=["a link to itself", "a huge header", "a long archive"],
+)
+def test_a_hostile_npm_package_gives_way_to_the_next_source(tmp_path, monkeypatch, kind, size, reason):
+    info = tarfile.TarInfo("package/data/train-images" if kind == tarfile.SYMTYPE else "package/other")
+    info.type, info.size = kind, size
+    info.linkname = info.name if kind == tarfile.SYMTYPE else ""
+    (tmp_path / "packed.tgz").write_bytes(gzip.compress(info.tobuf(tarfile.USTAR_FORMAT) + bytes(size + 1024), 1))
+    if kind == tarfile.REGTYPE:
+        monkeypatch.setattr(sources, "_LARGEST_ARCHIVE", size // 2)
+    tool(tmp_path / "bin", "npm", f"cp {tmp_path}/packed.tgz .", monkeypatch)
+    with pytest.raises(DataUnavailable, match=reason):
+        load_entry(entry(npm_package="tiny-data"), folder=None, quiet=True)
 
 
 def test_debian_package(tmp_path, monkeypatch):
