@@ -232,11 +232,11 @@ def configs(folder: Path) -> Reader:
     from bqsgd.cli.train import _flat
     from bqsgd.storage import read_toml
     from bqsgd.tasks import NamedTask
-    from bqsgd.training.settings import Config, group_to_dict
+    from bqsgd.training.settings import Config
 
     changed = Config.of(clients=10, epsilon=2.0, clip="l2", bits=8, schedule="cosine", seed=3, momentum=0.9)
     corpus = [
-        {**config.to_dict(), "data": group_to_dict(NamedTask.of(dataset="digits"))}
+        {**config.to_dict(), "data": NamedTask.of(dataset="digits").to_table()}
         for config in (Config(), changed)
     ]  # fmt: skip
     return Reader(corpus, _document(toml_text), _in_file(folder / "config.toml", lambda path: _flat(read_toml(path))))

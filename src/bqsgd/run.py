@@ -58,7 +58,7 @@ from bqsgd.training.cohort import Choose, Cohorts
 from bqsgd.training.least_squares import LeastSquares
 from bqsgd.training.outlook import check_outlook, foresee
 from bqsgd.training.server import Server
-from bqsgd.training.settings import LEAST_SQUARES, Config, group_to_dict
+from bqsgd.training.settings import LEAST_SQUARES, Config
 from bqsgd.training.sums import SumRounds, SumSetup, with_roster
 from bqsgd.training.task import Evaluation, Task
 from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
@@ -279,7 +279,7 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         source = self.task.source
-        return self.config.to_dict() | ({} if source is None else {_DATA: group_to_dict(source)})
+        return self.config.to_dict() | ({} if source is None else {_DATA: source.to_table()})
 
     def _count(self, record: RoundRecord) -> None:
         self.last = record

@@ -19,7 +19,8 @@ from bqsgd import data
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.training.draws import Purpose, seed_for
-from bqsgd.training.settings import CONFIG_GROUPS, Config, Group, by_group, group_from_dict, setting
+from bqsgd.training.setting_groups import Group, by_group, setting
+from bqsgd.training.settings import CONFIG_GROUPS, Config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,7 +172,7 @@ ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
 
 def stored_task(data: Mapping[str, Any]) -> NamedTask | OwnTask:
     """The task of a run folder's [data] table."""
-    return group_from_dict(OwnTask if "load_from" in data else NamedTask, "data", data)  # type: ignore[no-any-return]
+    return (OwnTask if "load_from" in data else NamedTask).from_table("data", data)
 
 
 def settings_of(**values: Any) -> tuple[NamedTask, Config]:

@@ -10,7 +10,7 @@ from bqsgd.params import Mechanism
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd.planner.plan import Budget
 from bqsgd.storage import read_toml
-from bqsgd.tasks import NamedTask
+from bqsgd.tasks import NamedTask, stored_task
 from bqsgd.training.settings import CONFIG_GROUPS, BudgetChange, Config
 
 
@@ -90,14 +90,16 @@ def test_clip_range_and_mechanism():
         ({"schedule": "step"}, "schedule must be"),
         ({"optimiser": "lion"}, "optimiser must be"),
         ({"average": 1.0}, "average"),
-        ({"average": "much"}, "average must be"),
+        ({"average": "much"}, "average must be a number, got 'much'"),
+        ({"average": False}, "average must be a number, got False"),
+        ({"run": 3}, "run must be a text, got 3"),
         ({"epsilon": 0.0}, "epsilon"),
         ({"epsilon": float("nan")}, "epsilon"),
         ({"epsilon": None}, "epsilon must be given"),
         ({"delta": 1.0}, "delta"),
         ({"rounds": 0}, "rounds"),
         ({"learning_rate": -1.0}, "learning_rate"),
-        ({"private_metrics": "yes"}, "private_metrics must be"),
+        ({"private_metrics": "yes"}, "private_metrics must be true or false, got 'yes'"),
         ({"range": float("inf")}, "range"),
         ({"seed": -1}, "seed"),
         ({"epsilom": 3}, "unknown setting 'epsilom'"),
@@ -123,6 +125,12 @@ def test_refusals(settings, message):
 def test_a_file_with_unknown_misplaced_or_mistyped_settings_is_refused(tables, message):
     with pytest.raises(InvalidParameter, match=message):
         Config.from_dict(tables)
+
+
+@pytest.mark.parametrize("table", [{"data_folder": 3}, {"model": ["cnn"]}, {"dataset": True}])
+def test_a_data_table_with_a_value_of_another_type_is_refused(table):
+    with pytest.raises(InvalidParameter, match=f"{next(iter(table))} must be a text"):
+        stored_task(table)
 
 
 def test_an_unreadable_file_is_refused(tmp_path):

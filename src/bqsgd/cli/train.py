@@ -53,11 +53,10 @@ class SettingsCommand(typer.core.TyperCommand):
 
 def _settings_options() -> Iterator[typer.core.TyperOption]:
     from bqsgd.tasks import ALL_GROUPS
-    from bqsgd.training.settings import options
 
     kinds: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
     for group in ALL_GROUPS.values():
-        for name, each in options(group):
+        for name, each in group.options():
             kind, option = kinds[str(each.type).removesuffix(" | None")], f"--{name.replace('_', '-')}"
             yield typer.core.TyperOption(
                 param_decls=[name, f"{option}/--no-{option[2:]}" if kind is bool else option],
@@ -259,10 +258,10 @@ def _own_settings(settings: dict[str, Any]) -> tuple[OwnTask, Config]:
 def _flat(tables: dict[str, Any]) -> dict[str, Any]:
     """The settings of a TOML file by their own names; every table is checked as a whole first."""
     from bqsgd.tasks import ALL_GROUPS, NamedTask
-    from bqsgd.training.settings import Config, group_from_dict
+    from bqsgd.training.settings import Config
 
     data = tables.pop("data", {})
-    group_from_dict(NamedTask, "data", data)
+    NamedTask.from_table("data", data)
     Config.from_dict(tables)
     return {
         name: table[each.name]

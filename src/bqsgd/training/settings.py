@@ -7,12 +7,12 @@ the table of its group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.params import Mechanism, check_int, check_positive
+from bqsgd.params import Mechanism, check_int
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.search import LEAST_FINE_BITS
@@ -20,77 +20,12 @@ from bqsgd.release import SAMPLINGS, Scheme, Unit
 from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.training.aggregation import RULES, WEIGHTS, smallest_quorum
 from bqsgd.training.optimisers import OPTIMISERS, SCHEDULES, Adam, Sgd, optimiser
+from bqsgd.training.setting_groups import Group, by_group, setting
 from bqsgd.wire.model_change import FEWEST_BITS, MOST_BITS
 
 _CODINGS = ("fixed", "entropy")
 LEAST_SQUARES = "least-squares"
 METHODS = ("sgd", LEAST_SQUARES)
-_NO_OPTION = "no option"
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    between: tuple[int, int] | None = None,
-    positive: bool = False,
-    choices: tuple[str, ...] = (),
-    option: bool = True,
-) -> Any:
-    """One field of a group: its default, what it means, what it may be, and its name outside the group if different."""
-    rules = {"help": help, "name": name, "between": between, "positive": positive, "choices": choices}
-    return field(default=default, metadata=rules | {_NO_OPTION: not option})
-
-
-class Group:
-    """A group of settings that checks each field by its own rules. What is None is not set and not checked."""
-
-    title: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            _check_setting(each, getattr(self, each.name))
-
-    @classmethod
-    def settings(cls) -> dict[str, Field[Any]]:
-        """Name outside the group -> field."""
-        return {each.metadata["name"] or each.name: each for each in fields(cls)}  # type: ignore[arg-type]
-
-    @classmethod
-    def of(cls, **values: Any) -> Self:
-        """Build from the names that the settings have outside the group; an unknown one is refused."""
-        return cls(**_inside(cls, values))
-
-
-def _check_setting(each: Field[Any], value: Any) -> None:
-    """Raise unless `value` obeys the field's rules."""
-    rules, name = each.metadata, each.metadata["name"] or each.name
-    if value is None:
-        if each.default is not None:
-            raise InvalidParameter(f"{name} must be given")
-    elif rules["between"] is not None:
-        check_int(name, value, *rules["between"])
-    elif rules["positive"]:
-        check_positive(name, value)
-    elif rules["choices"] and value not in rules["choices"]:
-        raise InvalidParameter(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
-    elif each.default is not None and not isinstance(value, _kind_of(each)):
-        raise InvalidParameter(f"{name} must be {_kind_of(each)}, got {value!r}")
-
-
-def _kind_of(each: Field[Any]) -> Any:
-    """The type of a setting that is set: `int | None` and `int` are both int."""
-    kinds = {"int": int, "float": (int, float), "str": str, "bool": bool}
-    return kinds.get(str(each.type).removesuffix(" | None"), object)
-
-
-def _inside(group: type[Group], values: Mapping[str, Any]) -> dict[str, Any]:
-    known = group.settings()
-    for name in values:
-        if name not in known:
-            raise InvalidParameter(f"unknown setting {name!r}; `bqsgd train --help` lists them all")
-    return {known[name].name: value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,14 +435,14 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """A table per group in plain values; what is None is left out, as TOML has no null."""
-        return {name: group_to_dict(getattr(self, name)) for name in CONFIG_GROUPS}
+        return {name: getattr(self, name).to_table() for name in CONFIG_GROUPS}
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any]) -> Config:
         """Rebuild from the tables of `to_dict`; an unknown name is refused, never ignored."""
-        made = {}
+        made: dict[str, Any] = {}
         for name, table in tables.items():
-            made[name] = group_from_dict(_group(name), name, table)
+            made[name] = _group(name).from_table(name, table)
         return cls(**made)
 
 
@@ -521,52 +456,9 @@ CONFIG_GROUPS: dict[str, type[Group]] = {
 }
 
 
-def by_group(groups: Mapping[str, type[Group]], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sort settings into their groups: group -> field -> value.
-
-    Raises:
-        InvalidParameter: a name that no group knows.
-    """
-    sorted_: dict[str, dict[str, Any]] = {name: {} for name in groups}
-    for name, value in values.items():
-        owner = next((group for group, kind in groups.items() if name in kind.settings()), None)
-        if owner is None:
-            raise InvalidParameter(f"unknown setting {name!r}; `bqsgd train --help` lists them all")
-        sorted_[owner][groups[owner].settings()[name].name] = value
-    return sorted_
-
-
 def _group(name: str) -> type[Group]:
     if name in CONFIG_GROUPS:
         return CONFIG_GROUPS[name]
     owner = next((group for group, kind in CONFIG_GROUPS.items() if name in kind.settings()), None)
     where = f"it belongs in the table [{owner}]" if owner else "`bqsgd train --help` lists all settings"
     raise InvalidParameter(f"unknown table or setting {name!r}; {where}")
-
-
-def group_to_dict(group: Group) -> dict[str, Any]:
-    """Plain values of one group; None is left out."""
-    plain: dict[str, Any] = {}
-    for each in fields(group):  # type: ignore[arg-type]
-        value = getattr(group, each.name)
-        if isinstance(value, tuple):
-            value = [{k: v for k, v in vars(change).items() if v is not None} for change in value]
-        if value is not None:
-            plain[each.name] = value
-    return plain
-
-
-def group_from_dict(kind: type[Group], name: str, table: Any) -> Any:
-    """Rebuild one group from its table."""
-    if not isinstance(table, Mapping):
-        raise InvalidParameter(f"[{name}] must be a table of settings, got {type(table).__name__}")
-    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(str(key) for key in table if key not in known)
-    if unknown:
-        raise InvalidParameter(f"unknown setting {unknown[0]!r} in [{name}]; known: {', '.join(sorted(known))}")
-    return kind(**table)
-
-
-def options(kind: type[Group]) -> Iterator[tuple[str, Field[Any]]]:
-    """The settings of a group that have an option on the command line, by name."""
-    return ((name, each) for name, each in kind.settings().items() if not each.metadata[_NO_OPTION])

@@ -22,7 +22,8 @@ from bqsgd.training.least_squares import objective_of
 from bqsgd.training.samples import Forward, Objective, Reader, reader_of
 
 if TYPE_CHECKING:
-    from bqsgd.training.settings import Config, Group
+    from bqsgd.training.setting_groups import Group
+    from bqsgd.training.settings import Config
 
 _EVALUATION_BATCH = 2048
 Samples = Any
