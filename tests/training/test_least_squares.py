@@ -113,6 +113,14 @@ def test_targets_that_are_no_classes_are_refused():
         Run.start(task(shares=shares, test=None), Config.of(**ONE, levels=8, trials=0))
 
 
+def test_inputs_without_a_row_per_sample_are_refused_before_anything_is_spent(tmp_path):
+    share = np.ones(EACH, np.float32), np.zeros(EACH, np.int64)
+    config = Config.of(**ONE, epsilon=1.0)
+    with pytest.raises(InvalidParameter, match="pairs of 1 features"):
+        Run.start(task(make_model=lambda: nn.Linear(1, 2), shares=[share] * 3, test=None), config, folder=tmp_path)
+    assert not list(tmp_path.glob("**/*.ledger"))
+
+
 def test_a_part_without_samples_adds_nothing():
     objective = objective_of(Config.of(**ONE), model(), LOSS)
     nobody = torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64)

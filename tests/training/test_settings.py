@@ -101,6 +101,8 @@ def test_clip_range_and_mechanism():
         ({"learning_rate": -1.0}, "learning_rate"),
         ({"private_metrics": "yes"}, "private_metrics must be true or false, got 'yes'"),
         ({"range": float("inf")}, "range"),
+        ({"range": 1e101}, "range must be from 1e-100 to 1e"),
+        ({"range": 1e-101}, "range must be from 1e-100 to 1e"),
         ({"seed": -1}, "seed"),
         ({"epsilom": 3}, "unknown setting 'epsilom'"),
         ({"budgets": [{"customer": 1}]}, "wrong type"),

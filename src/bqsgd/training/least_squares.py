@@ -146,7 +146,8 @@ def _fits(data: tuple[Tensor, Tensor], problem: LeastSquares) -> bool:
     inputs, classes = data
     whole = classes.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     values = inputs.dtype in (torch.float32, torch.float64)
-    return whole and values and classes.dim() == 1 and inputs.shape[1:].numel() == problem.features
+    row_each = inputs.dim() > 1 and classes.dim() == 1
+    return whole and values and row_each and inputs.shape[1:].numel() == problem.features
 
 
 def objective_of(config: Config, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> Objective:

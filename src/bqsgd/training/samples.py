@@ -100,14 +100,13 @@ class Reader:
                 continue
             try:
                 made = found[0] if together else self.collate_fn([found[0]])
-                key = _key(made)
+                numbers, members = groups.setdefault(_key(made), ([], []))
             except Exception:
                 _log.warning(
                     "a sample could not be collated and counts as zero (keep this line private)", exc_info=True
                 )
                 lost.append(number)
                 continue
-            numbers, members = groups.setdefault(key, ([], []))
             numbers.append(number)
             members.append(made)
         join = default_collate if together else _joined
@@ -123,27 +122,37 @@ class Reader:
 
     def first(self) -> Any:
         """Sample 0 alone, for its shapes; what raises is raised: this is before anything is spent."""
-        data = self.collate_fn([self.dataset[0]])
-        leaves, _ = tree_flatten(data)
-        if not leaves:
-            raise InvalidParameter(f"the data set gives {type(self.dataset[0]).__name__} without tensors; {_STRUCTURE}")
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
-                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise InvalidParameter(f"collate_fn gives {got} for one sample; {_STRUCTURE}")
-        return data
+        return _with_a_row_each(self.collate_fn([self.dataset[0]]), 1)
 
 
 def _parts(numbers: list[int], members: list[Any], join: Callable[[list[Any]], Any]) -> list[Part]:
     """The samples in one part; each by itself if that fails, so that only the one that cannot be joined is lost."""
     try:
-        return [Part(numbers=np.asarray(numbers, np.int64), data=join(members))]
+        data = _with_a_row_each(join(members), len(numbers))
+        return [Part(numbers=np.asarray(numbers, np.int64), data=data)]
     except Exception:
         if len(members) > 1:
             pairs = zip(numbers, members, strict=True)
             return [part for number, member in pairs for part in _parts([number], [member], join)]
         _log.warning("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
         return [Part(numbers=np.asarray(numbers, np.int64), data=None)]
+
+
+def _with_a_row_each(data: Any, samples: int) -> Any:
+    """`data` itself, where each of its tensors has one row per sample: a sample of several would count as several.
+
+    Raises:
+        InvalidParameter: a tensor has not, or there is none.
+    """
+    leaves, _ = tree_flatten(data)
+    if not leaves:
+        raise InvalidParameter(f"the data set gives {type(data).__name__} without tensors; {_STRUCTURE}")
+    for leaf in leaves:
+        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        if not dense or leaf.dim() == 0 or len(leaf) != samples:
+            got = f"{tuple(leaf.shape)} ({leaf.layout})" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise InvalidParameter(f"collate_fn gives {got} and not one row per sample; {_STRUCTURE}")
+    return data
 
 
 def _key(made: Any) -> object:

@@ -117,6 +117,8 @@ _CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
     "batch-mean": lambda given: BatchMean(given.bound),
 }
 CLIPS = tuple(_CLIPS)
+_LARGEST_RANGE = 1e100
+"""The variance of the noise, which has its square, is still a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,8 @@ class ClipSettings(Group):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.make()
+        if self.range is not None and not 1 / _LARGEST_RANGE <= self.range <= _LARGEST_RANGE:
+            raise InvalidParameter(f"range must be from {1 / _LARGEST_RANGE} to {_LARGEST_RANGE}, got {self.range!r}")
 
     def make(self) -> Clip:
         """The clip itself."""
