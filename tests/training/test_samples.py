@@ -91,11 +91,12 @@ def test_a_sample_that_collates_to_many_rows_moves_the_mean_by_no_more_than_one(
         rows(1, 1, 2),
         (torch.ones(3), torch.tensor(0)),
         (torch.ones(1, 3).to_sparse(), torch.tensor([0])),
+        (torch.empty(1, 3, device="meta"), torch.tensor([0])),
         (torch.ones(1, 3), "a word"),
         (torch.ones(1, 3), SimpleNamespace(shape=[1])),
         (),
     ],
-    ids=["7 rows", "no rows", "2 inputs", "2 targets", "no row", "sparse", "word", "unhashable", "empty"],
+    ids=["7 rows", "no rows", "2 inputs", "2 targets", "no row", "sparse", "no values", "word", "unhashable", "empty"],
 )
 def test_a_sample_of_another_form_counts_as_zero_and_a_frame_comes(method, record):
     def frame(record):

@@ -148,9 +148,10 @@ def _with_a_row_each(data: Any, samples: int) -> Any:
     if not leaves:
         raise InvalidParameter(f"the data set gives {type(data).__name__} without tensors; {_STRUCTURE}")
     for leaf in leaves:
-        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
         if not dense or leaf.dim() == 0 or len(leaf) != samples:
-            got = f"{tuple(leaf.shape)} ({leaf.layout})" if isinstance(leaf, Tensor) else type(leaf).__name__
+            tensor = isinstance(leaf, Tensor)
+            got = f"{tuple(leaf.shape)} ({leaf.layout}, {leaf.device})" if tensor else type(leaf).__name__
             raise InvalidParameter(f"collate_fn gives {got} and not one row per sample; {_STRUCTURE}")
     return data
 
