@@ -18,6 +18,7 @@ from bqsgd.planner.search import (
     largest_reach,
     least_error_mechanism,
     least_error_uncoarsened,
+    least_trials,
     make_plan,
     total_shift,
 )
@@ -175,6 +176,21 @@ def test_few_answers_of_the_accountant_are_enough(monkeypatch):
     monkeypatch.setattr(Accountant, "epsilon", lambda self, delta: asked.append(delta) or answer(self, delta))
     least_error_mechanism(Budget(bits=20, epsilon=5.0, delta=1e-5), replace(SETTING, l2=1 / 64).release, rounds=10)
     assert len(asked) <= 40
+
+
+@pytest.mark.parametrize("zero_from", [40_038, 36_143, 10**9])
+def test_an_epsilon_that_falls_to_zero_takes_few_answers(zero_from):
+    """Where delta alone nearly covers the shift there is no power law, and it crept on one trial at a time."""
+    asked = []
+
+    def figure(levels, trials):
+        asked.append(trials)
+        return max(0.0, 1e-6 + 3e-10 * (36_375 - trials)) if trials < zero_from else 0.0
+
+    least = least_trials(figure, 1, 36_142, 1e-6, cap=2**20)
+    first = min(36_375, zero_from)
+    assert first <= least <= first * (1 + 1 / 1000)
+    assert len(asked) <= 24
 
 
 @pytest.mark.parametrize("epsilon", [1e-9, 1e-3, 50.0, 1e6, 1e300])

@@ -118,6 +118,8 @@ _OTHER_LEVELS = 8
 """How many other levels are tried, the most promising first."""
 _SETTLED = 3
 """How many levels below the quick search's own are tried where the proven figure is too large for it."""
+_LAWFUL_CALLS = 12
+"""How many steps a power law may take to the least trials; three to five are usual."""
 
 
 class TooFewBits(Infeasible):
@@ -296,13 +298,14 @@ def least_trials(figure: _Figure, levels: int, guess: float, target: float, *, c
     """The smallest m in 1 .. cap with figure(levels, m) <= target, from a guess; None if even `cap` fails.
 
     Above 2,000 trials it may be a two-thousandth too many. It keeps `low` failing and `high` holding, and steps by the
-    local power law epsilon ~ m^-k to need few calls.
+    local power law epsilon ~ m^-k to need few calls. Where that law does not lead there, it halves what is left.
     """
     low, high = 0, cap + 1  # cap + 1 stands for "not known to hold"
     m = min(max(low + 1, round(guess)), cap)
-    power, last = 0.6, None
+    power, last, calls = 0.6, None, 0
     while high - low > (1 if high > cap else max(1, high // 2000)):
         epsilon = figure(levels, m)
+        calls += 1
         if epsilon <= target:
             high = m
         else:
@@ -310,7 +313,10 @@ def least_trials(figure: _Figure, levels: int, guess: float, target: float, *, c
         if last and 0 < epsilon < math.inf and 0 < last[1] < math.inf and epsilon != last[1] and m != last[0]:
             power = min(3.0, max(0.01, -math.log(epsilon / last[1]) / math.log(m / last[0])))
         last = (m, epsilon)
-        wanted = 2.0 * m if epsilon == math.inf else m * min(8.0, (epsilon / target) ** (1 / power))
+        if calls >= _LAWFUL_CALLS:
+            wanted = (low + high) / 2
+        else:
+            wanted = 2.0 * m if epsilon == math.inf else m * min(8.0, (epsilon / target) ** (1 / power))
         m = min(max(math.ceil(min(wanted, 2.0**40)), low + 1), high - 1)
     return high if high <= cap else None
 
