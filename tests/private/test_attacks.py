@@ -148,6 +148,7 @@ def test_accumulating_by_hand_adds_up_and_counts_every_batch(private):
     assert made.steps == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*looks at values")
 def test_a_loss_that_raises_on_a_sample_costs_that_sample_and_no_more(private, points, caplog):
     """The step is counted, so there is a gradient; the other samples count as they would have without it."""
     model = nn.Linear(4, 2)
@@ -604,3 +605,40 @@ def test_what_cannot_be_private_is_refused_before_there_is_a_ledger(private, poi
     with pytest.raises(InvalidParameter, match=says):
         private(model, **given)
     assert not (tmp_path / "me.ledger").exists()
+
+
+@pytest.mark.parametrize("record", [3, 70])
+def test_a_sample_that_ends_its_worker_costs_itself_and_no_more(private, points, monkeypatch, record):
+    """Before, all that was to be read after it in the same batch counted as zero too."""
+
+    class Failing(DataLoader):
+        """Reads in this process, and fails as torch does when a worker dies or takes too long."""
+
+        def __iter__(self):
+            for piece in self.batch_sampler:
+                if record in piece:
+                    raise RuntimeError("DataLoader worker exited unexpectedly")
+                yield self.collate_fn([self.dataset[number] for number in piece])
+
+    class Torn(Dataset):
+        def __len__(self):
+            return 96
+
+        def __getitem__(self, number):
+            if number == record:
+                raise OSError("torn page")
+            return points[0][number], points[1][number]
+
+    def found(dataset):
+        loader = DataLoader(dataset, batch_size=96, num_workers=1)
+        made = private(copy.deepcopy(model), loader=loader, seed=0, micro_batch=8)
+        monkeypatch.setattr("bqsgd.private._batches.DataLoader", Failing)
+        steps = [gradient(made, batch) for batch in made.loader]
+        return torch.stack(steps), made.dropped
+
+    model = nn.Linear(4, 2)
+    expected, lost = found(Torn())
+    assert lost == 1
+    gradients, dropped = found(TensorDataset(*points))
+    assert dropped == 1
+    assert torch.equal(gradients, expected)

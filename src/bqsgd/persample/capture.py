@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.factors import Factor
 from bqsgd.persample.functional import LossFunction, check_losses
-from bqsgd.persample.rowwise import NotRowWise, Pass, RowWise
+from bqsgd.persample.rowwise import NotRowWise, Pass, RowWise, Unseeing
 from bqsgd.persample.rules import RULES, has_batch_first, merge
 
 
@@ -93,8 +93,11 @@ def capture(
         NoRule: the fast rules do not cover this model.
     """
     with torch.enable_grad():
-        with _recording(ruled_layers(model)) as uses:
-            losses = check_losses(loss_fn(model(inputs), targets), len(inputs))
+        try:
+            with _recording(ruled_layers(model)) as uses, Unseeing():  # type: ignore[no-untyped-call]
+                losses = check_losses(loss_fn(model(inputs), targets), len(inputs))
+        except NotRowWise as reason:
+            raise NoRule(str(reason)) from reason
         uses = _account_for(parameters, uses, _graph(losses), len(inputs))
         errors = torch.autograd.grad(losses, [use.edge for use in uses], torch.ones_like(losses), allow_unused=True)
     with torch.no_grad():
@@ -138,11 +141,12 @@ def loss_errors(loss_fn: LossFunction, outputs: Tensor, targets: Tensor) -> Tens
     """The gradient of each sample's loss with respect to its row of outputs.
 
     Raises:
-        NotRowWise: the loss uses parameters of its own.
+        NotRowWise: the loss uses parameters of its own, or looks at values.
     """
     with torch.enable_grad():
         outputs = outputs.detach().requires_grad_()
-        losses = check_losses(loss_fn(outputs, targets), len(outputs))
+        with Unseeing():  # type: ignore[no-untyped-call]
+            losses = check_losses(loss_fn(outputs, targets), len(outputs))
         leaves = _leaves(_graph(losses))[0]
         if set(leaves) - {id(outputs)}:
             raise NotRowWise("the loss uses parameters beside the model's outputs")

@@ -30,6 +30,25 @@ class NotRowWise(Exception):
     """An operation outside the list, by name."""
 
 
+class Unseeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation inside is run as it is; one that hands values to the program raises `NotRowWise`.
+
+    A program that looks (`if mask.all()`, `x[:, :int(lengths.max())]`) lets one sample decide what is computed for all.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in `RowWise`."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise NotRowWise(f"{func} looks at values of the whole batch")
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Pass:
     """What is known of a pass: how many rows it has, in how many of them samples stand, and which memory is weights.

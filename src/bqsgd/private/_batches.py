@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.release import Scheme
 from bqsgd.training.draws import Purpose, Sources, draw_batch, torch_generator
 from bqsgd.training.samples import Part, Reader, check_loader
+
+_log = logging.getLogger("bqsgd.samples")
 
 
 class Batch:
@@ -49,13 +54,13 @@ class PoissonLoader:
         self._fresh: Batch | None = None
         """The batch that may be used for a step."""
         self._drawn: deque[tuple[int, int, int]] = deque()
-        self._pieces: DataLoader[list[Part]] = DataLoader(
-            cast(Any, self._reader),
-            batch_sampler=_Draws(self),
-            collate_fn=self._reader.collate,
-            generator=torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
-            **_workers_of(loader),
-        )
+        self.asked: Iterator[list[int]] = iter(())
+        """The numbers of the samples of an epoch, piece by piece, for the workers."""
+        self._how = _workers_of(loader) | {
+            "collate_fn": self._reader.collate,
+            "generator": torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
+        }
+        self._pieces = self._loader()
 
     @property
     def batch_size(self) -> int:
@@ -82,8 +87,9 @@ class PoissonLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch of batches."""
-        pieces = iter(self._pieces)
-        drawn = self._drawn  # of this iteration: it began with a call of `draw`
+        drawn: deque[tuple[int, int, int]] = deque()
+        self._drawn, self._fresh = drawn, None
+        pieces = self._read(self._draw(drawn))
         for _ in range(self.steps):
             if drawn is not self._drawn:
                 raise InvalidParameter(
@@ -102,12 +108,43 @@ class PoissonLoader:
                     for _ in reading:  # samples of a batch that was not used must not be taken for the next one's
                         pass
 
-    def draw(self) -> Iterator[list[int]]:
-        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
-        self._drawn, self._fresh = deque(), None
-        return self._draw(self._drawn)
+    def _read(self, drawing: Iterator[list[int]]) -> Iterator[list[Part]]:
+        """The samples of an epoch, piece by piece.
+
+        When a worker dies or takes too long, each sample of the piece waited for is read by a worker of its own. The
+        one that does it counts as zero, and all others as if it were not there.
+        """
+        waited_for: deque[list[int]] = deque()
+        while True:
+            outstanding = tuple(waited_for)
+            waited_for.clear()
+            self.asked = _noted(chain(outstanding, drawing), waited_for)
+            try:
+                for found in self._pieces:
+                    waited_for.popleft()
+                    yield found
+                return
+            except InvalidParameter:
+                raise
+            except Exception:
+                if not self._how["num_workers"] or not waited_for:
+                    raise
+                _log.warning("a worker process failed (keep this line private)", exc_info=True)
+            self._pieces = self._loader()
+            yield [part for number in waited_for.popleft() for part in self._alone(number)]
+
+    def _loader(self, **settings: Any) -> DataLoader[list[Part]]:
+        return DataLoader(cast(Any, self._reader), **({"batch_sampler": _Draws(self)} | self._how | settings))
+
+    def _alone(self, number: int) -> list[Part]:
+        """One sample, read by a worker of its own."""
+        try:
+            return next(iter(self._loader(batch_sampler=[[number]], num_workers=1, persistent_workers=False)))
+        except Exception:
+            return [Part(numbers=np.asarray([number], np.int64), data=None)]
 
     def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
+        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
         for _ in range(self.steps):
             self.check_size()
             rng = self._sources.at(Purpose.BATCH, self.next_draw)
@@ -150,7 +187,13 @@ class _Draws(Sampler[list[int]]):
         self._loader = loader
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.draw()
+        return self._loader.asked
+
+
+def _noted(pieces: Iterator[list[int]], note: deque[list[int]]) -> Iterator[list[int]]:
+    for piece in pieces:
+        note.append(piece)
+        yield piece
 
 
 def _reading(first: list[Part], pieces: Iterator[list[Part]], more: int) -> Iterator[Part]:

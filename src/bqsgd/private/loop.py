@@ -44,7 +44,7 @@ from bqsgd.secure.noise_shares import encode_base
 from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
 from bqsgd.training.samples import Forward, Objective, Part
-from bqsgd.training.values import buffers_kept
+from bqsgd.training.values import state_kept
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES
 
@@ -384,7 +384,7 @@ class Private:
         with (
             torch.autocast("cpu", enabled=False),
             warnings.catch_warnings(),
-            buffers_kept(self.model),
+            state_kept(self.model),
             self._sources.lent(Purpose.FORWARD, self.steps),
         ):
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
@@ -574,7 +574,7 @@ def _opened(ledger: str | Path | Ledger | None, budget: Budget, peers: Peers) ->
 
 
 def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
-    """The parts of a batch; what is left counts as zero when a worker process dies."""
+    """The parts of a batch; what is left counts as zero when no worker process can be started."""
     try:
         yield from samples
     except Exception:

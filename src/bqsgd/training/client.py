@@ -35,7 +35,7 @@ from bqsgd.training.least_squares import message_dimension, objective_of
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.samples import Forward, Objective, reader_of
 from bqsgd.training.settings import Config
-from bqsgd.training.values import Values, buffers_kept, client_values
+from bqsgd.training.values import Values, client_values, state_kept
 from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
 from bqsgd.wire.model_change import receive_model
 from bqsgd.wire.model_message import ModelMessage
@@ -188,7 +188,7 @@ class Client:
             return Declined(reason="the privacy budget is spent")
         shared = not (self.samples.draws or self.objective.draws)  # or clients of other threads would wait for nothing
         lent = self.sources.lent(Purpose.FORWARD, round, shared=shared)
-        with self._timed("gradients"), lent, buffers_kept(self.model):
+        with self._timed("gradients"), lent, state_kept(self.model):
             values = self._values(round)
         with self._timed("encode"):
             frame = self._encoded(values, release, round)

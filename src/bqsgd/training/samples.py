@@ -139,36 +139,49 @@ def _parts(numbers: list[int], members: list[Any], join: Callable[[list[Any]], A
 
 
 def _with_a_row_each(data: Any, samples: int) -> Any:
-    """`data` itself, where each of its tensors has one row per sample: a sample of several would count as several.
+    """`data` as plain tensors, where each has one row per sample: a sample of several would count as several.
 
     Raises:
         InvalidParameter: a tensor has not, or there is none.
     """
-    leaves, _ = tree_flatten(data)
+    leaves, spec = tree_flatten(data)
     if not leaves:
         raise InvalidParameter(f"the data set gives {type(data).__name__} without tensors; {_STRUCTURE}")
     for leaf in leaves:
-        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta
-        if not dense or leaf.dim() == 0 or len(leaf) != samples:
+        if not _is_dense(leaf) or leaf.dim() == 0 or len(leaf) != samples:
             tensor = isinstance(leaf, Tensor)
             got = f"{tuple(leaf.shape)} ({leaf.layout}, {leaf.device})" if tensor else type(leaf).__name__
             raise InvalidParameter(f"collate_fn gives {got} and not one row per sample; {_STRUCTURE}")
-    return data
+    # One sample's tensor that belongs to a graph would make the whole batch part of it, and stay in a worker process.
+    return tree_unflatten([leaf.detach().as_subclass(Tensor) for leaf in leaves], spec)
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Whether it is a tensor whose values lie in memory; subclasses may add to that, not replace it."""
+    own = isinstance(leaf, Tensor) and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return own and leaf.layout is torch.strided and not leaf.is_meta
 
 
 def _key(made: Any) -> object:
-    """What samples must share to be put together: structure, kinds, shapes and types."""
+    """What samples must share to be put together: structure, kinds, shapes and types.
+
+    Torch looks into more containers than are known here. One of those shares with nothing: joined with others, a sample
+    of another type would change theirs.
+    """
     if isinstance(made, (tuple, list)):
         return type(made), tuple(map(_key, made))
     if isinstance(made, dict):
         return type(made), tuple((name, _key(value)) for name, value in made.items())
-    return type(made), getattr(made, "dtype", None), getattr(made, "shape", None)
+    if isinstance(made, (Tensor, np.ndarray, np.generic, int, float)):
+        return type(made), getattr(made, "dtype", None), getattr(made, "shape", None)
+    return object()
 
 
 def _joined(members: list[Any]) -> Any:
-    spec = tree_flatten(members[0])[1]
-    columns = zip(*(tree_flatten(member)[0] for member in members), strict=True)
-    return tree_unflatten([torch.cat(column) for column in columns], spec)
+    leaves, specs = zip(*map(tree_flatten, members), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise InvalidParameter("samples of different structures cannot be joined")
+    return tree_unflatten([torch.cat(column) for column in zip(*leaves, strict=True)], specs[0])
 
 
 class _Arrays(Reader):
@@ -309,7 +322,9 @@ class Objective:
 
     def __init__(self, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> None:
         self.model, self.loss, self.forward = model, loss, forward
-        self._gathered = _Gathered(model, loss, forward or _inputs_then_target)
+        self._gathered: dict[object, _Gathered] = {}
+        """What gathers samples of one form, by the form: what is found out of a model is kept with the module."""
+        self._holding: _Gathered | None = None
         self._passed: dict[object, bool] = {}
         """What was checked -> whether it passed."""
         self.draws = False
@@ -331,9 +346,18 @@ class Objective:
     def _question(self, *asked: Any) -> object:
         """What a check depends on besides the model: of the data the form of one sample, not how many there are."""
         data, *settings = asked
-        leaves, spec = tree_flatten(data)
-        form = tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        return str(spec), form, *settings, torch.get_num_threads(), made_of(self.model)
+        return _form(data), *settings, torch.get_num_threads(), made_of(self.model)
+
+    def _hold(self, data: Any) -> _Gathered:
+        """These samples, to be named by number; those held before are let go."""
+        if self._holding is not None:
+            self._holding.rest()
+        form = _form(data)
+        if form not in self._gathered:
+            self._gathered[form] = _Gathered(self.model, self.loss, self.forward or _inputs_then_target)
+        self._holding = self._gathered[form]
+        self._holding.hold(data)
+        return self._holding
 
     def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
         """Run model and loss on zeros and made-up samples of the shapes of `data`, whose values are not read.
@@ -350,9 +374,8 @@ class Objective:
             if self._plain(data):
                 draws = check_model(self.model, self.loss, data, **asked)
             else:
-                self._gathered.hold(_made_up(data))
-                numbers = torch.arange(_MADE_UP)
-                draws = check_model(self._gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
+                gathered, numbers = self._hold(_made_up(data)), torch.arange(_MADE_UP)
+                draws = check_model(gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
         except (InvalidParameter, Warning):
             raise
         except Exception as error:
@@ -405,9 +428,9 @@ class Objective:
     def _as_pair(self, data: Any) -> tuple[nn.Module, LossFunction, tuple[Tensor, Tensor]]:
         if self._plain(data):
             return self.model, self.loss, (data[0], data[1])
-        count = self._gathered.hold(data)
-        numbers = torch.arange(1, count + 1)  # 0 is the empty row
-        return self._gathered, _same, (numbers, numbers)
+        gathered = self._hold(data)
+        numbers = torch.arange(1, len(gathered) + 1)  # 0 is the empty row
+        return gathered, _same, (numbers, numbers)
 
     def _fits(self, data: Any, *, clip: Clip, batch_size: int, packed: bool) -> bool:
         """Whether samples of these shapes pass the check; the answer is a matter of the shapes alone."""
@@ -433,12 +456,19 @@ class _Gathered(nn.Module):
         self._leaves: list[Tensor] = []
         self._structure: Callable[[list[Tensor]], Any] = tuple
 
-    def hold(self, data: Any) -> int:
-        """Take these samples; returns how many they are."""
+    def hold(self, data: Any) -> None:
+        """Take these samples."""
         leaves, spec = tree_flatten(data)
         self._structure = lambda values: tree_unflatten(values, spec)
         self._leaves = [torch.cat([leaf.new_zeros(1, *leaf.shape[1:]), leaf]) for leaf in leaves]
-        return len(leaves[0])
+
+    def __len__(self) -> int:
+        """How many samples are held."""
+        return len(self._leaves[0]) - 1
+
+    def rest(self) -> None:
+        """Let go of the samples."""
+        self._leaves = []
 
     def forward(self, numbers: Tensor) -> Tensor:
         """One loss per number."""
@@ -476,6 +506,12 @@ def _made_up(data: Any) -> Any:
         else:
             made.append(numbers.remainder(2).expand(shape).to(leaf.dtype))
     return tree_unflatten(made, spec)
+
+
+def _form(data: Any) -> object:
+    """Structure, types and shapes of one sample of `data`."""
+    leaves, spec = tree_flatten(data)
+    return str(spec), tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 def _shapes(data: Any) -> str:

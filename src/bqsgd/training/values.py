@@ -68,7 +68,7 @@ def check_model(
     parameters = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
     with alone, generators_kept():
         untouched = states()
-        with buffers_kept(model):
+        with state_kept(model):
             if unit is Unit.CLIENT:
                 torch.autograd.grad(loss(model(x), y).mean(), trainable(model), allow_unused=True)
             else:
@@ -91,18 +91,22 @@ def check_model(
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers back, and those away that a forward has made: what it writes there depends on the data, and the model
-    is released with them, or used by the next client."""
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Put buffers and attributes back, and those away that a forward has made: what it writes there depends on the
+    data, and the model is released with them, or used for other samples or by the next client."""
     before = [
-        (module, dict(module._buffers), [(b, b.clone()) for b in module._buffers.values() if b is not None])
-        for module in model.modules()
+        (m, dict(vars(m)), dict(m._buffers), [(b, b.clone()) for b in m._buffers.values() if b is not None])
+        for m in model.modules()
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, buffers, values in before:
+            for module, attributes, buffers, values in before:
+                own = vars(module)
+                for name in own.keys() - attributes.keys():
+                    del own[name]
+                own.update(attributes)
                 module._buffers.clear()
                 module._buffers.update(buffers)
                 for buffer, value in values:
@@ -124,7 +128,8 @@ def sample_values(
     The number depends on the data: keep it on the client.
     """
     try:
-        clipped = clipped_gradients(model, loss, batch, indices=indices, clip=clip, batch_size=batch_size)
+        with state_kept(model):
+            clipped = clipped_gradients(model, loss, batch, indices=indices, clip=clip, batch_size=batch_size)
         mean = clipped.mean.cpu().numpy()
         if bool(np.isfinite(mean).all()):
             return mean, clipped.dropped
@@ -151,7 +156,8 @@ def _one_by_one(
         one = (batch[0][row : row + 1], batch[1][row : row + 1])
         try:
             number = None if numbers is None else numbers[row : row + 1]
-            alone = clipped_gradients(model, loss, one, indices=number, clip=clip, batch_size=power)
+            with state_kept(model):
+                alone = clipped_gradients(model, loss, one, indices=number, clip=clip, batch_size=power)
             values = alone.mean.cpu().numpy()
             lost = bool(alone.dropped) or not bool(np.isfinite(values).all())
         except Exception:
