@@ -1,9 +1,12 @@
 """A loop that is wrong, or hostile to its own guarantee: refused before anything is spent, or harmless."""
 
 import copy
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import random
+import time
 
 import numpy as np
 import pytest
@@ -642,3 +645,16 @@ def test_a_sample_that_ends_its_worker_costs_itself_and_no_more(private, points,
     gradients, dropped = found(TensorDataset(*points))
     assert dropped == 1
     assert torch.equal(gradients, expected)
+
+
+def test_a_worker_that_dies_raises_nothing_in_the_midst_of_a_step(private, points):
+    """Torch's own alarm does, wherever the program then is: also after the spend."""
+    before = set(multiprocessing.active_children())
+    loader = DataLoader(TensorDataset(*points), batch_size=96, num_workers=1)
+    batches = iter(private(loader=loader, seed=0, micro_batch=8).loader)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.kill()
+    assert multiprocessing.connection.wait([worker.sentinel], timeout=60)
+    time.sleep(0.1)
+    assert not worker.is_alive()

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils import signal_handling
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.release import Scheme
@@ -120,7 +121,7 @@ class PoissonLoader:
             waited_for.clear()
             self.asked = _noted(chain(outstanding, drawing), waited_for)
             try:
-                for found in self._pieces:
+                for found in _without_alarm(iter(self._pieces)):
                     waited_for.popleft()
                     yield found
                 return
@@ -188,6 +189,15 @@ class _Draws(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._loader.asked
+
+
+def _without_alarm(workers: Any) -> Iterator[list[Part]]:
+    """The same workers. When one dies torch raises an error in the midst of whatever runs then, also after a spend;
+    whoever waits for its piece finds out anyway."""
+    if getattr(workers, "_worker_pids_set", False):
+        cast(Any, signal_handling)._remove_worker_pids(id(workers))
+        workers._worker_pids_set = False
+    return cast(Iterator[list[Part]], workers)
 
 
 def _noted(pieces: Iterator[list[int]], note: deque[list[int]]) -> Iterator[list[int]]:
