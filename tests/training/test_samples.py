@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from bqsgd.errors import InvalidParameter
 from bqsgd.persample.clips import Dual
 from bqsgd.training.client import Client
 from bqsgd.training.least_squares import objective_of
@@ -209,6 +210,16 @@ class Looking(nn.Module):
         return self.out(x * 0 if bool((x.abs() > 1e5).any()) else x)
 
 
+class Cutting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x):
+        kept = x[:, (x != 1e6).all(0)]
+        return self.out(nn.functional.pad(kept, (0, 3 - kept.shape[1])))
+
+
 def looking_loss(outputs, targets):
     found = LOSS(outputs, targets.clamp(max=1))
     return found * 0 if bool((targets > 1).any()) else found
@@ -217,11 +228,23 @@ def looking_loss(outputs, targets):
 @pytest.mark.filterwarnings("ignore:.*looks at values")
 @pytest.mark.parametrize(
     ("made", "loss"),
-    [(Looking(nn.ReLU()), LOSS), (Looking(nn.SiLU()), LOSS), (nn.Linear(3, 2), looking_loss)],
-    ids=["row-wise but for it", "model", "loss"],
+    [(Looking(nn.ReLU()), LOSS), (Looking(nn.SiLU()), LOSS), (Cutting(), LOSS), (nn.Linear(3, 2), looking_loss)],
+    ids=["row-wise but for it", "model", "shape", "loss"],
 )
 def test_a_sample_whose_value_decides_what_is_computed_decides_it_for_itself(made, loss):
     first, *rest = points(10)
     for record in ((torch.full((3,), 1e6), torch.tensor(0)), (torch.ones(3), torch.tensor(2))):
         alone, without = mean(made, [first, record], loss, first=1), mean(made, [first, None, *rest], loss, first=1)
         assert np.array_equal(mean(made, [first, record, *rest], loss, first=1), alone + without)
+
+
+def test_a_loss_that_weighs_a_class_against_the_others_of_the_batch_is_refused():
+    """Of a class that the first two do not show: they weigh alike."""
+    weights = torch.tensor([1.0, 1.0, 1e4])
+
+    def balanced(outputs, targets):
+        return LOSS(outputs, targets) * weights[targets] / weights[targets].mean()
+
+    objective = objective_of(config("sgd"), nn.Linear(3, 3), balanced)
+    with pytest.raises(InvalidParameter, match="mixes samples"):
+        objective.check((torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)), clip=CLIP, batch_size=4)

@@ -108,12 +108,14 @@ def _same_draws(seed: int) -> Iterator[None]:
         yield
 
 
-def samples_like(values: Tensor) -> Tensor:
-    """Four made-up samples of the same shape and type: a check must not depend on data."""
-    shape = (4, *values.shape[1:])
+def samples_like(values: Tensor, *, samples: int = 4, classes: int = 2) -> Tensor:
+    """Made-up samples of the same shape and type: a check must not depend on data. Whole numbers are below `classes`,
+    and as many of them are tried as there are samples."""
+    shape = (samples, *values.shape[1:])
     if values.is_floating_point():
         return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(values.dtype)
-    return torch.arange(4).view(-1, *[1] * (values.dim() - 1)).expand(shape).remainder(2).to(values.dtype)
+    tried = torch.arange(samples) * max(1, classes // samples) % classes
+    return tried.view(-1, *[1] * (values.dim() - 1)).expand(shape).to(values.dtype)
 
 
 def _randomised(model: nn.Module, generator: torch.Generator) -> nn.Module:

@@ -33,7 +33,8 @@ class NotRowWise(Exception):
 class Unseeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation inside is run as it is; one that hands values to the program raises `NotRowWise`.
 
-    A program that looks (`if mask.all()`, `x[:, :int(lengths.max())]`) lets one sample decide what is computed for all.
+    A program that looks (`if mask.all()`, `x[:, :int(lengths.max())]`, `x[:, mask.any(0)]`) lets one sample decide what
+    is computed for all.
     """
 
     @classmethod
@@ -44,9 +45,16 @@ class Unseeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.data_dependent_output in func.tags:
+        if torch.Tag.data_dependent_output in func.tags or _has_a_shape_of_values(func, args):
             raise NotRowWise(f"{func} looks at values of the whole batch")
         return func(*args, **(kwargs or {}))
+
+
+def _has_a_shape_of_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether values decide the shape of what comes out, as with a mask for an index; whole numbers for one do not."""
+    if func is aten.index.Tensor:
+        return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from bqsgd.release import Unit
 
 Values = npt.NDArray[np.floating]
 _TRIAL_ROWS = 2
+_MOST_CLASSES = 16
 _apart: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], LossFunction]] = WeakKeyDictionary()
 """What was checked of each model, which many clients may share, and with which loss."""
 
@@ -84,10 +85,27 @@ def check_model(
         question = (packed, batch_size, torch.get_num_threads(), id(loss), made_of(model), *form)
         answered = _apart.setdefault(model, {})
         if answered.get(question) is not loss:
-            tried = made_up or (samples_like(batch[0]), samples_like(batch[1]))
+            tried = made_up or _made_up(model, loss, batch)
             check_samples_apart(model, loss, tried, batch_size=batch_size, packed=packed)
             answered[question] = loss
     return draws
+
+
+def _made_up(model: nn.Module, loss: LossFunction, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Samples to try, of many classes where the loss takes them: it may weigh a class against others of the batch."""
+    inputs, targets = batch
+    if not targets.is_floating_point():
+        with torch.no_grad(), state_kept(model), generators_kept():
+            try:
+                classes = model(samples_like(inputs)).shape[1]
+                many = min(max(classes, 4), _MOST_CLASSES)
+                tried = samples_like(inputs, samples=many), samples_like(targets, samples=many, classes=max(classes, 2))
+                loss(model(tried[0]), tried[1])
+            except Exception:
+                pass  # the whole numbers have another meaning
+            else:
+                return tried
+    return samples_like(inputs), samples_like(targets)
 
 
 @contextmanager
