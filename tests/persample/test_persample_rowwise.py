@@ -19,7 +19,8 @@ from bqsgd.models import AlexNet28, LeNet5
 from bqsgd.persample import Clamp, check_samples_apart, clipped_gradients
 from bqsgd.persample.rows import loss_rows_for, packed_rows_for, rows_for
 from bqsgd.persample.rowwise import NotRowWise, RowWise
-from bqsgd.training.samples import Objective, Part
+from bqsgd.training.objective import Objective
+from bqsgd.training.samples import Part
 
 
 def output_and_error(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,8 @@ def test_empty_batches_are_noise_and_are_counted(private, points, tmp_path):
 def test_a_sample_has_the_same_gradient_to_the_last_bit_in_every_batch(private, points):
     """Claim 8: removing a sample moves the clipped mean by that sample's own clipped gradient, to the last bit."""
     from bqsgd.persample import L2
-    from bqsgd.training.samples import Objective, Reader
+    from bqsgd.training.objective import Objective
+    from bqsgd.training.samples import Reader
 
     model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 2))
     for forward in (None, lambda model, batch: (model(batch[0]), batch[1])):

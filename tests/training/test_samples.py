@@ -13,7 +13,8 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.persample.clips import Dual
 from bqsgd.training.client import Client
 from bqsgd.training.least_squares import objective_of
-from bqsgd.training.samples import Objective, reader_of
+from bqsgd.training.objective import Objective
+from bqsgd.training.samples import reader_of
 from bqsgd.training.settings import Config
 
 CLIP = Dual(norm=0.5, bound=0.1)

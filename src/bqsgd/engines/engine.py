@@ -27,7 +27,7 @@ from bqsgd.storage import Appended, private_folder
 from bqsgd.training.aggregation import client_weights
 from bqsgd.training.client import Client, PrivateLog
 from bqsgd.training.node_limits import NodeLimits
-from bqsgd.training.samples import Objective
+from bqsgd.training.objective import Objective
 from bqsgd.training.settings import Config
 from bqsgd.training.sums import SumSetup
 from bqsgd.training.task import Samples, Task

@@ -43,7 +43,8 @@ from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.secure.noise_shares import encode_base
 from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
-from bqsgd.training.samples import Forward, Objective, Part
+from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.samples import Part
 from bqsgd.training.values import state_kept
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES

@@ -33,7 +33,8 @@ from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.least_squares import message_dimension, objective_of
 from bqsgd.training.node_limits import NodeLimits
-from bqsgd.training.samples import Forward, Objective, reader_of
+from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.samples import reader_of
 from bqsgd.training.settings import Config
 from bqsgd.training.values import Values, client_values, state_kept
 from bqsgd.training.way_down import WHOLE_MODEL_NEEDED

@@ -28,7 +28,8 @@ from bqsgd.persample.clips import L2, Clip, Dual
 from bqsgd.persample.functional import LossFunction
 from bqsgd.persample.moments import CLASS_WEIGHT, MOST_FEATURES, clipped_moments, moments_dimension, triangle
 from bqsgd.release import Unit
-from bqsgd.training.samples import Forward, Objective, Part
+from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.samples import Part
 from bqsgd.training.settings import LEAST_SQUARES, Config
 from bqsgd.training.values import Values
 

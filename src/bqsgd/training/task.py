@@ -19,7 +19,8 @@ from bqsgd.persample.functional import LossFunction
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Unit
 from bqsgd.training.least_squares import objective_of
-from bqsgd.training.samples import Forward, Objective, Reader, reader_of
+from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.samples import Reader, reader_of
 
 if TYPE_CHECKING:
     from bqsgd.training.setting_groups import Group
