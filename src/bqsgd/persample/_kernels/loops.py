@@ -7,9 +7,12 @@ threads changes no bit. Each runs on as many threads as torch uses.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,35 +27,43 @@ AT_ONCE = LANES
 """Samples whose gradients `Pairs` makes at once."""
 PIECES = 4
 """Parts a thread's work is cut into; any thread may take any part."""
+FEW = 1 << 19
+"""Numbers that one thread has gone through by the time that another has begun."""
 
 
-def in_threads(work: Callable[[int, int], None], items: int) -> None:
+def in_threads(work: Callable[[int, int], None], items: int, *, each: int = FEW) -> None:
     """Call work(start, stop) over disjoint parts of range(items), on as many threads as torch has.
 
     Each thread takes the next of several pieces when it is done, so that a core kept busy by torch's own waiting
     threads holds nobody up.
+
+    each: how many numbers an item is made of, where little is done to each: a few are not worth a second thread.
     """
-    threads = max(1, min(torch.get_num_threads(), items))
+    threads = max(1, min(torch.get_num_threads(), items)) if items * each >= FEW else 1
     count = min(items, threads * PIECES if threads > 1 else 1)
     edges = [items * i // count for i in range(count + 1)] if items else [0, 0]
     following = itertools.count()
-    failures: list[BaseException] = []
 
-    def guarded() -> None:
-        try:
-            while (piece := next(following)) < count:
-                work(edges[piece], edges[piece + 1])
-        except BaseException as error:  # raised again below, in the calling thread
-            failures.append(error)
+    def take() -> None:
+        while (piece := next(following)) < count:
+            work(edges[piece], edges[piece + 1])
 
-    others = [threading.Thread(target=guarded) for _ in range(1, threads)]
-    for other in others:
-        other.start()
-    guarded()
-    for other in others:
-        other.join()
-    if failures:
-        raise failures[0]
+    if threads == 1:
+        take()
+        return
+    others = [_helpers(os.getpid(), torch.get_num_threads()).submit(take) for _ in range(1, threads)]
+    try:
+        take()
+    finally:
+        for other in others:
+            if not other.cancel():  # one that has not begun finds no piece left
+                other.result()
+
+
+@lru_cache(maxsize=1)
+def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, with the memory they keep. A forked process has none of its parent's and makes its own."""
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix=f"bqsgd-{process}")
 
 
 _kept = threading.local()
@@ -109,7 +120,8 @@ def in_lanes(values: Tensor, rows: int) -> Tensor:
     """(rows, ...) with those of `values` first and zeros after them, the samples of an entry beside each other."""
     flat, size = values.detach().contiguous().view(-1).numpy(), values[0].numel()
     out, samples = np.empty((size, rows), np.float32), len(values)
-    in_threads(lambda start, stop: _transpose(flat, samples, size, start, stop, out), -(-size // LANES))
+    each, blocks = samples * LANES, -(-size // LANES)
+    in_threads(lambda start, stop: _transpose(flat, samples, size, start, stop, out), blocks, each=each)
     return torch.from_numpy(out).view(*values.shape[1:], rows).movedim(-1, 0)
 
 
@@ -134,7 +146,7 @@ def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
     """(batch,) float64 sums of squares of (batch, coordinates), clamped to +-bound where one is given."""
     (flat, stride), out = samples_last(values), np.empty(len(values))
     size, reach = values.shape[1], np.inf if bound is None else bound
-    in_threads(lambda start, stop: _squares(flat, stride, size, reach, start, stop, out), len(out))
+    in_threads(lambda start, stop: _squares(flat, stride, size, reach, start, stop, out), len(out), each=size)
     return torch.from_numpy(out)
 
 
@@ -179,7 +191,7 @@ def largest(values: Tensor) -> Tensor:
         return values.flatten(1).abs().amax(dim=1).double()
     (flat, stride), out = samples_last(values), np.empty(len(values), np.float32)
     size = values[0].numel() if len(values) else 0
-    in_threads(lambda start, stop: _largest(flat, stride, size, start, stop, out), len(out))
+    in_threads(lambda start, stop: _largest(flat, stride, size, start, stop, out), len(out), each=size)
     return torch.from_numpy(out.astype(np.float64))
 
 
@@ -203,7 +215,7 @@ def row_sums(values: Tensor) -> Tensor:
         return values.sum(dim=-1)
     (flat, stride), (batch, rows, terms) = samples_last(values), values.shape
     out = np.empty((rows, batch), np.float32)
-    in_threads(lambda start, stop: _sums(flat, stride, terms, batch, start, stop, out), rows)
+    in_threads(lambda start, stop: _sums(flat, stride, terms, batch, start, stop, out), rows, each=terms * batch)
     return torch.from_numpy(out).t()
 
 
@@ -238,7 +250,8 @@ def add_steps(values: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound
     """out += sum_b of weights_b values_b in whole grid steps; values_b is clamped to +-bound first, if given."""
     (flat, stride), scaled, target = samples_last(values), (weights / grid.step).numpy(), out.numpy()
     reach = held_to(bound)
-    in_threads(lambda start, stop: _add_steps(flat, stride, scaled, reach, start, stop, target), len(target))
+    each = len(scaled)
+    in_threads(lambda start, stop: _add_steps(flat, stride, scaled, reach, start, stop, target), len(target), each=each)
 
 
 def in_steps(values: Tensor, grid: Grid, weights: Tensor, *, bound: float | None) -> Tensor:

@@ -380,7 +380,7 @@ def _tanh_backward(error: Any, output: Any, out: Any) -> None:
 def tanh(x: np.ndarray) -> np.ndarray:
     out = np.empty_like(x)
     flat, found = x.reshape(-1), out.reshape(-1)
-    in_threads(lambda start, stop: _tanh(flat[start:stop], found[start:stop]), x.size)
+    in_threads(lambda start, stop: _tanh(flat[start:stop], found[start:stop]), x.size, each=1)
     return out
 
 
@@ -388,7 +388,7 @@ def tanh_backward(error: np.ndarray, output: np.ndarray) -> np.ndarray:
     """error (1 - output^2)."""
     out = np.empty_like(error)
     flat = error.reshape(-1), output.reshape(-1), out.reshape(-1)
-    in_threads(lambda start, stop: _tanh_backward(*(part[start:stop] for part in flat)), error.size)
+    in_threads(lambda start, stop: _tanh_backward(*(part[start:stop] for part in flat)), error.size, each=1)
     return out
 
 
