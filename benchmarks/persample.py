@@ -148,9 +148,24 @@ def verdicts(speed: dict[str, Any], memory: dict[str, int]) -> list[dict[str, An
 
 
 def page_table(result: dict[str, Any]) -> str:
-    """The figures of `docs/persample.md`: one core in times of plain, and memory."""
-    models = result["speed"]["1"]
-    lines = ["| CPU time on one core, times plain | " + " | ".join(f"{m}, batch {MODELS[m][1]}" for m in models) + " |"]
+    """The figures of `docs/persample.md`: in times of plain on one core and on two, and memory."""
+    lines = [
+        *_ratios(result["speed"]["1"], "CPU time on one core"),
+        "",
+        *_ratios(result["speed"]["2"], "time on two cores"),
+    ]
+    memory = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in result["memory_bytes"].items())
+    missed = [row["target"] for row in result["targets"] if not row["met"]]
+    load = ", ".join(f"{value:.1f}" for value in result["load_average_before"])
+    texts = [
+        f"Load averages before the run: {load}. Peak memory of {MEMORY_MODEL} beyond the model, in MiB: {memory}.",
+        f"Targets missed: {'; '.join(missed) or 'none'}.",
+    ]
+    return "\n".join([*lines, *("\n" + textwrap.fill(text, 120) for text in texts), ""])
+
+
+def _ratios(models: dict[str, Any], heading: str) -> list[str]:
+    lines = [f"| {heading}, times plain | " + " | ".join(f"{m}, batch {MODELS[m][1]}" for m in models) + " |"]
     lines.append("|---" * (len(models) + 1) + "|")
     for names in (PER_SAMPLE, OPACUS, ("torch.func.vmap",)):
         cells = []
@@ -159,15 +174,7 @@ def page_table(result: dict[str, Any]) -> str:
             ratios = [seconds[name] / seconds["plain"] if name in seconds else None for name in names]
             cells.append(" / ".join("fails" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
         lines.append(f"| {' / '.join(names)} | " + " | ".join(cells) + " |")
-    memory = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in result["memory_bytes"].items())
-    shown = [row for row in result["targets"] if ", 1 core" in row["target"] or "memory" in row["target"]]
-    missed = [row["target"] for row in shown if not row["met"]]
-    load = ", ".join(f"{value:.1f}" for value in result["load_average_before"])
-    texts = [
-        f"Load averages before the run: {load}. Peak memory of {MEMORY_MODEL} beyond the model, in MiB: {memory}.",
-        f"Targets missed on one core and in memory: {'; '.join(missed) or 'none'}.",
-    ]
-    return "\n".join([*lines, *("\n" + textwrap.fill(text, 120) for text in texts), ""])
+    return lines
 
 
 def page_with(table: str) -> str:

@@ -1,0 +1,93 @@
+"""The threads of the compiled loops: every item once, errors come out, and a forked process has threads of its own."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from bqsgd.persample._kernels.loops import FEW, in_threads, scratch
+
+
+@pytest.fixture(autouse=True)
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("items", [0, 1, 2, 3, 15, 16, 17, 1000])
+@pytest.mark.parametrize("each", [1, FEW])
+def test_every_item_is_done_once(items, each):
+    times = np.zeros(items, np.int64)
+
+    def work(start, stop):
+        times[start:stop] += 1
+
+    in_threads(work, items, each=each)
+    assert (times == 1).all()
+
+
+def test_few_numbers_stay_with_the_thread_that_asks():
+    seen = set()
+    in_threads(lambda start, stop: seen.add(threading.get_ident()), 1000, each=FEW // 1001)
+    assert seen == {threading.get_ident()}
+
+
+def test_threads_stay_and_keep_their_memory():
+    everybody, found = threading.Barrier(4, timeout=60), {}
+
+    def work(start, stop):
+        everybody.wait()  # so that each of four threads has one of four pieces
+        found.setdefault(threading.get_ident(), []).append(scratch("tested", 8).ctypes.data)
+
+    for _ in range(2):
+        in_threads(work, 4)
+    assert len(found) == 4
+    assert all(first == second for first, second in found.values())
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_error_of_any_thread_is_raised(failing):
+    everybody = threading.Barrier(4, timeout=60)
+
+    def work(start, stop):
+        everybody.wait()
+        if start == failing:
+            raise ZeroDivisionError("one of them")
+
+    with pytest.raises(ZeroDivisionError, match="one of them"):
+        in_threads(work, 4)
+
+
+def test_callers_in_many_threads_do_not_wait_for_one_another():
+    sums = np.zeros((8, 100), np.int64)
+
+    def caller(row):
+        for _ in range(20):
+            in_threads(lambda start, stop: np.add(sums[row, start:stop], 1, out=sums[row, start:stop]), 100)
+
+    callers = [threading.Thread(target=caller, args=(row,)) for row in range(8)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join(timeout=60)
+    assert (sums == 20).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_makes_threads_of_its_own():
+    done = np.zeros(64, np.int64)
+
+    def work(start, stop):
+        done[start:stop] += 1
+
+    in_threads(work, 64)
+    child = os.fork()
+    if child == 0:
+        in_threads(work, 64)
+        os._exit(0 if (done == 2).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
