@@ -53,11 +53,11 @@ class SettingsCommand(typer.core.TyperCommand):
 
 def _settings_options() -> Iterator[typer.core.TyperOption]:
     from bqsgd.tasks import ALL_GROUPS
+    from bqsgd.training.setting_groups import kind_of
 
-    kinds: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
     for group in ALL_GROUPS.values():
         for name, each in group.options():
-            kind, option = kinds[str(each.type).removesuffix(" | None")], f"--{name.replace('_', '-')}"
+            kind, option = kind_of(each), f"--{name.replace('_', '-')}"
             yield typer.core.TyperOption(
                 param_decls=[name, f"{option}/--no-{option[2:]}" if kind is bool else option],
                 type=kind,

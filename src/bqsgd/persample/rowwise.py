@@ -39,7 +39,7 @@ class Unseeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As in `RowWise`."""
+        """Nothing is compiled here; torch would otherwise load its compiler, two seconds, to switch it off."""
         return False
 
     def __torch_dispatch__(
@@ -76,17 +76,12 @@ class Pass:
         return values.untyped_storage().data_ptr() in self.weights
 
 
-class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation inside is row-wise, or raises."""
+class RowWise(Unseeing):
+    """Every operation inside is row-wise, or raises: none of the list looks at values."""
 
     def __init__(self, known: Pass | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pass = known or Pass()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch would otherwise load its compiler, two seconds, to switch it off."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

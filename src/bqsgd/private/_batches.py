@@ -140,7 +140,8 @@ class PoissonLoader:
     def _alone(self, number: int) -> list[Part]:
         """One sample, read by a worker of its own."""
         try:
-            return next(iter(self._loader(batch_sampler=[[number]], num_workers=1, persistent_workers=False)))
+            alone = self._loader(batch_sampler=[[number]], num_workers=1, persistent_workers=False)
+            return next(_without_alarm(iter(alone)))
         except Exception:
             return [Part(numbers=np.asarray([number], np.int64), data=None)]
 

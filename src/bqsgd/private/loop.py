@@ -45,7 +45,6 @@ from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
 from bqsgd.training.objective import Forward, Objective
 from bqsgd.training.samples import Part
-from bqsgd.training.values import state_kept
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES
 
@@ -385,7 +384,6 @@ class Private:
         with (
             torch.autocast("cpu", enabled=False),
             warnings.catch_warnings(),
-            state_kept(self.model),
             self._sources.lent(Purpose.FORWARD, self.steps),
         ):
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples

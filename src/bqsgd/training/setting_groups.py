@@ -14,13 +14,8 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int, check_positive
 
 _NO_OPTION = "no option"
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "str": (str, "a text"),
-    "bool": (bool, "true or false"),
-}
-"""Annotation of a setting -> the types of its values, and their name in an error."""
+_KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def setting(
@@ -98,14 +93,18 @@ def _check_setting(each: Field[Any], value: Any) -> None:
     elif rules["choices"] and value not in rules["choices"]:
         raise InvalidParameter(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
     else:
-        _check_kind(str(each.type).removesuffix(" | None"), name, value)
+        _check_kind(kind_of(each), name, value)
 
 
-def _check_kind(annotation: str, name: str, value: Any) -> None:
-    kind, words = _KINDS.get(annotation, (object, "anything"))
-    truth_for_a_number = isinstance(value, bool) and annotation in ("int", "float")
-    if truth_for_a_number or not isinstance(value, kind):
-        raise InvalidParameter(f"{name} must be {words}, got {value!r}")
+def kind_of(each: Field[Any]) -> type:
+    """The type of a setting that is set: `int | None` and `int` are both int; object for what is no plain value."""
+    return _KINDS.get(str(each.type).removesuffix(" | None"), object)
+
+
+def _check_kind(kind: type, name: str, value: Any) -> None:
+    truth_for_a_number = isinstance(value, bool) and kind in (int, float)
+    if truth_for_a_number or not isinstance(value, (int, float) if kind is float else kind):
+        raise InvalidParameter(f"{name} must be {_WORDS[kind]}, got {value!r}")
 
 
 def by_group(groups: Mapping[str, type[Group]], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -48,7 +48,7 @@ from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.client_plan import clipped_setting
 from bqsgd.training.draws import lent
-from bqsgd.training.values import Values, check_model, made_of, sample_values, state_kept
+from bqsgd.training.values import Values, check_model, made_of, sample_values
 
 
 class PrivateSteps:
@@ -146,7 +146,7 @@ class PrivateSteps:
         if self._spending is None:
             self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
         self._spending.spend(self.release(mechanism, range=range), round=step, last_round=step)
-        with nullcontext() if seeded else lent(self._masks), state_kept(self.model):
+        with nullcontext() if seeded else lent(self._masks):
             self._mean, _ = sample_values(
                 self.model, self.loss, batch, indices=numbers, clip=self.clip, batch_size=self.batch_size
             )
