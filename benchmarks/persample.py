@@ -1,10 +1,12 @@
 """Speed and memory of clipped per-sample gradients against plain training, opacus and torch.func.
 
 `python -m benchmarks.persample` prints the tables, writes benchmarks/results/persample.json and the table of
-docs/persample.md, and exits with 1 if a target is missed. Rivals take turns in one process and each keeps its best
-time, all doing the same work: forward, per-sample gradients, clip, sum. Our steps have indices drawn at random from
-60,000. On one core the time is CPU time, which on a quiet machine is the wall time and on a busy one leaves out the
-waiting; on two cores it is wall time. Memory is the peak of a fresh process beyond what it held before its steps.
+docs/persample.md, and exits with 1 if a target is missed. `--only NAME --threads N` runs the models whose name contains
+NAME and only prints; `--rivals` narrows it further. Each model has a process of its own in which rivals take turns;
+each keeps its best time, all doing the same work: forward, per-sample gradients, clip, sum. Our steps have indices
+drawn at random from 60,000. On one core the time is CPU time, which on a quiet machine is the wall time and on a busy
+one leaves out the waiting; on two cores it is wall time. Memory is the peak of a fresh process beyond what it held
+before its steps.
 """
 
 from __future__ import annotations
@@ -17,79 +19,98 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from benchmarks.persample_models import MODELS
 from benchmarks.persample_rivals import (
     CLIPS,
     MATERIALISING,
-    MODELS,
     OPACUS,
+    PACKED,
     RIVALS,
+    VMAP,
     Step,
-    batch_of,
     make_step,
     plain,
+    rivals_of,
 )
 
 RESULTS = Path(__file__).parent / "results" / "persample.json"
 PAGE = Path(__file__).parent.parent / "docs" / "persample.md"
 TABLE_STARTS, TABLE_ENDS = "<!-- table of benchmarks/persample.py -->\n", "<!-- end of table -->\n"
-ROUNDS, PATIENCE_SECONDS = 10, 15.0
-SPEED_LIMIT, LENET_LIMIT, MEMORY_LIMIT = 2.0, 1.6, 1.5
-MEMORY_MODEL = "MLP 784-2048-2048-10"
+TURNS, LEAST_TURNS, PATIENCE_SECONDS = 10, 2, 5.0
 FAST_CLIPS = ("L2", "Scale", "Clamp")
 PER_SAMPLE = (*FAST_CLIPS, "Dual")
+TIMES_PLAIN = {
+    "Linear 3969-10": {"L2": 1.5},
+    "Linear 1280-10": {"L2": 1.5},
+    "LeNet-5": {"L2": 1.5, "Scale": 1.6, "Clamp": 1.6, "Dual": 1.6},
+    "MLP 784-2048-2048-10": dict.fromkeys(FAST_CLIPS, 2.0),
+    "Transformer": {"L2": 1.5},
+    "LoRA": {"L2": 1.5},
+}
+"""The most that a clip may cost, in times of plain."""
+MEMORY_MODEL, MEMORY_LIMIT = "MLP 784-2048-2048-10", 1.5
+HEADINGS = ("plain, ms", *PER_SAMPLE, PACKED, *OPACUS, "vmap")
 
 
 def best_seconds(steps: dict[str, Step], threads: int) -> dict[str, float]:
     """The best of interleaved turns; a rival that has used up its patience sits the later turns out."""
     clock = time.process_time if threads == 1 else time.perf_counter
     best, spent = dict.fromkeys(steps, float("inf")), dict.fromkeys(steps, 0.0)
-    for turn in range(ROUNDS + 1):
+    for turn in range(TURNS):
         for name, step in steps.items():
-            if spent[name] > PATIENCE_SECONDS and turn > 2:
+            if spent[name] > PATIENCE_SECONDS and turn >= LEAST_TURNS:
                 continue
             start, wall = clock(), time.perf_counter()
             step()
+            best[name] = min(best[name], clock() - start)
             spent[name] += time.perf_counter() - wall
-            if turn:  # the first turn warms up
-                best[name] = min(best[name], clock() - start)
     return best
 
 
-def check_agreement(steps: dict[str, Step], batch_size: int) -> dict[str, float]:
+def check_agreement(results: dict[str, dict[str, Tensor]], batch_size: int) -> dict[str, float]:
     """Relative distance of every L2 rival's sum from ours: they must all do the same work."""
-    reference = steps["L2"]()[0] * batch_size
+    if "L2" not in results:
+        return {}
+    ours = results["L2"]
+    reference = torch.cat([part.flatten() for part in ours.values()]) * batch_size
+    limit = 1e-3 + len(reference) ** 0.5 / 2**22  # how far inside its bound our L2 clip aims
     distances = {}
-    for name in steps:
-        if name in OPACUS or name == "torch.func.vmap":
-            flat = torch.cat([g.flatten() for g in steps[name]()])
+    for name in (PACKED, *OPACUS, VMAP):
+        if name in results:
+            flat = torch.cat([results[name][part].flatten() for part in ours]) * (batch_size if name == PACKED else 1)
             distances[name] = float((flat - reference).norm() / reference.norm())
-            if distances[name] > 1e-3:  # our L2 clip aims sqrt(dimension) / 2^22 inside its bound
+            if distances[name] > limit:
                 raise AssertionError(f"{name} does other work than ours: relative distance {distances[name]}")
     return distances
 
 
-def measure_speed(threads: int) -> dict[str, Any]:
+def measure_speed(label: str, threads: int, rivals: Sequence[str]) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    found: dict[str, Any] = {}
-    for label, (build, batch_size) in MODELS.items():
-        torch.manual_seed(0)
-        model, steps, failed = build(), {}, {}
-        for name in RIVALS:
+    torch.manual_seed(0)
+    case = MODELS[label]
+    model = case.build()
+    steps: dict[str, Step] = {}
+    results: dict[str, dict[str, Tensor]] = {}
+    failed: dict[str, str] = {}
+    for name in rivals_of(case):
+        if name in rivals:
             try:
-                step = make_step(name, model, batch_size)
-                step()
+                step = make_step(name, case, model, case.batch_size)
+                results[name] = step()  # also the warm-up
                 steps[name] = step
             except Exception as error:  # a rival that does not run is reported, not hidden
-                failed[name] = f"{type(error).__name__}: {error}"
-        agreement = check_agreement(steps, batch_size)
-        found[label] = {"seconds": best_seconds(steps, threads), "failed": failed, "distance_from_ours": agreement}
-    return found
+                failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    agreement = check_agreement(results, case.batch_size)
+    results.clear()
+    return {"seconds": best_seconds(steps, threads), "failed": failed, "distance_from_ours": agreement}
 
 
 def resident_bytes(field: str) -> int:
@@ -100,12 +121,12 @@ def resident_bytes(field: str) -> int:
 def measure_memory(name: str) -> int:
     """Peak resident bytes of two steps beyond what the process held with model, data and warm kernels."""
     torch.set_num_threads(1)
-    build, batch_size = MODELS[MEMORY_MODEL]
+    case = MODELS[MEMORY_MODEL]
     torch.manual_seed(0)
     small = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-    make_step(name, small, 4)()  # imports and compilation are not the step's memory
-    plain(small, *batch_of(4))()
-    step = make_step(name, build(), batch_size)
+    make_step(name, case, small, 4)()  # imports and compilation are not the step's memory
+    plain(small, *case.batch(4))()
+    step = make_step(name, case, case.build(), case.batch_size)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = resident_bytes("VmRSS")
     for _ in range(2):
@@ -116,101 +137,135 @@ def measure_memory(name: str) -> int:
 def in_fresh_process(*arguments: str, threads: int) -> Any:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "benchmarks.persample", *arguments]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def speed_of(labels: Sequence[str], threads: int, rivals: Sequence[str]) -> dict[str, Any]:
+    """The speed of every rival on every model, each model in a process of its own."""
+    found = {}
+    for label in labels:
+        start = time.perf_counter()
+        found[label] = in_fresh_process(
+            "--speed", label, "--threads", str(threads), "--rivals", *rivals, threads=threads
+        )
+        print(f"{label}, {threads} core(s): {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
 def verdicts(speed: dict[str, Any], memory: dict[str, int]) -> list[dict[str, Any]]:
-    rows = []
+    """Every target with what was measured; a step of ours that failed misses its targets."""
+    rows: list[tuple[str, float | None, float]] = []
     for threads, models in speed.items():
         for label, found in models.items():
-            seconds = found["seconds"]
-            best = min(seconds[name] for name in OPACUS if name in seconds)
-            building = min(seconds[name] for name in MATERIALISING if name in seconds)
-            rows += [(f"{label}, {clip}, {threads} core(s): faster than the best opacus mode", seconds[clip], best)
-                     for clip in FAST_CLIPS]  # fmt: skip
-            rows.append(
-                (f"{label}, Dual, {threads} core(s): faster than materialising opacus", seconds["Dual"], building)
-            )
-            if label != "AlexNet28":
-                limit = SPEED_LIMIT * seconds["plain"]
-                rows += [
-                    (f"{label}, {clip}, {threads} core(s): <= 2.0x plain", seconds[clip], limit) for clip in FAST_CLIPS
-                ]
-    seconds = speed["1"]["LeNet-5"]["seconds"]
-    best = min(seconds[name] for name in OPACUS if name in seconds)
-    for clip in PER_SAMPLE:
-        rows.append((f"LeNet-5, {clip}, 1 core: <= 1.6x plain", seconds[clip], LENET_LIMIT * seconds["plain"]))
-        rows.append((f"LeNet-5, {clip}, 1 core: faster than every opacus mode", seconds[clip], best))
+            rows += _speed_targets(f"{label}, {{}}, {threads} core(s): {{}}", label, found["seconds"])
     limit = MEMORY_LIMIT * memory["plain"]
-    rows += [(f"{MEMORY_MODEL}, {clip}: memory <= 1.5x plain", memory[clip], limit) for clip in ("Clamp", "L2")]
-    return [{"target": name, "value": value, "limit": limit, "met": value <= limit} for name, value, limit in rows]
+    rows += [
+        (f"{MEMORY_MODEL}, {clip}: memory <= {MEMORY_LIMIT}x plain", memory[clip], limit) for clip in ("Clamp", "L2")
+    ]
+    return [
+        {"target": name, "value": value, "limit": limit, "met": value is not None and value <= limit}
+        for name, value, limit in rows
+    ]
+
+
+def _speed_targets(text: str, label: str, seconds: dict[str, float]) -> list[tuple[str, float | None, float]]:
+    best = min(seconds.get(name, float("inf")) for name in OPACUS)
+    building = min(seconds.get(name, float("inf")) for name in MATERIALISING)
+    clips = MODELS[label].clips
+    rows = [
+        (text.format(clip, "at most the best opacus mode"), seconds.get(clip), best)
+        for clip in FAST_CLIPS
+        if clip in clips
+    ]
+    rows.append(
+        (text.format("Dual", "at most the best opacus mode that builds gradients"), seconds.get("Dual"), building)
+    )
+    for clip, limit in TIMES_PLAIN.get(label, {}).items():
+        rows.append((text.format(clip, f"<= {limit}x plain"), seconds.get(clip), limit * seconds["plain"]))
+    return rows
 
 
 def page_table(result: dict[str, Any]) -> str:
     """The figures of `docs/persample.md`: in times of plain on one core and on two, and memory."""
-    lines = [
-        *_ratios(result["speed"]["1"], "CPU time on one core"),
-        "",
-        *_ratios(result["speed"]["2"], "time on two cores"),
-    ]
+    speed = result["speed"]
+    lines = [*_ratios(speed["1"], "CPU time on one core"), "", *_ratios(speed["2"], "time on two cores")]
     memory = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in result["memory_bytes"].items())
     missed = [row["target"] for row in result["targets"] if not row["met"]]
     load = ", ".join(f"{value:.1f}" for value in result["load_average_before"])
     texts = [
+        *(f"{label}: {MODELS[label].about}." for label in speed["1"] if MODELS[label].about),
+        *_failures(speed),
         f"Load averages before the run: {load}. Peak memory of {MEMORY_MODEL} beyond the model, in MiB: {memory}.",
         f"Targets missed: {'; '.join(missed) or 'none'}.",
     ]
     return "\n".join([*lines, *("\n" + textwrap.fill(text, 120) for text in texts), ""])
 
 
+def _failures(speed: dict[str, Any]) -> list[str]:
+    """What did not run and why, once for each rival and model."""
+    reasons = {
+        (label, name): reason
+        for models in speed.values()
+        for label, found in models.items()
+        for name, reason in found["failed"].items()
+    }
+    return [f"{label}, {name} fails: {reason}" for (label, name), reason in reasons.items()]
+
+
 def _ratios(models: dict[str, Any], heading: str) -> list[str]:
-    lines = [f"| {heading}, times plain | " + " | ".join(f"{m}, batch {MODELS[m][1]}" for m in models) + " |"]
-    lines.append("|---" * (len(models) + 1) + "|")
-    for names in (PER_SAMPLE, OPACUS, ("torch.func.vmap",)):
-        cells = []
-        for found in models.values():
-            seconds = found["seconds"]
-            ratios = [seconds[name] / seconds["plain"] if name in seconds else None for name in names]
-            cells.append(" / ".join("fails" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
-        lines.append(f"| {' / '.join(names)} | " + " | ".join(cells) + " |")
+    lines = [f"| {heading}, times plain | " + " | ".join(HEADINGS) + " |", "|---" * (len(HEADINGS) + 1) + "|"]
+    for label, found in models.items():
+        seconds = found["seconds"]
+        cells = [f"{seconds['plain'] * 1e3:.1f}"]
+        cells += [_cell(found, name, seconds["plain"]) for name in (*PER_SAMPLE, PACKED, *OPACUS, VMAP)]
+        lines.append(f"| {label}, batch {MODELS[label].batch_size} | " + " | ".join(cells) + " |")
     return lines
 
 
-def page_with(table: str) -> str:
+def _cell(found: dict[str, Any], name: str, plain_seconds: float) -> str:
+    if name in found["seconds"]:
+        return f"{found['seconds'][name] / plain_seconds:.2f}"
+    return "fails" if name in found["failed"] else "-"
+
+
+def page_with(table: str, page: Path = PAGE) -> str:
     """The page with this table in place of its own."""
-    before, rest = PAGE.read_text().split(TABLE_STARTS)
+    before, rest = page.read_text().split(TABLE_STARTS)
     return before + TABLE_STARTS + table + TABLE_ENDS + rest.split(TABLE_ENDS)[1]
 
 
+def print_speed(speed: dict[str, Any]) -> None:
+    for threads, models in speed.items():
+        for label, found in models.items():
+            seconds = found["seconds"]
+            print(
+                f"\n{label}, batch {MODELS[label].batch_size}, {threads} core(s): ms, times plain, distance from ours"
+            )
+            for name in RIVALS:
+                if name in seconds:
+                    distance = found["distance_from_ours"].get(name)
+                    ratio = seconds[name] / seconds["plain"] if "plain" in seconds else float("nan")
+                    shown = "" if distance is None else f"{distance:12.1e}"
+                    print(f"{name:24}{seconds[name] * 1e3:12.2f}{ratio:10.2f}{shown}")
+                elif name in found["failed"]:
+                    print(f"{name:24}{'fails':>12}  {found['failed'][name]}")
+
+
 def print_tables(result: dict[str, Any]) -> None:
-    for threads, models in result["speed"].items():
-        print(f"\n{threads} core(s), times plain" + "".join(f"{label:>24}" for label in models))
-        print(f"{'plain (ms)':24}" + "".join(f"{m['seconds']['plain'] * 1e3:24.1f}" for m in models.values()))
-        for name in RIVALS[1:]:
-            cells = [m["seconds"].get(name, float("nan")) / m["seconds"]["plain"] for m in models.values()]
-            print(f"{name:24}" + "".join(f"{cell:24.2f}" for cell in cells))
-    print(f"\npeak memory of {MEMORY_MODEL}, batch {MODELS[MEMORY_MODEL][1]} (MiB; times plain)")
+    print_speed(result["speed"])
+    print(f"\npeak memory of {MEMORY_MODEL}, batch {MODELS[MEMORY_MODEL].batch_size} (MiB; times plain)")
     for name, size in result["memory_bytes"].items():
         print(f"{name:24}{size / 2**20:10.1f}{size / result['memory_bytes']['plain']:10.2f}")
     print()
     for row in result["targets"]:
-        print("PASS" if row["met"] else "FAIL", f"{row['target']}: {row['value']:.4g} against {row['limit']:.4g}")
+        value = "failed" if row["value"] is None else f"{row['value']:.4g}"
+        print("PASS" if row["met"] else "FAIL", f"{row['target']}: {value} against {row['limit']:.4g}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--speed", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--memory", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.speed:
-        print(json.dumps(measure_speed(chosen.speed)))
-        return 0
-    if chosen.memory:
-        print(json.dumps(measure_memory(chosen.memory)))
-        return 0
+def whole_run() -> int:
     load = os.getloadavg()
-    speed = {str(n): in_fresh_process("--speed", str(n), threads=n) for n in (1, 2)}
+    speed = {str(n): speed_of(list(MODELS), n, RIVALS) for n in (1, 2)}
     memory = {
         name: in_fresh_process("--memory", name, threads=1)
         for name in ("plain", *CLIPS, "opacus ghost", *MATERIALISING)
@@ -228,6 +283,31 @@ def main() -> int:
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     PAGE.write_text(page_with(page_table(result)))
     return 0 if all(row["met"] for row in result["targets"]) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAME", help="print the models whose name contains NAME and write nothing")
+    parser.add_argument("--threads", type=int, default=1, help="with --only: the number of cores")
+    parser.add_argument(
+        "--rivals", nargs="+", default=RIVALS, choices=RIVALS, metavar="RIVAL", help="only these rivals"
+    )
+    parser.add_argument("--speed", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.speed:
+        print(json.dumps(measure_speed(chosen.speed, chosen.threads, chosen.rivals)))
+        return 0
+    if chosen.memory:
+        print(json.dumps(measure_memory(chosen.memory)))
+        return 0
+    if chosen.only:
+        labels = [label for label in MODELS if chosen.only.lower() in label.lower()]
+        if not labels:
+            parser.error(f"no model's name contains {chosen.only!r}; the models are {', '.join(MODELS)}")
+        print_speed({str(chosen.threads): speed_of(labels, chosen.threads, chosen.rivals)})
+        return 0
+    return whole_run()
 
 
 if __name__ == "__main__":

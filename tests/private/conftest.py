@@ -4,7 +4,7 @@ import pytest
 import torch
 from private_loops import LOSS, QUIET
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import bqsgd
 
@@ -29,6 +29,8 @@ def private(tmp_path, points):
         optimizer = torch.optim.SGD(trained, lr=0.5) if optimizer is None else optimizer
         if "seed" not in given:
             given.setdefault("ledger", tmp_path / "me.ledger")
+        if not isinstance(loader.dataset, (TensorDataset, Subset)):
+            given.setdefault("sample", (torch.zeros(4), 0))
         asked = {"loss": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": QUIET, "range": 0.5}
         made.append(bqsgd.make_private(model, optimizer, loader, **{"ledger": None} | asked | given))
         return made[-1]

@@ -268,7 +268,8 @@ def test_a_transformer_on_dict_batches(private):
     def forward(model, batch):
         return model(batch["ids"], batch["mask"]), batch["label"]
 
-    check_against_oracle(private, model, dataset, losses, forward=forward)
+    one = {"ids": torch.zeros(5, dtype=torch.int64), "mask": torch.zeros(5, dtype=torch.bool), "label": 0}
+    check_against_oracle(private, model, dataset, losses, forward=forward, sample=one)
 
 
 @pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
@@ -354,7 +355,7 @@ def test_a_logical_batch_of_4096_is_read_a_few_samples_at_a_time(private):
     batch = next(iter(made.loader))
     assert len(batch) > 3800
     first = len(asked)
-    assert first <= 256 + 1  # the piece that was read ahead, and the sample that lent its shape
+    assert first <= 256 + 1  # the piece that was read ahead, and the made-up record
     private_gradient = gradient(made, batch)
     assert len(asked) - first == len(batch) - 256
     assert set(asked) == {1}, "a collate_fn sees one sample at a time"
@@ -387,7 +388,12 @@ def test_padding_to_the_longest_of_a_batch_cannot_mix_samples(private):
     model, dataset = Mean(), Ragged()
     loader = DataLoader(dataset, batch_size=40, collate_fn=pad)
     check_against_oracle(
-        private, model, dataset, lambda row: LOSS(model(dataset[row][0][None]), torch.tensor([row % 2])), loader=loader
+        private,
+        model,
+        dataset,
+        lambda row: LOSS(model(dataset[row][0][None]), torch.tensor([row % 2])),
+        loader=loader,
+        sample=(torch.zeros(1), 0),
     )
 
 

@@ -11,9 +11,9 @@ from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.persample import L2
 from bqsgd.persample.generators import states
-from bqsgd.release import Scheme, Unit
+from bqsgd.release import Scheme
 from bqsgd.training.draws import Purpose, Sources, draw_batch, seed_for, torch_generator
-from bqsgd.training.values import check_model
+from bqsgd.training.objective import Objective
 
 
 def draws(scheme, count, batch_size, dataset_size):
@@ -122,9 +122,11 @@ def test_a_check_within_a_step_gives_the_masks_back():
         before = states()
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
         middle = states()
-        batch = torch.rand(2, 3, generator=torch.Generator()), torch.zeros(2, dtype=torch.long)
-        loss = torch.nn.CrossEntropyLoss(reduction="none")
-        settings = {"clip": L2(1.0), "batch_size": 16, "unit": Unit.SAMPLE}
-        assert check_model(model, loss, batch, **settings)
+        form = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
+        masked, plain = (Objective(model, torch.nn.CrossEntropyLoss(reduction="none")) for _ in range(2))
+        masked.check(form, clip=L2(1.0), batch_size=16)
+        assert masked.draws
         assert states() == middle != before
-        assert not check_model(model.eval(), loss, batch, **settings)
+        model.eval()
+        plain.check(form, clip=L2(1.0), batch_size=16)
+        assert not plain.draws

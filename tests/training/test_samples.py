@@ -76,7 +76,7 @@ def test_a_sample_that_collates_to_many_rows_moves_the_mean_by_no_more_than_one(
     def mean(record):
         share = Shares([rows(1), record, *(rows(-1, 7) for _ in range(10))])
         reader = reader_of(DataLoader(share, collate_fn=collate))
-        objective.check(reader.first(), clip=CLIP, batch_size=1)
+        objective.check(reader.form(rows(1)), clip=CLIP, batch_size=1)
         return objective.mean(reader.read(range(len(share))), clip=CLIP, batch_size=1)[0]
 
     moved, stated = mean(rows(1, 7)) - mean(None), CLIP.sensitivity(batch_size=1, range=1.0)
@@ -104,7 +104,8 @@ def test_a_sample_that_collates_to_many_rows_moves_the_mean_by_no_more_than_one(
 def test_a_sample_of_another_form_counts_as_zero_and_a_frame_comes(method, record):
     def frame(record):
         share = DataLoader(Shares([rows(1), record, rows(-1)]), collate_fn=untouched)
-        client = Client(client=0, model=model(), loss=LOSS, samples=share, config=config(method), ledger=None)
+        settings = {"config": config(method), "sample": rows(1)}
+        client = Client(client=0, model=model(), loss=LOSS, samples=share, ledger=None, **settings)
         return client.update(np.zeros(8, np.float32), 0)
 
     assert frame(record) == frame(None)
@@ -113,7 +114,7 @@ def test_a_sample_of_another_form_counts_as_zero_and_a_frame_comes(method, recor
 def mean(made, samples, loss=LOSS, forward=None, first=0):
     """The mean of all samples but those before `first`; sample 0 has the shapes for which the model is tried."""
     objective, reader = Objective(made, loss, forward), reader_of(Shares(samples))
-    objective.check(reader.first(), clip=CLIP, batch_size=1)
+    objective.check(reader.form(samples[0]), clip=CLIP, batch_size=1)
     return objective.mean(reader.read(range(first, len(samples))), clip=CLIP, batch_size=1)[0]
 
 

@@ -52,22 +52,27 @@ def by_name(model, batch):
     return model(batch["x"]), batch["y"]
 
 
+PAIR = torch.zeros(4), torch.tensor(0)
+DICT = {"x": torch.zeros(4), "y": torch.tensor(0)}
 FORMS = {
-    "arrays": (lambda x, y: (x.numpy(), y.numpy()), None),
-    "data set": (Pairs, None),
-    "loader": (lambda x, y: DataLoader(Pairs(x, y), batch_size=4, shuffle=True), None),
-    "dicts": (Dicts, by_name),
-    "dicts in a loader": (lambda x, y: DataLoader(Dicts(x, y), batch_size=4), by_name),
+    "arrays": (lambda x, y: (x.numpy(), y.numpy()), None, None),
+    "tensors": (TensorDataset, None, None),
+    "data set": (Pairs, None, PAIR),
+    "loader": (lambda x, y: DataLoader(Pairs(x, y), batch_size=4, shuffle=True), None, PAIR),
+    "dicts": (Dicts, by_name, DICT),
+    "dicts in a loader": (lambda x, y: DataLoader(Dicts(x, y), batch_size=4), by_name, DICT),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data_gives_the_same_model(form):
     """Bit for bit: a sample's row and gradient do not depend on how it was read."""
-    make, forward = FORMS[form]
+    make, forward, sample = FORMS[form]
     expected, _ = run(Task(make_model=linear, shares=[data(32, 0), data(40, 1)], test=data(64, 2)))
     shares = [make(*data(32, 0)), make(*data(40, 1))]
-    found, records = run(Task(make_model=linear, shares=shares, test=make(*data(64, 2)), forward=forward))
+    found, records = run(
+        Task(make_model=linear, shares=shares, test=make(*data(64, 2)), forward=forward, sample=sample)
+    )
     assert np.array_equal(found.model, expected.model)
     assert found.summary.accuracy == expected.summary.accuracy == records[-1].test_accuracy
 
@@ -159,7 +164,8 @@ REFUSED = {
     ),
     "three arrays": ({"shares": [(*data(), data()[1])] * 2}, "TensorDataset"),
     "inputs that do not pair up": ({"shares": [(data(8)[0], data(9)[1])] * 2}, "do not pair up"),
-    "dicts without a forward": ({"shares": [Dicts(*data())] * 2}, "forward="),
+    "dicts without a forward": ({"shares": [Dicts(*data())] * 2, "sample": DICT}, "forward="),
+    "a data set of unknown form": ({"shares": [Pairs(*data())] * 2}, r"sample=\(torch.zeros\(3, 32, 32\), 0\)"),
 }
 
 

@@ -54,7 +54,7 @@ class Engine(Protocol):
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """Client -> how many samples it holds: the clients of the run."""
+        """Client -> how many samples it holds, or counts as (`client_plan.public_size`): the clients of the run."""
 
     @property
     def claimed(self) -> bool:
@@ -120,13 +120,16 @@ class Setup:
                 "key: give roster and identity (bqsgd secure keygen, bqsgd secure roster)"
             )
 
-    def check_samples(self, client: int, samples: int) -> None:
-        """Raise InvalidParameter where a client is not on the list of sizes or claims more than it says."""
+    def check_samples(self, client: int, samples: int | None) -> None:
+        """Raise InvalidParameter where a client is not on the list of sizes or claims more than it says.
+
+        samples: None where the guarantee hides the whole client, which then claims nothing.
+        """
         if self.sizes is None:
             return
         if client not in self.sizes:
             raise InvalidParameter(f"client {client} is not on the list of sizes")
-        if samples > self.sizes[client]:
+        if samples is not None and samples > self.sizes[client]:
             listed = self.sizes[client]
             raise InvalidParameter(f"client {client} claims {samples} samples, the list of sizes has {listed}")
 
@@ -165,6 +168,7 @@ def make_client(
         loss=setup.task.loss,
         samples=share,
         forward=setup.task.forward,
+        sample=setup.task.sample,
         config=setup.config,
         ledger=ledger,
         run=setup.run,

@@ -18,7 +18,9 @@ from bqsgd.ledger import Register
 from bqsgd.ledger.spending import guarantee_of, sorted_releases
 from bqsgd.params import check_int
 from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.release import Unit
 from bqsgd.training.client import Client, Declined
+from bqsgd.training.client_plan import public_size
 from bqsgd.training.least_squares import objective_of
 from bqsgd.training.samples import Fetched
 from bqsgd.wire.model_message import ModelMessage
@@ -40,6 +42,11 @@ def in_process(setup: Setup) -> InProcess:
         raise InvalidParameter(
             "roster and identity are for clients in processes of their own; in one process the keys are made as they "
             "are needed: leave both out"
+        )
+    if config.privacy.unit == Unit.CLIENT and config.server.weights == "size" and setup.sizes is None:
+        raise InvalidParameter(
+            "with unit = 'client' the guarantee hides how many samples a client holds, so no weight may depend on it: "
+            "leave the weights equal, or give a list of sizes that may be known"
         )
     workers = min(config.clients.workers, count)
     models = [task.make_model() for _ in range(workers)]
@@ -63,7 +70,8 @@ def in_process(setup: Setup) -> InProcess:
             objective=objectives[number % workers],
         )
 
-    return InProcess(_MadeWhenAsked(make, sizes), workers=workers, register=register)
+    public = {number: public_size(config, size) for number, size in sizes.items()}
+    return InProcess(_MadeWhenAsked(make, public), workers=workers, register=register)
 
 
 class _MadeWhenAsked(Mapping[int, Client]):
@@ -128,7 +136,7 @@ class InProcess:
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """Client -> how many samples it holds."""
+        """Client -> how many samples it holds, or counts as."""
         if self._lazy is not None:
             return self._lazy.sizes
         return {number: client.setting.dataset_size for number, client in self.clients.items()}

@@ -26,6 +26,7 @@ from bqsgd.flower.settings import MakeTask, Node, check_name, read_settings
 from bqsgd.models import dimension_of
 from bqsgd.params import Mechanism
 from bqsgd.planner.search import PlanningTooLong, cpu_seconds
+from bqsgd.release import Unit
 from bqsgd.secure.client import SumClient
 from bqsgd.secure.messages import is_sum_message
 from bqsgd.training.client import Client, Declined, answer_step
@@ -81,7 +82,7 @@ def _guarded(respond: _Respond, make_task: MakeTask, message: Message, context: 
 
 
 def _join(make_task: MakeTask, message: Message, context: Context) -> RecordDict:
-    """Who this is. The number of samples is its weight in the mean and so becomes known to the server."""
+    """Who this is. The server learns the number of samples, unless the guarantee hides the whole client."""
     config, _, options = read_settings(context.run_config)
     node = Node.of(context.node_config)
     run, roster = check_name(field_of(message, "run", str)), field_of(message, "roster", str)
@@ -94,7 +95,8 @@ def _join(make_task: MakeTask, message: Message, context: Context) -> RecordDict
     if refusal is not None:
         return _declined(node, refusal)
     context.state[_DIMENSION] = ConfigRecord({"dimension": dimension})
-    return pack(None, kind=FRAME, client=node.client, samples=task.samples_of(0), dimension=dimension)
+    stated = {} if config.privacy.unit == Unit.CLIENT else {"samples": task.samples_of(0)}
+    return pack(None, kind=FRAME, client=node.client, dimension=dimension, **stated)
 
 
 def _own(task: Task) -> Task:
@@ -170,6 +172,7 @@ def _update(
             loss=task.loss,
             samples=task.shares[0],
             forward=task.forward,
+            sample=task.sample,
             config=config,
             ledger=ledger,
             run=run,

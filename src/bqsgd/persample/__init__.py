@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 
 if TYPE_CHECKING:
-    from bqsgd.persample.check import check_samples_apart
     from bqsgd.persample.gradients import ClippedGradients, SlowGradientsWarning, clipped_gradients
 
 __all__ = [
@@ -22,16 +21,11 @@ __all__ = [
     "Dual",
     "Scale",
     "SlowGradientsWarning",
-    "check_samples_apart",
     "clipped_gradients",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "check_samples_apart":
-        from bqsgd.persample.check import check_samples_apart
-
-        return check_samples_apart
     if name in ("ClippedGradients", "SlowGradientsWarning", "clipped_gradients"):
         from bqsgd.persample import gradients
 

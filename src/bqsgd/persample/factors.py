@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,14 +39,11 @@ class Factor(Protocol):
     def take(self, index: Tensor) -> Factor:
         """The same for the samples `index` alone."""
 
-    def kept(self, index: Tensor) -> Factor:
-        """The same as `take`, in the form that is cheapest to keep for later."""
-
-    def joined(self, others: Sequence[Any]) -> Factor:
-        """The samples of this factor and then those of the others, which are of the same kind."""
-
     def materialise(self, index: slice | Tensor) -> Tensor:
         """(samples, coordinates) gradients of a few samples."""
+
+    def total(self) -> Tensor:
+        """(coordinates,) float64 sum of the gradients as they are."""
 
     def max_norms(self) -> Tensor:
         """(batch,) float64 max|g_b|, read no lower than it is in any later sum by more than a share of 2^-23."""
@@ -54,8 +51,15 @@ class Factor(Protocol):
     def squared_norms(self, bound: float | None = None) -> Tensor:
         """(batch,) float64 sums of squares, of g_b clamped to +-bound where one is given."""
 
-    def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
-        """out = sum_b of weights_b g_b in whole grid steps, flat; g_b is clamped to +-bound first, if given."""
+    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
+        """total += sum_b of weights_b g_b in whole grid steps, flat; g_b is clamped to +-bound first, if given."""
+
+
+class Piece(NamedTuple):
+    """The gradients of a run of neighbouring parameters, numbered as in `model.parameters()`."""
+
+    parameters: slice
+    factor: Factor
 
 
 def rows_of(values: Tensor, index: Tensor) -> Tensor:
@@ -81,14 +85,15 @@ class Dense:
     def take(self, index: Tensor) -> Dense:
         return Dense(rows_of(self.values, index))
 
-    def kept(self, index: Tensor) -> Dense:
-        return self.take(index)
-
-    def joined(self, others: Sequence[Any]) -> Dense:
-        return Dense(torch.cat([part.values.t() for part in (self, *others)], dim=1).t())
+    def part(self, span: slice) -> Dense:
+        """The gradients of some of the coordinates."""
+        return Dense(self.values[:, span])
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         return self.values[index]
+
+    def total(self) -> Tensor:
+        return self.values.double().sum(dim=0)
 
     def max_norms(self) -> Tensor:
         return max_norm(self.values)
@@ -96,8 +101,8 @@ class Dense:
     def squared_norms(self, bound: float | None = None) -> Tensor:
         return kernels.squared_norms(self.values, bound)
 
-    def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
-        kernels.add_steps(self.values, grid, weights, out.zero_(), bound=bound)
+    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
+        kernels.add_steps(self.values, grid, weights, total, bound=bound)
 
 
 class Built:
@@ -116,12 +121,6 @@ class Built:
 
     def take(self, index: Tensor) -> Factor:
         raise NotImplementedError
-
-    def joined(self, others: Sequence[Any]) -> Factor:
-        raise NotImplementedError
-
-    def kept(self, index: Tensor) -> Factor:
-        return self.take(index)
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         raise NotImplementedError
@@ -142,56 +141,23 @@ class Built:
         """Each sample's gradient built by itself."""
         return Dense(torch.cat([self.materialise(torch.tensor([b])) for b in range(part.start, part.stop)]))
 
+    def total(self) -> Tensor:
+        return torch.stack([part.total() for _, part in self._parts()]).sum(dim=0)
+
     def max_norms(self) -> Tensor:
         return torch.cat([part.max_norms() for _, part in self._parts()])
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
         return torch.cat([part.squared_norms(bound) for _, part in self._parts()])
 
-    def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
-        more = None
+    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
         for index, part in self._parts():
-            part.steps(grid, weights[index], out if more is None else more, bound=bound)
-            if more is None:
-                more = torch.empty_like(out) if index.stop < self.batch else out
-            else:
-                out += more  # whole numbers: exact
+            part.add_steps(grid, weights[index], total, bound=bound)
 
 
 def micro_batch(coordinates: int) -> int:
     """Samples whose gradients of so many float32 coordinates fit in the scratch; at least one."""
     return max(1, SCRATCH_BYTES // (4 * max(1, coordinates)))
-
-
-class Summed(Built):
-    """A parameter used more than once in a forward: a sample's gradient is the sum over the uses, clipped only then."""
-
-    def __init__(self, uses: list[Factor], *, batch: int, coordinates: int) -> None:
-        self.uses, self.batch, self.coordinates = uses, batch, coordinates
-
-    def bounds(self) -> Tensor:
-        total = torch.zeros(self.batch, dtype=torch.float64)
-        for use in self.uses:
-            total = total + use.bounds().cpu()
-        return total
-
-    def take(self, index: Tensor) -> Summed:
-        return Summed([use.take(index) for use in self.uses], batch=len(index), coordinates=self.coordinates)
-
-    def joined(self, others: Sequence[Any]) -> Summed:
-        uses = [use.joined([other.uses[n] for other in others]) for n, use in enumerate(self.uses)]
-        batch = self.batch + sum(other.batch for other in others)
-        return Summed(uses, batch=batch, coordinates=self.coordinates)
-
-    def materialise(self, index: slice | Tensor) -> Tensor:
-        total = self.uses[0].materialise(index).clone()
-        for use in self.uses[1:]:
-            total += use.materialise(index)
-        return total
-
-
-KEPT_SHARE = 4
-"""Gradients are kept instead of what they are made of, unless they are more than so many times as large."""
 
 
 class Outer(Built):
@@ -237,13 +203,6 @@ class Outer(Built):
     def materialise(self, index: slice | Tensor) -> Tensor:
         return (self.errors(index).transpose(2, 3) @ self.patches(index)).flatten(1)
 
-    def kept(self, index: Tensor) -> Factor:
-        chosen = self if len(index) == self.batch else self.take(index)  # a full pass is in order
-        large = self.coordinates > KEPT_SHARE * (self.a[0].numel() + self.e[0].numel())
-        if self.positions == 1 or large or chosen.pairs is None:
-            return chosen
-        return chosen._gradients(slice(0, chosen.batch))
-
     def take(self, index: Tensor) -> Outer:
         raise NotImplementedError
 
@@ -263,10 +222,6 @@ class LinearWeight(Outer):
     def take(self, index: Tensor) -> LinearWeight:
         return LinearWeight(rows_of(self.a, index), rows_of(self.e, index))
 
-    def joined(self, others: Sequence[Any]) -> LinearWeight:
-        every = [self, *others]
-        return LinearWeight(torch.cat([part.a for part in every]), torch.cat([part.e for part in every]))
-
     def patches(self, index: slice | Tensor) -> Tensor:
         return self.a[index].unsqueeze(1)
 
@@ -285,6 +240,9 @@ class LinearWeight(Outer):
             return (self.e[index].transpose(1, 2) * self.a[index]).flatten(1)
         return super().materialise(index)
 
+    def total(self) -> Tensor:
+        return (self.e.double().flatten(0, 1).t() @ self.a.double().flatten(0, 1)).flatten()
+
     def max_norms(self) -> Tensor:
         return max_norm(self.a) * max_norm(self.e) if self.positions == 1 else super().max_norms()
 
@@ -295,12 +253,13 @@ class LinearWeight(Outer):
             return kernels.squared_norms(self.a[:, 0]) * kernels.squared_norms(self.e[:, 0])
         return kernels.clamped_outer_squares(self.a[:, 0], self.e[:, 0], bound)
 
-    def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
+    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
         if self.positions == 1 and kernels.usable(self.a):
-            matrix = out.view(self.outputs, self.inputs)
+            matrix = torch.empty(self.outputs, self.inputs, dtype=torch.float64)
             kernels.outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound)
+            total.view(self.outputs, self.inputs).add_(matrix)
         else:
-            super().steps(grid, weights, out, bound=bound)
+            super().add_steps(grid, weights, total, bound=bound)
 
 
 @dataclass(frozen=True)
@@ -329,11 +288,6 @@ class ConvWeight(Outer):
 
     def take(self, index: Tensor) -> ConvWeight:
         return ConvWeight(rows_of(self.a, index), rows_of(self.e, index), self.geometry)
-
-    def joined(self, others: Sequence[Any]) -> ConvWeight:
-        every = [self, *others]
-        a, e = (torch.cat(values) for values in ([part.a for part in every], [part.e for part in every]))
-        return ConvWeight(a, e, self.geometry)
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, int]:
@@ -406,13 +360,6 @@ class TableRows(Built):
         kept = sample >= 0
         return TableRows(sample[kept], self.row[kept], self.values[kept], batch=len(index), rows=self.rows)
 
-    def joined(self, others: Sequence[Any]) -> TableRows:
-        every = [self, *others]
-        before = np.cumsum([0, *(part.batch for part in every)])
-        sample = torch.cat([part.sample + int(n) for part, n in zip(every, before, strict=False)])
-        row, values = torch.cat([part.row for part in every]), torch.cat([part.values for part in every])
-        return TableRows(sample, row, values, batch=int(before[-1]), rows=self.rows)
-
     def materialise(self, index: slice | Tensor) -> Tensor:
         wanted = torch.arange(self.batch, device=self.sample.device)[index]
         part = self.take(wanted)
@@ -429,7 +376,6 @@ class TableRows(Built):
         np.add.at(total, self.sample.cpu().numpy(), kernels.squared_norms(self.values, bound).numpy())
         return torch.from_numpy(total)
 
-    def steps(self, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
-        out.zero_()
+    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
         rounded = kernels.in_steps(self.values, grid, weights[self.sample.cpu()], bound=bound)
-        out.view(self.rows, -1).index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order
+        total.view(self.rows, -1).index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order

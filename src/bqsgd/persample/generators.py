@@ -1,4 +1,5 @@
-"""The generators of torch, NumPy and Python, from which models, losses and data sets draw: one of each for the process.
+"""The generators of torch, NumPy and Python, from which models, losses and data sets draw: one of each for the process,
+and one more of torch's for every accelerator in use.
 
 Threads share them. Whoever relies on what is drawn next holds them `alone`. However threads overlap, nobody draws from
 the program's own states as long as anybody else has set others.
@@ -22,17 +23,36 @@ _kept: list[list[Any]] = []
 """The states to be put back by each of those that have set others, in the order in which they came."""
 
 
+def accelerator_generators() -> list[torch.Generator]:
+    """Torch's generator of every accelerator that is in use (cuda, xpu, mps and the like); none on a CPU.
+
+    An accelerator that is not initialised has drawn nothing, and asking for its state would initialise it, after which
+    the process could no longer be forked.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return []
+    module: Any = torch.get_device_module(device)
+    if not getattr(module, "is_initialized", module.is_available)():
+        return []
+    if device.type == "mps":
+        return [torch.mps._get_default_mps_generator()]
+    return list(getattr(module, "default_generators", ()))
+
+
 def states() -> tuple[object, ...]:
-    """Of all three, to be compared."""
+    """Of all of them, to be compared."""
     numpy: Any = np.random.get_state()  # noqa: NPY002  (the ones that models and data use)
-    return torch.get_rng_state().numpy().tobytes(), numpy[1].tobytes(), numpy[2:], random.getstate()
+    own = torch.get_rng_state().numpy().tobytes(), numpy[1].tobytes(), numpy[2:], random.getstate()
+    return *own, *(generator.get_state().numpy().tobytes() for generator in accelerator_generators())
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put back the states at the end; one who ends before another that came later leaves it to that one."""
     with _counting:
-        own: list[Any] = [torch.get_rng_state(), np.random.get_state(), random.getstate()]  # noqa: NPY002
+        others = [(generator, generator.get_state()) for generator in accelerator_generators()]
+        own: list[Any] = [torch.get_rng_state(), np.random.get_state(), random.getstate(), others]  # noqa: NPY002
         _kept.append(own)
     try:
         yield
@@ -46,3 +66,5 @@ def generators_kept() -> Iterator[None]:
                 torch.set_rng_state(own[0])
                 np.random.set_state(own[1])  # noqa: NPY002
                 random.setstate(own[2])
+                for generator, state in own[3]:
+                    generator.set_state(state)

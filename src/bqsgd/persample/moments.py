@@ -21,10 +21,12 @@ from bqsgd.persample._kernels.grid import MOST_SAMPLES, Grid
 from bqsgd.persample._kernels.loops import outer_steps, squared_norms, triangle_squares
 from bqsgd.persample.clips import L2, Dual
 from bqsgd.persample.factors import max_norm
-from bqsgd.persample.gradients import GROUP_SAMPLES, ClippedGradients
+from bqsgd.persample.gradients import ClippedGradients
 
 CLASS_WEIGHT = math.sqrt(2)
 """v: the class sums then have about twice the norm of the moments; chosen on held-out samples (docs/one_message.md)."""
+GROUP_SAMPLES = 1024
+"""Samples whose factors are held at once."""
 MOST_FEATURES = 8192
 """More have second moments of half a gigabyte."""
 

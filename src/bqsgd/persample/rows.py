@@ -1,63 +1,56 @@
-"""Batches of one fixed shape, in which a sample has a row of its own that follows from its number in the data.
+"""The program of one sample, vectorised: passes of one fixed shape with a sample in each row, on torch's own kernels.
 
-What a kernel does to a row may depend on the shape of the batch, on the row's place in it and on its alignment in
-memory. So none of the three may depend on the other samples of the batch: all passes over the model have the same
-number of rows in an aligned buffer, and a sample stands in row (its number modulo the rows), in the first pass where
-that row is free. Empty rows are zeros. Only where every row is treated alike (`rowwise`) are rows taken as they come.
-`docs/accounting.md`, claim 8, says what follows.
+`torch.func.vmap` makes of the program of one sample a program of several, by construction without an operation that
+reads across samples, and the result is traced into one flat graph. What is left to torch is floating point: what a
+kernel does to a row may depend on the shape of the pass, on the row's place in it and on its alignment in memory. So
+none of the three may depend on the other samples of the batch: all passes have the same number of rows in aligned
+buffers, and a sample stands in row (its number modulo the rows), in the first pass where that row is free. Empty rows
+are zeros. What is assumed: in one shape, a row's result does not depend on the contents of other rows; it is tried bit
+for bit on the running machine, and where it fails a pass takes one row. `docs/accounting.md`, claim 8.
+
+A sample whose program is long fills the processor by itself: then a pass has one row, nothing is assumed of rows, and
+no row is ever empty.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.persample import program as programs
+from bqsgd.persample._kernels.loops import usable
+from bqsgd.persample.factors import ConvWeight, Dense, Factor, LinearWeight, Piece, TableRows, micro_batch
+from bqsgd.persample.generators import alone, generators_kept
+from bqsgd.persample.program import Program, Whole, shape_of
 
-FEWEST, MOST, MOST_PACKED = 16, 64, 256
-LOSS_FLOATS, MOST_LOSSES = 1 << 16, 1024
+MOST = 64
+ENTRIES = 1 << 19
+"""Numbers that a pass computes, about: fewer, and the time goes into starting operations; more leave the caches."""
+WIDE = 1 << 15
+"""Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
 _ALIGNMENT = 64
 """Bytes; torch's own allocator promises as much for the tensors a pass makes."""
 
 Numbers = Tensor | npt.NDArray[np.int64]
 
 
-def rows_for(batch_size: int) -> int:
-    """Rows of every pass: about a quarter of the *public* batch size, a power of two from 16 to 64.
+def rows_for(batch_size: int, entries: int, *, packed: bool) -> int:
+    """Rows of a pass, from the *public* batch size and the size of the program alone: a power of two up to 64.
 
-    Fewer rows fill up more evenly, more rows have less overhead a pass.
+    With rows of their own, a batch drawn at random fills few rows more evenly than many: about 16 samples a row.
     """
-    return min(MOST, max(FEWEST, 1 << (max(1, batch_size // 4).bit_length() - 1)))
-
-
-def packed_rows_for(batch_size: int) -> int:
-    """Rows of every pass where any sample may stand in any row, also from the *public* batch size alone.
-
-    From the power of two below it, as `rows_for`: what is divided by another batch size with the same power has the
-    same rows. A batch of up to 256 with two standard deviations of a Poisson batch: most go through in one pass. Whole
-    vectors of 16; not a multiple of 128, where the entries of a sample would share a few lines of a core's nearest
-    cache.
-    """
-    power = 1 << (batch_size.bit_length() - 1)
-    parts = -(-power // MOST_PACKED)
-    rows = -(-math.ceil(power + 2 * math.sqrt(power)) // (16 * parts)) * 16
-    return rows + 16 if rows % 128 == 0 else rows
-
-
-def pass_rows_for(batch_size: int, *, packed: bool) -> int:
-    """Rows of every pass of a model that is not made of row-wise operations."""
-    return packed_rows_for(batch_size) if packed else rows_for(batch_size)
-
-
-def loss_rows_for(outputs: int) -> int:
-    """Rows in which losses are computed, from the size of one sample's outputs: they are small, so rows are cheap."""
-    return min(MOST_LOSSES, max(FEWEST, 1 << (max(1, LOSS_FLOATS // max(1, outputs)).bit_length() - 1)))
+    fair = batch_size if packed else batch_size // 16
+    return 1 << (max(1, min(MOST, fair, ENTRIES // max(1, entries))).bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Chunk:
 
 
 def plan_chunks(count: int, numbers: Numbers | None, rows: int) -> list[Chunk]:
-    """Which samples of a batch go through the model together.
+    """Which samples of a batch go through the program together.
 
     With `numbers` every sample gets its own row; without them rows are taken as they come.
     """
@@ -78,9 +71,11 @@ def plan_chunks(count: int, numbers: Numbers | None, rows: int) -> list[Chunk]:
     order = np.argsort(row, kind="stable")
     first = np.searchsorted(row[order], row[order])  # where the samples of the same row begin
     turn = np.arange(count) - first
+    by_turn = np.argsort(turn, kind="stable")
+    edges = np.searchsorted(turn[by_turn], np.arange(int(turn.max(initial=-1)) + 2))
     return [
-        Chunk(torch.from_numpy(row[order][turn == n]), torch.from_numpy(order[turn == n]))
-        for n in range(int(turn.max(initial=-1)) + 1)
+        Chunk(torch.from_numpy(row[order][by_turn[low:high]]), torch.from_numpy(order[by_turn[low:high]]))
+        for low, high in pairwise(edges)
     ]
 
 
@@ -95,18 +90,220 @@ def check_numbers(numbers: Numbers, count: int) -> npt.NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def passes(inputs: Tensor, targets: Tensor, chunks: list[Chunk], rows: int) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-    """Each chunk with its inputs and targets laid out in rows, in memory of their own: gradients are made from it."""
-    for chunk in chunks:
-        x, y = (aligned_zeros(rows, like) for like in (inputs, targets))
-        for buffer, values in ((x, inputs), (y, targets)):
-            buffer[chunk.rows.to(buffer.device)] = values[chunk.members.to(values.device)]
-        yield chunk, x, y
-
-
 def aligned_zeros(rows: int, like: Tensor) -> Tensor:
     """(rows, ...) zeros shaped as the samples of `like`, on a multiple of 64 bytes."""
     found = like.new_zeros(rows, *like.shape[1:])
-    if found.data_ptr() % _ALIGNMENT:
+    if found.device.type == "cpu" and found.data_ptr() % _ALIGNMENT:
         raise InvalidParameter("torch returned memory off its 64-byte alignment: samples cannot be kept apart")
     return found
+
+
+class RowsRoad:
+    """Runs a program in passes of `rows` samples."""
+
+    def __init__(self, program: Program, batch_size: int, *, packed: bool) -> None:
+        dimension = sum(shape_of(gradient.node).numel() for gradient in program.gradients if gradient is not None)
+        rows = min(rows_for(batch_size, program.entries(), packed=packed), micro_batch(dimension))
+        self._prelude, self._inputs = program.prelude(), (program.shared, program.leaves)
+        self._packed, self.draws = packed, program.draws
+        self.rows = 1 << (rows.bit_length() - 1)
+        if self.rows > 1 and not self._runs_in_rows(program):
+            self.rows = 1
+        if self.rows == 1:
+            self._outputs = _outputs(program, rows=1)
+            self._pass = _joined(program, self._outputs)
+
+    def _runs_in_rows(self, program: Program) -> bool:
+        """Whether torch can vectorise the program, and a row's result is its own on this machine."""
+        self._outputs = _outputs(program, rows=self.rows)
+        one = _joined(program, self._outputs)
+        shared = [_made_up(node, 1)[0] for node in program.shared]
+        leaves = [_made_up(node, self.rows) for node in program.leaves]
+        over = vmap(one, in_dims=(None,) * len(shared) + (0,) * len(leaves), randomness="different")
+        try:
+            with programs.plain_operations():
+                self._pass = make_fx(over, tracing_mode="fake", _allow_non_fake_inputs=True)(*shared, *leaves)
+            return rows_are_apart(self._pass, shared, leaves, any_row=self._packed and not program.draws)
+        except Exception:
+            return False
+
+    def passes(
+        self, whole: Whole, leaves: Sequence[Tensor], numbers: npt.NDArray[np.int64] | None
+    ) -> Iterator[tuple[int, int, list[Piece]]]:
+        """(samples, how many of them were lost, pieces of the others' gradients), a pass at a time."""
+        with torch.no_grad():
+            shared = self._prelude(*whole.given())
+            for chunk in plan_chunks(len(leaves[0]), numbers, self.rows):
+                try:
+                    pieces = self._factors(shared, leaves, chunk)
+                except Exception:
+                    yield from self._one_by_one(shared, leaves, chunk)
+                else:
+                    yield len(chunk.rows), 0, pieces
+
+    def _one_by_one(
+        self, shared: Sequence[Tensor], leaves: Sequence[Tensor], chunk: Chunk
+    ) -> Iterator[tuple[int, int, list[Piece]]]:
+        """A pass in which a sample raised an error: each runs in its own row again, with the other rows empty."""
+        for place in range(len(chunk.rows)):
+            own = Chunk(chunk.rows[place : place + 1], chunk.members[place : place + 1])
+            try:
+                pieces = self._factors(shared, leaves, own) if self.rows > 1 else []
+            except Exception:
+                pieces = []
+            yield 1, int(not pieces), pieces
+
+    def _factors(self, shared: Sequence[Tensor], leaves: Sequence[Tensor], chunk: Chunk) -> list[Piece]:
+        laid_out = []
+        for leaf in leaves:
+            buffer = aligned_zeros(self.rows, leaf)
+            buffer[chunk.rows.to(leaf.device)] = leaf[chunk.members.to(leaf.device)]
+            laid_out.append(buffer if self.rows == 1 else buffer.unsqueeze(1))
+        found = self._pass(*shared, *laid_out)
+        values = iter([value[None] for value in found] if self.rows == 1 else found)
+        pieces = [Piece(output.parameters, output.factor(values)) for output in self._outputs]
+        if len(chunk.rows) < self.rows:
+            pieces = [Piece(piece.parameters, piece.factor.take(chunk.rows)) for piece in pieces]
+        return pieces
+
+
+def _made_up(node: fx.Node, rows: int) -> Tensor:
+    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes."""
+    like: Tensor = node.meta["val"]
+    shape = (rows, *like.shape)
+    if not like.is_floating_point():
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    generator = torch.Generator().manual_seed(rows + like.numel())
+    scale = 10 ** (4 * torch.rand(rows, *[1] * like.dim(), generator=generator) - 2)
+    return (torch.randn(shape, generator=generator) * scale).to(like.device, like.dtype)
+
+
+def rows_are_apart(
+    run: Callable[..., Sequence[Tensor]], shared: Sequence[Tensor], leaves: Sequence[Tensor], *, any_row: bool
+) -> bool:
+    """Whether each row of a pass comes out the same, bit for bit, while the other rows change.
+
+    any_row: whether a sample also comes out the same in every row.
+    """
+    with torch.no_grad(), alone, generators_kept():
+        torch.manual_seed(0)  # the same draws each time
+        first = run(*shared, *leaves)
+        for parity in (0, 1):
+            kept = torch.arange(len(leaves[0])) % 2 == parity
+            mixed = [leaf.clone() for leaf in leaves]
+            for leaf in mixed:
+                leaf[~kept] = leaf[~kept].roll(1, 0) * (3 if leaf.is_floating_point() else 1)
+            torch.manual_seed(0)
+            second = run(*shared, *mixed)
+            if not all(_same_bits(old[kept], new[kept]) for old, new in zip(first, second, strict=True)):
+                return False
+        if any_row:
+            alike = [leaf[:1].expand_as(leaf).contiguous() for leaf in leaves]
+            return all(_same_bits(found, found[:1].expand_as(found)) for found in run(*shared, *alike))
+    return True
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.contiguous().cpu().numpy().tobytes() == right.contiguous().cpu().numpy().tobytes()
+
+
+# What a pass returns: gradients of neighbouring parameters in one flat tensor, or the factors of a large one.
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """The dense gradients of a run of parameters."""
+
+    parameters: slice
+    nodes: tuple[fx.Node, ...]
+
+    def factor(self, values: Iterator[Tensor]) -> Factor:
+        """Of the outputs of a pass, in their order."""
+        return Dense(_working(next(values)))
+
+
+@dataclass(frozen=True, eq=False)
+class Factored:
+    """A gradient that is made of smaller tensors."""
+
+    parameters: slice
+    gradient: programs.Dense
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The tensors it is made of."""
+        match self.gradient:
+            case programs.Product(pairs=pairs):
+                return tuple(node for pair in pairs for node in pair)
+            case programs.Convolution(a=a, e=e):
+                return a, e
+            case programs.Table(index=index, e=e):
+                return index, e
+        raise AssertionError(self.gradient)
+
+    def factor(self, values: Iterator[Tensor]) -> Factor:
+        """Of the outputs of a pass, in their order."""
+        found = [next(values) for _ in self.nodes]
+        match self.gradient:
+            case programs.Product():
+                e, a = (torch.cat(found[side::2], 1) if len(found) > 2 else found[side] for side in (0, 1))
+                return LinearWeight(_working(a), _working(e))
+            case programs.Convolution(geometry=geometry):
+                return ConvWeight(_working(found[0][:, 0]), _working(found[1][:, 0]), geometry)
+            case programs.Table(rows=rows, padding=padding):
+                errors = _working(found[1]).reshape(len(found[1]), -1, found[1].shape[-1])
+                return TableRows.of_lookups(found[0].flatten(1), errors, rows=rows, padding=padding)
+        raise AssertionError(self.gradient)
+
+
+def _working(values: Tensor) -> Tensor:
+    """float64 as it is, everything narrower as float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _outputs(program: Program, *, rows: int) -> list[Flat | Factored]:
+    found: list[Flat | Factored] = []
+    run: list[fx.Node] = []
+    for n, gradient in enumerate([*program.gradients, None]):
+        dense = gradient is not None and not _stays_factored(gradient, rows)
+        if dense and gradient is not None:
+            run.append(gradient.node)
+            continue
+        if run:
+            found.append(Flat(slice(n - len(run), n), tuple(run)))
+            run = []
+        if gradient is not None:
+            found.append(Factored(slice(n, n + 1), gradient))
+    return found
+
+
+def _stays_factored(gradient: programs.Dense, rows: int) -> bool:
+    """Whether norms and sums are cheaper to have from the factors than from the gradient itself."""
+    coordinates = shape_of(gradient.node).numel()
+    match gradient:
+        case programs.Product(positions=positions):
+            return positions == 1 and coordinates > WIDE
+        case programs.Convolution(a=a):
+            # A vectorised gradient of a convolution is one convolution a sample; our loop makes 16 at once.
+            return rows >= 16 and usable(a.meta["val"]) and micro_batch(coordinates) >= 16
+        case programs.Table(index=index):
+            return coordinates > WIDE and gradient.rows > 16 * shape_of(index).numel()
+    return False
+
+
+def _joined(program: Program, outputs: Sequence[Flat | Factored]) -> Callable[..., list[Tensor]]:
+    """(shared, leaves) -> the outputs, each run of dense gradients as one flat tensor."""
+    body = program.body([node for output in outputs for node in output.nodes])
+    graph = body.graph
+    (last,) = (node for node in graph.nodes if node.op == "output")
+    found, values = iter(last.args[0]), []
+    with graph.inserting_before(last):
+        for output in outputs:
+            own = [next(found) for _ in output.nodes]
+            if isinstance(output, Flat):
+                flat = [graph.call_function(torch.flatten, (node,)) for node in own]
+                own = [graph.call_function(torch.cat, (flat,))]
+            values += own
+    last.args = (values,)
+    body.recompile()
+    return body

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.persample.interrupts import interrupts_deferred
 from bqsgd.release import Scheme
 from bqsgd.training.draws import Purpose, Sources, draw_batch, torch_generator
 from bqsgd.training.samples import Part, Reader, check_loader
@@ -78,9 +80,9 @@ class PoissonLoader:
         """The data set of the loader."""
         return self._reader.dataset
 
-    def first(self) -> Any:
-        """Sample 0, for its shapes."""
-        return self._reader.first()
+    def form(self, sample: Any) -> Any:
+        """Zeros in the form of one sample; see `Reader.form`."""
+        return self._reader.form(sample)
 
     def __len__(self) -> int:
         """Steps in an epoch."""
@@ -97,19 +99,23 @@ class PoissonLoader:
                     "the loader was iterated over anew meanwhile, and its workers now read for that iteration: go "
                     "through one epoch at a time"
                 )
-            with self._sources.lent(Purpose.READ, self.next_draw):
-                first = next(pieces)
+            with interrupts_deferred(), self._sources.lent(Purpose.READ, self.next_draw):
+                first = next(pieces, None)
+                if first is None:  # an interrupt has ended the reading; what was drawn ahead goes with it
+                    drawn.clear()
+                    pieces = self._read(self._draw(drawn))
+                    first = next(pieces)
             number, size, count = drawn.popleft()
             reading = _reading(first, pieces, count - 1)
             self._fresh = Batch(number, size, reading)
             yield self._fresh
             if drawn is self._drawn:
                 self._fresh = None
-                with self._sources.lent(Purpose.READ, number):
+                with interrupts_deferred(), self._sources.lent(Purpose.READ, number):
                     for _ in reading:  # samples of a batch that was not used must not be taken for the next one's
                         pass
 
-    def _read(self, drawing: Iterator[list[int]]) -> Iterator[list[Part]]:
+    def _read(self, drawing: Iterator[list[int]]) -> Generator[list[Part]]:
         """The samples of an epoch, piece by piece.
 
         When a worker dies or takes too long, each sample of the piece waited for is read by a worker of its own. The
@@ -130,7 +136,7 @@ class PoissonLoader:
             except Exception:
                 if not self._how["num_workers"] or not waited_for:
                     raise
-                _log.warning("a worker process failed (keep this line private)", exc_info=True)
+                _log.debug("a worker process failed (keep this line private)", exc_info=True)
             self._pieces = self._loader()
             yield [part for number in waited_for.popleft() for part in self._alone(number)]
 
@@ -207,16 +213,37 @@ def _noted(pieces: Iterator[list[int]], note: deque[list[int]]) -> Iterator[list
         yield piece
 
 
-def _reading(first: list[Part], pieces: Iterator[list[Part]], more: int) -> Iterator[Part]:
-    yield from first
-    for _ in range(more):
-        yield from next(pieces)
+def _reading(first: list[Part], pieces: Generator[list[Part]], more: int) -> Iterator[Part]:
+    """The samples of a batch: those of its first piece, then of so many more."""
+    try:
+        yield from first
+        for _ in range(more):
+            yield from next(pieces)
+    except BaseException:
+        pieces.close()  # nobody could tell how many of this batch's are left, and they must not be the next batch's
+        raise
 
 
 def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """How a loader reads its samples; what it draws and pins is not taken over."""
     how: dict[str, Any] = {"num_workers": loader.num_workers}
     if loader.num_workers:
-        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout")
-        how |= {name: getattr(loader, name) for name in names}
+        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+        how |= {name: getattr(loader, name) for name in names} | {"worker_init_fn": _Beginning(loader.worker_init_fn)}
     return how
+
+
+class _Beginning:
+    """What a worker process runs first.
+
+    A terminal sends Ctrl-C to all processes, and the one that trains decides what it stops. An interrupt that a worker
+    meets is then raised by a record.
+    """
+
+    def __init__(self, own: Callable[[int], Any] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._own is not None:
+            self._own(worker)

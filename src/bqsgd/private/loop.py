@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.data import DataLoader
 
@@ -28,14 +28,15 @@ from bqsgd.mechanism.properties import noise_variance
 from bqsgd.models import trainable
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import L2, Dual
-from bqsgd.persample.functional import LossFunction
-from bqsgd.persample.rules import refuse_mixing
+from bqsgd.persample.interrupts import StopNow, interrupts_deferred
+from bqsgd.persample.program import Forward, LossFunction, refuse_mixing
 from bqsgd.planner.plan import Budget, ClientSetting, Plan
 from bqsgd.planner.propose import propose
 from bqsgd.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd.privacy.accountant import Accountant
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.private._batches import Batch, PoissonLoader
+from bqsgd.private._gradients import Gradients
 from bqsgd.private._ranks import Peers
 from bqsgd.private._sums import RankSums, SecureRanks
 from bqsgd.release import Release, Scheme, Spent, Unit
@@ -43,8 +44,9 @@ from bqsgd.secure.graph import Thresholds, thresholds
 from bqsgd.secure.noise_shares import encode_base
 from bqsgd.training.client_plan import clipped_setting, plan_release
 from bqsgd.training.draws import Purpose, Sources
-from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.objective import Objective
 from bqsgd.training.samples import Part
+from bqsgd.training.values import Values
 from bqsgd.wire.fixed import FixedWidth
 from bqsgd.wire.frame import HEADER_BYTES
 
@@ -69,6 +71,7 @@ def make_private(
     clip_bound: float | None = None,
     range: float | None = None,
     forward: Forward | None = None,
+    sample: Any = None,
     micro_batch: int = 512,
     mechanism: Mechanism | None = None,
     secure: SecureRanks | None = None,
@@ -76,7 +79,8 @@ def make_private(
 ) -> Private:
     """Plan private training of an ordinary model, and return what a loop of your own needs for it.
 
-    Model, loss and shapes are tried on made-up samples first; nothing is spent before the first step.
+    Model, loss and shapes are tried on made-up samples first; nothing is spent before the first step. From then on the
+    optimizer refuses to step on gradients that were not released, until `close`.
 
     Args:
         model: an ordinary module. Only parameters that require a gradient are clipped, encoded and counted.
@@ -93,6 +97,9 @@ def make_private(
         clip_bound: bound of each of its coordinates besides, for the dual clip.
         range: what the mean is clamped to before it is encoded; chosen from the plan unless given.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
+        sample: a made-up record as the data set gives one, for example (torch.zeros(3, 32, 32), 0): shapes and types
+            are found out from it, and no record is read for them. Not needed for tensors in memory (TensorDataset, and
+            Subset, random_split or ConcatDataset of such).
         micro_batch: samples that are read and differentiated at a time; the result does not depend on it.
         mechanism: levels and trials to use instead of planned ones; the ledger still enforces the budget.
         secure: roster and identity of this rank, for secure sums under torchrun: no rank sees another's message, and
@@ -130,6 +137,7 @@ def make_private(
         clip=L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound),
         range=None if range is None else check_positive("range", range),
         forward=forward,
+        sample=sample,
         micro_batch=check_int("micro_batch", micro_batch, 1, 2**31),
         mechanism=mechanism,
         secure=secure,
@@ -153,6 +161,7 @@ class Private:
         clip: L2 | Dual,
         range: float | None,
         forward: Forward | None,
+        sample: Any,
         micro_batch: int,
         mechanism: Mechanism | None,
         secure: SecureRanks | None,
@@ -171,7 +180,7 @@ class Private:
         self._sources = Sources(seed=seed, client=self._peers.rank)
         self.loader = PoissonLoader(loader, micro_batch=micro_batch, sources=self._sources)
         self._objective = Objective(model, loss, forward)
-        self._first = self.loader.first()
+        self._form = self.loader.form(sample)
         self._check_objective()
         told = self._peers.tell({"steps": len(self.loader), "dimension": self.dimension, "epochs": epochs})
         if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
@@ -183,14 +192,13 @@ class Private:
         self.steps = 0
         """Steps taken."""
         self.dropped = 0
-        """Samples that counted as zero so far. It depends on the data: keep it private."""
+        """Samples that counted as zero so far, because they could not be read, raised an error or had a gradient that
+        was not finite. It depends on the data: keep it private."""
         self._range, self._mechanism = range, mechanism
         self._refusal: BudgetExhausted | None = None
         self._plan: Plan | None = None
         self._settings: list[tuple[Mechanism, float]] | None = None
         """Mechanism and range of every rank."""
-        self._given: list[Tensor | None] = [None] * len(self._parameters)
-        """The gradients this object has put into the model."""
         self._ledger = _opened(ledger, budget, self._peers)
         if self._ledger is not None and not isinstance(ledger, Ledger):
             weakref.finalize(self, self._ledger.close)
@@ -198,6 +206,7 @@ class Private:
                                   ahead=self._ahead)  # fmt: skip
         if not self._spending.sent:
             self.plan  # noqa: B018  (refuse a budget that cannot be met; with earlier spends this may be a resumed run)
+        self._gradients = Gradients(model, optimizer)
 
     @property
     def _ahead(self) -> int:
@@ -288,40 +297,39 @@ class Private:
     def step(self, batch: Batch) -> None:
         """One private step of the optimiser: its gradients are cleared, `backward(batch)`, `optimizer.step()`.
 
+        A Ctrl-C is raised when the step is complete, a second one at once; the next step works after either.
+
         Raises:
             BudgetExhausted: the step would pass the budget; nothing was recorded, and the model stays as it is.
         """
-        self.optimizer.zero_grad()
-        self.backward(batch)
-        self.optimizer.step()
+        with interrupts_deferred():
+            self.optimizer.zero_grad()
+            self.backward(batch)
+            self.optimizer.step()
 
-    def backward(self, batch: Batch) -> None:
-        """Add the private gradient of a batch to `.grad`, instead of `loss.backward()`; each call is counted.
+    def backward(self, batch: Batch, *, accumulate: bool = False) -> None:
+        """Put the private gradient of a batch into `.grad`, instead of `loss.backward()`; each call is counted.
 
         Once the spend is recorded there is a gradient whatever the data are: a sample that cannot be read, raises an
-        error in the model or the loss, or has a gradient that is not finite, counts as zero.
+        error in the model or the loss, or has a gradient that is not finite, counts as zero. Until the optimizer has
+        stepped, the gradient must stay as it is: the optimizer refuses any other.
+
+        accumulate: add it to the gradients that were released since `optimizer.zero_grad()`, for a step on their sum.
 
         Raises:
             BudgetExhausted: as `step`.
             InvalidParameter: the batch was used before, or model, data set or gradients have changed in a way that the
                 plan does not cover; nothing was spent.
         """
-        self._check_unchanged()
-        samples = self.loader.take(batch)
-        if self._secure is not None:
-            update = self._summed(samples, len(batch))
-        else:
-            update = self._exchange(self._frame(samples, len(batch)))
-        start = 0
-        for n, parameter in enumerate(self._parameters):
-            stop = start + parameter.numel()
-            own = torch.from_numpy(update[start:stop]).view_as(parameter)
-            if parameter.grad is None:
-                parameter.grad = own.clone()
+        with interrupts_deferred():
+            self._check_unchanged()
+            held = self._gradients.held(self._parameters)
+            samples, step = self.loader.take(batch), self.steps
+            if self._secure is not None:
+                update = self._summed(samples, step)
             else:
-                parameter.grad.add_(own)
-            self._given[n] = parameter.grad
-            start = stop
+                update = self._exchange(self._frame(samples, step), step)
+            self._gradients.put(update, self._parameters, onto=held if accumulate else None)
 
     def _check_unchanged(self) -> None:
         """Raise now what must not be raised once the step is recorded."""
@@ -334,14 +342,6 @@ class Private:
                 "and counted; freeze before make_private, or call it again"
             )
         refuse_mixing(self.model)
-        given = {id(gradient) for gradient in self._given}
-        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for parameter in (*self.model.parameters(), *held):
-            if parameter.grad is not None and id(parameter.grad) not in given:
-                raise InvalidParameter(
-                    "the model holds a gradient that did not come from here and would not be private: call "
-                    "optimizer.zero_grad() first, and leave out loss.backward()"
-                )
         for parameter in found:
             if not bool(parameter.isfinite().all()):
                 raise NonFiniteInput("the model holds NaN or infinity; lower the learning rate and resume")
@@ -352,9 +352,9 @@ class Private:
 
     def _check_objective(self) -> None:
         with torch.autocast("cpu", enabled=False):
-            self._objective.check(self._first, clip=self._clip, batch_size=self.loader.batch_size)
+            self._objective.check(self._form, clip=self._clip, batch_size=self.loader.batch_size)
 
-    def _summed(self, samples: Iterator[Part], drawn: int) -> npt.NDArray[np.float32]:
+    def _summed(self, samples: Iterator[Part], step: int) -> npt.NDArray[np.float32]:
         """The mean of all ranks from a secure sum.
 
         Raises:
@@ -363,19 +363,21 @@ class Private:
         self._settle()
         assert self._sums is not None
         try:
-            return self._sums.mean(lambda: self._frame(samples, drawn), round=self.steps) * np.float32(self.range)
+            return self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
         except SecureSumError as error:
             if self._refusal is not None:
                 raise BudgetExhausted("the budget of this rank is spent: every rank stops here") from self._refusal
             raise error
 
-    def _frame(self, samples: Iterator[Part], drawn: int) -> bytearray | None:
+    def _frame(self, samples: Iterator[Part], step: int) -> bytearray | None:
         """Record the step, then encode its clipped mean; None when the budget is spent."""
         release = self.plan.release
         self._settle()
-        last = max(self.rounds - 1, self.steps)
         try:
-            self._spending.spend(release, round=self.steps, last_round=last)
+            with interrupts_deferred(firm=True):
+                self._spending.spend(release, round=step, last_round=max(self.rounds - 1, step))
+                # At once: whatever ends this step early, the ledger takes no step of the same number again.
+                self.steps = step + 1
         except BudgetExhausted as reason:
             if self._peers.size == 1:
                 raise
@@ -384,24 +386,19 @@ class Private:
         with (
             torch.autocast("cpu", enabled=False),
             warnings.catch_warnings(),
-            self._sources.lent(Purpose.FORWARD, self.steps),
+            self._sources.lent(Purpose.FORWARD, step),
         ):
             warnings.simplefilter("ignore")  # said before the first step; an error made of a warning would cost samples
             mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
-        if lost and not self.dropped:
-            _log.warning("%d of %d samples of a batch counted as zero (this line depends on the data: keep it private)",
-                        lost, drawn)  # fmt: skip
         self.dropped += lost
-        frame = self._encoded(mean, release)
-        self.steps += 1
-        return frame
+        return self._encoded(mean, release, step)
 
-    def _encoded(self, mean: npt.NDArray[np.float32], release: Release) -> bytearray:
+    def _encoded(self, mean: Values, release: Release, step: int) -> bytearray:
         """The frame of this step, or its masked vector.
 
         The mean is clamped: a Poisson batch can exceed L. The clamp is 1-Lipschitz, so the sensitivity stands.
         """
-        rng = self._sources.at(Purpose.NOISE, self.steps)
+        rng = self._sources.at(Purpose.NOISE, step)
         if self._sums is None or self.sum_plan is None:
             return encode_frame(
                 mean,
@@ -409,14 +406,14 @@ class Private:
                 range=self.range,
                 rng=rng,
                 client=self._peers.rank,
-                round=self.steps,
+                round=step,
                 clamp=True,
             )
         plan = self.sum_plan
         codes = encode_base(
             mean, plan.levels, plan.noise.cuts[0], width=plan.width, range=self.range, rng=rng, clamp=True
         )
-        return self._sums.mask(self.steps, codes)
+        return self._sums.mask(step, codes)
 
     def _settle(self) -> None:
         """Tell the other ranks, once, how this rank's frames are to be read."""
@@ -458,7 +455,7 @@ class Private:
             )
         return mechanism, reach
 
-    def _exchange(self, frame: bytearray | None) -> npt.NDArray[np.float32]:
+    def _exchange(self, frame: bytearray | None, step: int) -> npt.NDArray[np.float32]:
         """The mean of all ranks' frames, each of the same weight: none gains by a claim. Each is read as hostile."""
         assert self._settings is not None
         sizes = [
@@ -471,7 +468,7 @@ class Private:
             raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here") from self._refusal
         total = Accumulator(self.dimension)
         for rank, (content, (mechanism, reach)) in enumerate(zip(frames, self._settings, strict=True)):
-            total.add(content, range=reach, mechanism=mechanism, client=rank, round=self.steps - (frame is not None))
+            total.add(content, range=reach, mechanism=mechanism, client=rank, round=step)
         return total.mean().astype(np.float32)
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
@@ -527,7 +524,11 @@ class Private:
         self._plan, self._spending, self.steps, self.loader.next_draw = plan, spending, steps, steps
 
     def close(self) -> None:
-        """Give back the steps that were reserved and not taken. Done at exit as well, but not after a crash."""
+        """Give back the steps that were reserved and not taken. Done at exit as well, but not after a crash.
+
+        The optimizer is an ordinary one again.
+        """
+        self._gradients.close()
         if self._ledger is not None:
             self._ledger.close()
 
@@ -576,5 +577,7 @@ def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
     """The parts of a batch; what is left counts as zero when no worker process can be started."""
     try:
         yield from samples
-    except Exception:
-        _log.warning("reading a batch failed; the rest of it counts as zero", exc_info=True)
+    except (StopNow, GeneratorExit):
+        raise
+    except BaseException:
+        _log.debug("reading a batch failed; the rest of it counts as zero (keep this line private)", exc_info=True)

@@ -22,7 +22,8 @@ from bqsgd.ledger import Ledger, PrivacyBudget
 from bqsgd.ledger.spending import Spending
 from bqsgd.models import dimension_of, load_vector
 from bqsgd.noise import NoiseSource
-from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.interrupts import StopNow, interrupts_deferred
+from bqsgd.persample.program import Forward, LossFunction
 from bqsgd.planner.plan import Budget
 from bqsgd.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd.release import Release, Scheme, Unit
@@ -33,10 +34,10 @@ from bqsgd.training.client_plan import client_setting, release_in
 from bqsgd.training.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd.training.least_squares import message_dimension, objective_of
 from bqsgd.training.node_limits import NodeLimits
-from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.objective import Objective
 from bqsgd.training.samples import reader_of
 from bqsgd.training.settings import Config
-from bqsgd.training.values import Values, client_values, state_kept
+from bqsgd.training.values import Values, client_values
 from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
 from bqsgd.wire.model_change import receive_model
 from bqsgd.wire.model_message import ModelMessage
@@ -76,6 +77,8 @@ class Client:
         limits: what its operator agrees to; None where that is who set up the run. Where they name an epsilon it is
             the budget of the ledger, and no run changes it.
         forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
+        sample: a made-up record as the data set gives one, for its shapes and types: no record is read to find them
+            out. Not needed for arrays and tensors in memory.
         sums: its side of the run's secure sums, where the settings have them; it then sends masked vectors.
         objective: that of the model, where clients that share the model share what was checked of it.
     """
@@ -94,6 +97,7 @@ class Client:
         private_log: PrivateLog | None = None,
         limits: NodeLimits | None = None,
         forward: Forward | None = None,
+        sample: Any = None,
         sums: SumClient | None = None,
         objective: Objective | None = None,
     ) -> None:
@@ -107,11 +111,7 @@ class Client:
             if refusal is not None:
                 raise InvalidParameter(refusal)
         self.samples, self.objective = reader_of(samples), objective or objective_of(config, model, loss, forward)
-        if config.privacy.scheme is Scheme.FIXED_SIZE and config.privacy.batch_size > len(self.samples):
-            raise InvalidParameter(
-                f"batch_size={config.privacy.batch_size} is more than the {len(self.samples)} samples of client "
-                f"{client}"
-            )
+        self._check_size()
         if config.privacy.private_metrics and private_log is None:
             raise InvalidParameter("private_metrics needs a private_log that keeps the figures on the client")
         self.private_log = private_log if config.privacy.private_metrics else None
@@ -127,7 +127,8 @@ class Client:
         """What the last update took, by stage. Depends on the batch's size: outside the guarantee, keep it local."""
         self.held: ModelMessage | None = None
         """The model it was sent last, where the next message may be its changes."""
-        self._first: Any = None
+        self._sample = sample
+        self._form: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], bytearray] | None = None
 
     def answer(self, message: bytes | bytearray | memoryview) -> bytes | bytearray | Declined:
@@ -154,12 +155,17 @@ class Client:
     def update(self, model: npt.NDArray[np.float32], round: int) -> bytearray | Declined:
         """The frame of one round, its spend recorded before it is returned; or a reason for sending nothing.
 
-        Once the round is recorded there is a frame whatever the data are: see `training.values`.
+        Once the round is recorded there is a frame whatever the data are: see `training.values`. A Ctrl-C is raised
+        when the frame is made; asked again for the same round, the client then gives the same bytes.
 
         Raises:
             InvalidParameter, NonFiniteInput: the model vector does not fit or is not finite, or the model cannot be
                 trained privately; nothing was recorded.
         """
+        with interrupts_deferred():
+            return self._update(model, round)
+
+    def _update(self, model: npt.NDArray[np.float32], round: int) -> bytearray | Declined:
         self.seconds = {}
         again = self._last is not None and self._last[0] == round and np.array_equal(self._last[1], model)
         if again and self._last is not None and not (self.sums is not None and self.sums.ready(round)):
@@ -183,13 +189,13 @@ class Client:
         self._enter(budget)
         asked = PrivacyBudget(epsilon=budget.epsilon, delta=budget.delta)
         try:
-            with self._timed("ledger"):
+            with self._timed("ledger"), interrupts_deferred(firm=True):
                 self.spending.spend(release, round=round, last_round=self._last_round(round), within=asked)
         except BudgetExhausted:
             return Declined(reason="the privacy budget is spent")
         shared = not (self.samples.draws or self.objective.draws)  # or clients of other threads would wait for nothing
         lent = self.sources.lent(Purpose.FORWARD, round, shared=shared)
-        with self._timed("gradients"), lent, state_kept(self.model):
+        with self._timed("gradients"), lent:
             values = self._values(round)
         with self._timed("encode"):
             frame = self._encoded(values, release, round)
@@ -258,7 +264,7 @@ class Client:
         A round that is asked for a second time is then refused by the ledger, as its bytes are gone.
         """
         self.samples.rest()
-        self._first = self._last = None
+        self._form = self._last = None
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -297,10 +303,10 @@ class Client:
     def _prepare(self, model: npt.NDArray[np.float32]) -> None:
         """Raise now what the model and the settings alone would raise later."""
         with self._timed("gradients"):
-            if self._first is None:
-                self._first = self.samples.first()
+            if self._form is None:
+                self._form = self.samples.form(self._sample)
             self.objective.check(
-                self._first,
+                self._form,
                 clip=self.clip,
                 batch_size=self.setting.batch_size,
                 unit=self.setting.unit,
@@ -314,7 +320,7 @@ class Client:
         if self.setting.unit is Unit.CLIENT:
             return client_values(
                 self.model,
-                lambda: self.objective.mean_loss(self.samples.read(self._drawn(rng))),
+                lambda model: self.objective.mean_loss(self.samples.read(self._drawn(rng)), model),
                 steps=self.config.clients.local_steps,
                 learning_rate=self.config.clients.local_learning_rate,
                 clip=self.clip,
@@ -330,11 +336,27 @@ class Client:
             self._log(round, rows, dropped, mean)
         return mean
 
-    def _drawn(self, rng: NoiseSource) -> Rows:
-        """Numbers of the samples of a batch."""
+    def _check_size(self) -> None:
+        """Raise where the batch size asks for more samples than there are.
+
+        A guarantee for one sample takes the number of samples as public. One for the whole client hides it, so such a
+        client takes as many as it has: its update is clipped as a whole, however many samples it comes from.
+        """
         privacy, samples = self.config.privacy, len(self.samples)
+        fewest = privacy.batch_size if privacy.scheme is Scheme.FIXED_SIZE else 1
+        if privacy.unit == Unit.SAMPLE and samples < fewest:
+            raise InvalidParameter(
+                f"batch_size={privacy.batch_size} is more than the {samples} samples of client {self.client}"
+            )
+
+    def _drawn(self, rng: NoiseSource) -> Rows:
+        """Numbers of the samples of a batch; all where a client has fewer than the batch size."""
+        privacy, samples = self.config.privacy, len(self.samples)
+        if samples == 0:
+            return np.empty(0, np.int64)
         rate = 1.0 if privacy.rate is None and privacy.batch_size > samples else privacy.rate
-        return draw_batch(privacy.scheme, batch_size=privacy.batch_size, dataset_size=samples, rng=rng, rate=rate)
+        size = min(privacy.batch_size, samples)
+        return draw_batch(privacy.scheme, batch_size=size, dataset_size=samples, rng=rng, rate=rate)
 
     def _log(self, round: int, rows: Rows, dropped: int, mean: Values) -> None:
         assert self.private_log is not None
@@ -355,5 +377,7 @@ class Client:
             with torch.no_grad():
                 found = self.objective.mean_loss(self.samples.read(rows))
             return 0.0 if found is None else float(found)
-        except Exception:
+        except StopNow:
+            raise
+        except BaseException:
             return None  # as in `training.values`: there is a frame in any case

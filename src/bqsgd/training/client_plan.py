@@ -34,7 +34,9 @@ def client_setting(config: Config, *, dimension: int, dataset_size: int) -> Clie
     """What the messages of a client that holds so many samples depend on besides the mechanism.
 
     Poisson batches are drawn at the run's rate, or at L / D; a client with fewer than L samples then takes them all.
+    Where the guarantee hides the whole client, nothing depends on how many samples it holds (`public_size`).
     """
+    dataset_size = public_size(config, dataset_size)
     setting = clipped_setting(
         config.clip.make(),
         range=config.range,
@@ -51,6 +53,12 @@ def client_setting(config: Config, *, dimension: int, dataset_size: int) -> Clie
         setting = in_sums(setting, config.secure.rule(config.asked))
     packed = config.clients.packed_rows and setting.unit is Unit.SAMPLE
     return replace(setting, assumption=Assumption.PACKED_ROWS) if packed else setting
+
+
+def public_size(config: Config, samples: int) -> int:
+    """How many samples a client counts as: as many as it holds, which a guarantee for one sample takes as public, or
+    the batch size, the same for all, where the guarantee hides the whole client and the number with it."""
+    return config.privacy.batch_size if config.privacy.unit == Unit.CLIENT else samples
 
 
 def clipped_setting(

@@ -25,7 +25,7 @@ import torch
 
 from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd.params import check_int
-from bqsgd.persample.generators import alone, generators_kept
+from bqsgd.persample.generators import accelerator_generators, alone, generators_kept
 from bqsgd.release import Scheme
 
 
@@ -78,8 +78,8 @@ class Sources:
 
 @contextmanager
 def lent(rng: NoiseSource, *, shared: bool = False) -> Iterator[None]:
-    """Meanwhile the generators of torch, NumPy and Python draw from `rng`, whatever seeds a program has given them;
-    afterwards they go on as if nothing had been drawn.
+    """Meanwhile the generators of torch (on every device in use), NumPy and Python draw from `rng`, whatever seeds a
+    program has given them; afterwards they go on as if nothing had been drawn.
 
     shared: other threads may draw at the same time. What is drawn is then unknown to all, but not the same every time.
     """
@@ -87,6 +87,8 @@ def lent(rng: NoiseSource, *, shared: bool = False) -> Iterator[None]:
         torch.set_rng_state(torch_generator(rng).get_state())
         np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
         random.seed(rng.words(_KEY_WORDS).tobytes())
+        for generator in accelerator_generators():
+            generator.manual_seed(int(rng.words(1)[0]))  # counter based: its whole key are these 64 bits
         yield
 
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from bqsgd.errors import InvalidParameter, NonFiniteInput
 from bqsgd.models import dimension_of
 from bqsgd.persample.clips import L2, Clip, Dual
-from bqsgd.persample.functional import LossFunction
 from bqsgd.persample.moments import CLASS_WEIGHT, MOST_FEATURES, clipped_moments, moments_dimension, triangle
+from bqsgd.persample.program import Forward, LossFunction
 from bqsgd.release import Unit
-from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.objective import Objective
 from bqsgd.training.samples import Part
 from bqsgd.training.settings import LEAST_SQUARES, Config
 from bqsgd.training.values import Values
@@ -122,7 +122,7 @@ class Moments(Objective):
         """
         if not isinstance(clip, (L2, Dual)) or unit is not Unit.SAMPLE or packed:
             raise InvalidParameter("least squares has the clip dual or l2, the unit sample and no packed rows")
-        if not self._plain(data) or not _fits(data, self.problem):
+        if self.forward is not None or not _is_pair(data) or not _fits(data, self.problem):
             raise InvalidParameter(
                 f"least squares takes pairs of {self.problem.features} features, float32 or float64, and one class as "
                 "a whole number, with no forward of your own"
@@ -134,13 +134,17 @@ class Moments(Objective):
         power = 1 << (batch_size.bit_length() - 1)  # divides without rounding, so that parts add up exactly
         total, lost = np.zeros(self.dimension), 0
         for part in parts:
-            if part.data is None or not self._plain(part.data) or not _fits(part.data, self.problem):
+            if part.data is None or not _is_pair(part.data) or not _fits(part.data, self.problem):
                 lost += len(part)
                 continue
             found = clipped_moments(part.data, classes=self.problem.classes, clip=clip, batch_size=power)
             total += found.mean.numpy() * power
             lost += found.dropped
         return total / batch_size, lost
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def _fits(data: tuple[Tensor, Tensor], problem: LeastSquares) -> bool:

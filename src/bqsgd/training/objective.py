@@ -1,33 +1,35 @@
 """What a client's samples add to a message: of any form, through a model and a loss per sample, each clipped by itself.
 
-Model and loss are tried on made-up samples of a form before real ones of that form go through them. Samples of a form
-that does not pass count as zero: whether it passes is a matter of shapes and types alone.
+A peer sees whether a reply comes and of what kind. After the spend neither may depend on the data: a sample that cannot
+be read, whose gradient is not finite or that makes the program raise an error counts as zero. Only what follows from
+the model, the settings and the public form of a sample is refused, and that before the spend (`Objective.check`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.models import dimension_of
-from bqsgd.persample import BatchMean, Clip
-from bqsgd.persample.functional import LossFunction
+from bqsgd.models import dimension_of, trainable
+from bqsgd.persample import BatchMean, Clip, clipped_gradients
+from bqsgd.persample._kernels.threads import check_ieee
+from bqsgd.persample.generators import alone, generators_kept, states
+from bqsgd.persample.gradients import road_of
+from bqsgd.persample.interrupts import StopNow
+from bqsgd.persample.program import Form, Forward, LossFunction, inputs_then_target
 from bqsgd.release import Unit
 from bqsgd.training.samples import Part
-from bqsgd.training.values import Values, check_model, made_of, sample_values
+from bqsgd.training.values import Values
 
 _log = logging.getLogger("bqsgd.samples")
-Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
-"""(model, batch as the collate_fn made it) -> (outputs, targets), which the loss takes."""
-_MADE_UP = 16
-"""Made-up samples on which a batch of another form than (inputs, targets) is tried."""
 
 
 class Objective:
@@ -41,11 +43,6 @@ class Objective:
 
     def __init__(self, model: nn.Module, loss: LossFunction, forward: Forward | None = None) -> None:
         self.model, self.loss, self.forward = model, loss, forward
-        self._gathered: dict[object, _Gathered] = {}
-        """What gathers samples of one form, by the form: what is found out of a model is kept with the module."""
-        self._holding: _Gathered | None = None
-        self._passed: dict[object, bool] = {}
-        """What was checked -> whether it passed."""
         self.draws = False
         """Whether model or loss draw random numbers, as far as was seen."""
 
@@ -54,56 +51,39 @@ class Objective:
         """Coordinates of what a sample adds."""
         return dimension_of(self.model)
 
-    def _plain(self, data: Any) -> bool:
-        return (
-            self.forward is None
-            and isinstance(data, (tuple, list))
-            and len(data) == 2
-            and all(isinstance(part, Tensor) for part in data)
-        )
-
-    def _question(self, *asked: Any) -> object:
-        """What a check depends on besides the model: of the data the form of one sample, not how many there are."""
-        data, *settings = asked
-        return _form(data), *settings, torch.get_num_threads(), made_of(self.model)
-
-    def _hold(self, data: Any) -> _Gathered:
-        """These samples, to be named by number; those held before are let go."""
-        if self._holding is not None:
-            self._holding.rest()
-        form = _form(data)
-        if form not in self._gathered:
-            self._gathered[form] = _Gathered(self.model, self.loss, self.forward or _inputs_then_target)
-        self._holding = self._gathered[form]
-        self._holding.hold(data)
-        return self._holding
-
     def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
-        """Run model and loss on zeros and made-up samples of the shapes of `data`, whose values are not read.
+        """Find out how samples of the form of `data` go through model and loss. The values of `data` are not read.
 
         Raises:
-            InvalidParameter: the model mixes samples, the loss is reduced, or the shapes do not go together.
+            InvalidParameter: a layer mixes samples, the loss is reduced, the shapes do not go together, or this
+                process does not keep IEEE arithmetic.
         """
-        question = self._question(data, clip, batch_size, unit, packed)
-        if self._passed.get(question):
-            return
-        self._passed[question] = False
-        asked: dict[str, Any] = {"clip": clip, "batch_size": batch_size, "unit": unit, "packed": packed}
-        try:
-            if self._plain(data):
-                draws = check_model(self.model, self.loss, data, **asked)
-            else:
-                gathered, numbers = self._hold(_made_up(data)), torch.arange(_MADE_UP)
-                draws = check_model(gathered, _same, (numbers, numbers), made_up=(numbers, numbers), **asked)
-        except (InvalidParameter, Warning):
-            raise
-        except Exception as error:
-            raise InvalidParameter(
-                f"the model or the loss fails on samples of the shapes {_shapes(data)}, so nothing was spent: "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            ) from error
-        self._passed[question] = True
-        self.draws |= draws
+        check_ieee()
+        if unit is Unit.CLIENT:
+            self._check_whole(data)
+        else:
+            self._road(Form.of(data), batch_size, packed)
+
+    def _road(self, form: Form, batch_size: int, packed: bool) -> None:
+        road = road_of(self.model, self.loss, self.forward, form, batch_size=_power(batch_size), packed=packed)
+        self.draws |= road.draws
+
+    def _check_whole(self, data: Any) -> None:
+        """A whole update may do with a loss that is a mean, so model and loss are tried on two made-up samples."""
+        zeros = tree_map(lambda leaf: torch.zeros((2, *leaf.shape[1:]), dtype=leaf.dtype), data)
+        model = copy.deepcopy(self.model)
+        with alone, generators_kept():
+            before = states()
+            try:
+                mean = self.mean_loss([Part(numbers=np.arange(2), data=zeros)], model)
+                assert mean is not None
+                torch.autograd.grad(mean, trainable(model), allow_unused=True)
+            except Exception as error:
+                raise InvalidParameter(
+                    "the model or the loss fails on samples of this form, so nothing was spent: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                ) from error
+            self.draws |= states() != before
 
     def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
         """The clipped gradients of all parts over the public batch size, and how many samples count as zero.
@@ -114,124 +94,54 @@ class Objective:
         # A power of two gives the same rows as the batch size and divides without rounding; a batch mean is clamped,
         # so it must be divided by the batch size itself.
         whole = isinstance(clip, BatchMean)
-        power = batch_size if whole else 1 << (batch_size.bit_length() - 1)
+        power = batch_size if whole else _power(batch_size)
         total, lost = np.zeros(self.dimension), 0
         for part in parts:
-            if part.data is None or not self._fits(part.data, clip=clip, batch_size=batch_size, packed=packed):
+            if not self._fits(part.data, power, packed):
                 lost += len(part)
                 continue
-            model, loss, batch = self._as_pair(part.data)
-            values, dropped = sample_values(
-                model, loss, batch, indices=None if packed else part.numbers, clip=clip, batch_size=power
+            numbers = None if packed else part.numbers
+            found = clipped_gradients(
+                self.model, self.loss, part.data, indices=numbers, clip=clip, batch_size=power, forward=self.forward
             )
-            total += values if whole else values * power
-            lost += dropped
+            total += found.mean.numpy() if whole else found.mean.numpy() * power
+            lost += found.dropped
         if isinstance(clip, BatchMean):
             return total.clip(-clip.bound, clip.bound), lost
         return total / batch_size, lost
 
-    def mean_loss(self, parts: Iterable[Part]) -> Tensor | None:
-        """The mean loss of all samples that could be read, to be differentiated; None without any."""
+    def _fits(self, data: Any, batch_size: int, packed: bool) -> bool:
+        """Whether samples could be read and can go through the model: the latter is a matter of their form alone."""
+        if data is None:
+            return False
+        try:
+            self._road(Form.of(data), batch_size, packed)
+        except StopNow:
+            raise
+        except BaseException:
+            _log.debug("samples of a form that the model cannot take count as zero (keep this line private)")
+            return False
+        return True
+
+    def mean_loss(self, parts: Iterable[Part], model: nn.Module | None = None) -> Tensor | None:
+        """The mean loss of all samples that could be read, to be differentiated; None without any.
+
+        model: what it is computed with, and may be changed by its own forward; a copy of the model unless given.
+        """
+        model = copy.deepcopy(self.model) if model is None else model
         losses = []
         for part in parts:
             if part.data is not None:
-                model, loss, (inputs, targets) = self._as_pair(part.data)
-                losses.append(loss(model(inputs), targets).reshape(-1))  # a whole update may do with a mean
+                outputs, targets = (self.forward or inputs_then_target)(model, part.data)
+                losses.append(self.loss(outputs, targets).reshape(-1))  # a whole update may do with a mean
         return torch.cat(losses).mean() if losses else None
 
     def outputs(self, data: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, targets and losses of some samples, as the model stands."""
-        outputs, targets = (self.forward or _inputs_then_target)(self.model, data)
+        outputs, targets = (self.forward or inputs_then_target)(self.model, data)
         return outputs, targets, self.loss(outputs, targets)
 
-    def _as_pair(self, data: Any) -> tuple[nn.Module, LossFunction, tuple[Tensor, Tensor]]:
-        if self._plain(data):
-            return self.model, self.loss, (data[0], data[1])
-        gathered = self._hold(data)
-        numbers = torch.arange(1, len(gathered) + 1)  # 0 is the empty row
-        return gathered, _same, (numbers, numbers)
 
-    def _fits(self, data: Any, *, clip: Clip, batch_size: int, packed: bool) -> bool:
-        """Whether samples of these shapes pass the check; the answer is a matter of the shapes alone."""
-        question = self._question(data, clip, batch_size, Unit.SAMPLE, packed)
-        if question not in self._passed:
-            try:
-                self.check(data, clip=clip, batch_size=batch_size, packed=packed)
-            except Exception as error:
-                _log.warning("samples of a new shape count as zero (keep this line private): %s", error)
-        return self._passed[question]
-
-
-class _Gathered(nn.Module):
-    """The losses of samples named by number: a batch of any structure goes through the model as one tensor of rows.
-
-    Number 0 is a sample of zeros, which fills empty rows.
-    """
-
-    def __init__(self, model: nn.Module, loss: LossFunction, forward: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self._how = (loss, forward)  # in a tuple: a loss that is a module must not lend its parameters
-        self._leaves: list[Tensor] = []
-        self._structure: Callable[[list[Tensor]], Any] = tuple
-
-    def hold(self, data: Any) -> None:
-        """Take these samples."""
-        leaves, spec = tree_flatten(data)
-        self._structure = lambda values: tree_unflatten(values, spec)
-        self._leaves = [torch.cat([leaf.new_zeros(1, *leaf.shape[1:]), leaf]) for leaf in leaves]
-
-    def __len__(self) -> int:
-        """How many samples are held."""
-        return len(self._leaves[0]) - 1
-
-    def rest(self) -> None:
-        """Let go of the samples."""
-        self._leaves = []
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        """One loss per number."""
-        loss, forward = self._how
-        batch = self._structure([leaf[numbers] for leaf in self._leaves])
-        outputs, targets = forward(self.model, batch)
-        return loss(outputs, targets)
-
-
-def _same(losses: Tensor, numbers: Tensor) -> Tensor:
-    return losses
-
-
-def _inputs_then_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """model(every input in turn), and the last element of the batch."""
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise InvalidParameter(
-            f"a batch is a {type(batch).__name__}, not (inputs..., targets): say what the loss takes, for example "
-            'forward=lambda model, batch: (model(batch["ids"], batch["mask"]), batch["labels"])'
-        )
-    return model(*batch[:-1]), batch[-1]
-
-
-def _made_up(data: Any) -> Any:
-    """Samples of the shapes of `data` and of no data at all, over four orders of magnitude."""
-    leaves, spec = tree_flatten(data)
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for leaf in leaves:
-        shape = (_MADE_UP, *leaf.shape[1:])
-        numbers = torch.arange(_MADE_UP).view(-1, *[1] * (leaf.dim() - 1))
-        if leaf.is_floating_point() or leaf.is_complex():
-            scale = 10.0 ** (numbers.remainder(5) - 2)
-            made.append((torch.randn(shape, generator=generator) * scale).to(leaf.dtype))
-        else:
-            made.append(numbers.remainder(2).expand(shape).to(leaf.dtype))
-    return tree_unflatten(made, spec)
-
-
-def _form(data: Any) -> object:
-    """Structure, types and shapes of one sample of `data`."""
-    leaves, spec = tree_flatten(data)
-    return str(spec), tuple((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-
-
-def _shapes(data: Any) -> str:
-    return ", ".join(str(tuple(leaf.shape[1:])) for leaf in tree_flatten(data)[0])
+def _power(batch_size: int) -> int:
+    """The power of two below a batch size."""
+    return 1 << (batch_size.bit_length() - 1)

@@ -4,6 +4,9 @@ A sample is read and collated by itself, whatever else is in its batch: a `colla
 of a batch, or mixes samples, sees one sample. Samples whose tensors have the same shapes then go through the model
 together, and what each adds to the sum is exact, so nothing depends on how they were put together.
 
+Shapes and types of a sample are public, so they never come from a record: of tensors in memory they are known, and of
+any other data set a made-up record says them (`Reader.form`).
+
 What is assumed of a data set: reading sample i depends on i, on the data set and on random numbers of its own, not on
 which other samples are read. Random augmentation is fine; a data set that remembers what it has read is not.
 """
@@ -20,18 +23,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
     default_collate,
 )
 
 from bqsgd.errors import InvalidParameter
+from bqsgd.persample.interrupts import StopNow, interrupts_deferred
 
 _log = logging.getLogger("bqsgd.samples")
 _Collate = Callable[[list[Any]], Any]
@@ -57,7 +64,9 @@ class Part:
 class Reader:
     """Samples of a map-style data set by number, each read and collated by itself. Worker processes get a copy.
 
-    A sample that cannot be read counts as zero: an error in mid-training would tell a peer that it was drawn.
+    A sample that cannot be read counts as zero: an error in mid-training would tell a peer that it was drawn. Whatever
+    its code raises costs that sample alone, SystemExit and KeyboardInterrupt included; whoever reads in the main thread
+    defers the user's own Ctrl-C meanwhile (`read` does).
 
     Args:
         dataset: anything with `len` and `[number]`.
@@ -77,8 +86,10 @@ class Reader:
     def __getitem__(self, number: int) -> tuple[int, Any]:
         try:
             return number, (self.dataset[number],)
-        except Exception:
-            _log.warning("a sample could not be read and counts as zero (keep this line private)", exc_info=True)
+        except StopNow:
+            raise
+        except BaseException:
+            _log.debug("a sample could not be read and counts as zero (keep this line private)", exc_info=True)
             return number, None
 
     def collate(self, read: Sequence[tuple[int, Any]]) -> list[Part]:
@@ -92,10 +103,10 @@ class Reader:
             try:
                 made = found[0] if together else self.collate_fn([found[0]])
                 numbers, members = groups.setdefault(_key(made), ([], []))
-            except Exception:
-                _log.warning(
-                    "a sample could not be collated and counts as zero (keep this line private)", exc_info=True
-                )
+            except StopNow:
+                raise
+            except BaseException:
+                _log.debug("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
                 lost.append(number)
                 continue
             numbers.append(number)
@@ -106,14 +117,47 @@ class Reader:
 
     def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
         """The samples of these numbers."""
-        return self.collate([self[int(number)] for number in numbers])
+        with interrupts_deferred():
+            return self.collate([self[int(number)] for number in numbers])
 
     def rest(self) -> None:
         """Let go of what can be had again."""
 
-    def first(self) -> Any:
-        """Sample 0 alone, for its shapes; what raises is raised: this is before anything is spent."""
-        return _with_a_row_each(self.collate_fn([self.dataset[0]]), 1)
+    def form(self, sample: Any = None) -> Any:
+        """Zeros in the form of one collated sample; no record of the data set is read.
+
+        sample: a made-up record as the data set gives one; not needed for tensors in memory (TensorDataset, and Subset,
+            random_split or ConcatDataset of such).
+
+        Raises:
+            InvalidParameter: the form is unknown, or the record is not of tensors with a row per sample.
+        """
+        record = _made_up_record(self.dataset) if sample is None else sample
+        if record is None:
+            raise InvalidParameter(
+                f"the form of a sample of {type(self.dataset).__name__} is unknown, and no record is read to find out, "
+                "so that nothing of the data decides what is refused: add a made-up record as your data set gives "
+                "one, for example sample=(torch.zeros(3, 32, 32), 0)"
+            )
+        try:
+            data = self.collate_fn([record])
+        except Exception as error:
+            raise InvalidParameter(
+                f"collate_fn fails on a list of one made-up record: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}; give a record that it takes with sample=..."
+            ) from error
+        return tree_map(torch.zeros_like, _with_a_row_each(data, 1))
+
+
+def _made_up_record(dataset: Any) -> Any:
+    """A record of zeros in the shapes and types of tensors in memory; None where the data set is of another kind."""
+    if type(dataset) is TensorDataset:
+        return tuple(tensor.new_zeros(tensor.shape[1:]) for tensor in dataset.tensors)
+    if type(dataset) is Subset:
+        return _made_up_record(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return _made_up_record(dataset.datasets[0])
+    return None
 
 
 def _parts(numbers: list[int], members: list[Any], join: Callable[[list[Any]], Any]) -> list[Part]:
@@ -121,11 +165,13 @@ def _parts(numbers: list[int], members: list[Any], join: Callable[[list[Any]], A
     try:
         data = _with_a_row_each(join(members), len(numbers))
         return [Part(numbers=np.asarray(numbers, np.int64), data=data)]
-    except Exception:
+    except StopNow:
+        raise
+    except BaseException:
         if len(members) > 1:
             pairs = zip(numbers, members, strict=True)
             return [part for number, member in pairs for part in _parts([number], [member], join)]
-        _log.warning("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
+        _log.debug("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
         return [Part(numbers=np.asarray(numbers, np.int64), data=None)]
 
 
@@ -184,7 +230,7 @@ class _Arrays(Reader):
         with warnings.catch_warnings():  # features kept in a file are read only, and nobody here writes
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
-        if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
+        if len(self.inputs) != len(self.targets):
             raise InvalidParameter(f"{len(self.inputs)} inputs and {len(self.targets)} targets do not pair up")
 
     def __len__(self) -> int:
@@ -195,9 +241,9 @@ class _Arrays(Reader):
         rows = np.asarray(numbers, np.int64)
         return [Part(numbers=rows, data=(self.inputs[rows], self.targets[rows]))] if len(rows) else []
 
-    def first(self) -> Any:
-        """The first row of each, for its shape."""
-        return self.inputs[:1], self.targets[:1]
+    def form(self, sample: Any = None) -> Any:
+        """A row of zeros of each."""
+        return tuple(rows.new_zeros(1, *rows.shape[1:]) for rows in (self.inputs, self.targets))
 
 
 class Fetched(Reader):
@@ -225,9 +271,9 @@ class Fetched(Reader):
         """The samples of these numbers."""
         return self._reader().read(numbers)
 
-    def first(self) -> Any:
-        """Sample 0 alone, for its shapes."""
-        return self._reader().first()
+    def form(self, sample: Any = None) -> Any:
+        """Zeros in the form of one collated sample."""
+        return self._reader().form(sample)
 
     def rest(self) -> None:
         """Let go of the data."""
@@ -256,8 +302,6 @@ def reader_of(share: Any) -> Reader:
             f"{type(share).__name__} cannot be read by sample number: give (inputs, targets), a map-style Dataset or "
             "its DataLoader; Poisson sampling draws every sample independently"
         )
-    if len(share) == 0:
-        raise InvalidParameter("a share holds no samples")
     return Reader(share)
 
 
@@ -297,6 +341,4 @@ def check_loader(loader: DataLoader[Any]) -> int:
             "with the same probability; use shuffle=True (replaced by Poisson batches), and Subset(dataset, indices) "
             "to train on some of the samples"
         )
-    if size == 0:
-        raise InvalidParameter("the data set holds no samples")
     return int(batches.batch_size)

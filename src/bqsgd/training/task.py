@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.models import load_vector
-from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.program import Forward, LossFunction
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Unit
 from bqsgd.training.least_squares import objective_of
-from bqsgd.training.objective import Forward, Objective
+from bqsgd.training.objective import Objective
 from bqsgd.training.samples import Reader, reader_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Task:
         metric: (all outputs, all targets) of the test data -> a number that replaces accuracy; named by its
             `__name__`.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
+        sample: a made-up record as the shares' data set gives one, for example (torch.zeros(3, 32, 32), 0): shapes and
+            types are found out from it, and no record is read for them. Not needed for arrays and tensors in memory.
         source: the settings that made this task, written beside the run's own; None for your own task.
 
     >>> share = torch.eye(4), torch.arange(4)
@@ -74,6 +76,7 @@ class Task:
     loss: LossFunction = field(default_factory=lambda: nn.CrossEntropyLoss(reduction="none"))
     metric: Metric | None = None
     forward: Forward | None = None
+    sample: Any = None
     public_data: str = ""
     source: Group | None = None
 
@@ -94,14 +97,14 @@ class Task:
         return len(reader_of(self.shares[share]))
 
     def check(self, config: Config, model: nn.Module) -> None:
-        """Try model, loss, shapes and metric, before anything is spent: nothing of the shares is read but shapes.
+        """Try model, loss, shapes and metric, before anything is spent: no record of the shares is read.
 
         Raises:
             InvalidParameter: what fails here would fail in a round, or after the last.
         """
         if self.shares:
             objective_of(config, model, self.loss, self.forward).check(
-                reader_of(self.shares[0]).first(),
+                reader_of(self.shares[0]).form(self.sample),
                 clip=config.clip.make(),
                 batch_size=config.privacy.batch_size,
                 unit=Unit(config.privacy.unit),

@@ -23,7 +23,7 @@ from bqsgd.engines.flower.messages import (
 from bqsgd.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.records.record import one_line
-from bqsgd.release import Scheme
+from bqsgd.release import Scheme, Unit
 
 logger = logging.getLogger("flwr.bqsgd")
 _ATTEMPTS = 3
@@ -51,6 +51,7 @@ class _Roster:
         self.nodes: dict[int, int] = {}
         """Client -> node."""
         self.samples: dict[int, int] = {}
+        """Client -> how many samples it says it holds; the batch size for each where the guarantee hides that."""
         self.refused: dict[int, str] = {}
         """Node -> why it takes no part: it declined, or what it said of itself does not fit the run."""
         self.roster_digest = "" if setup.sums is None else setup.sums.agreement.roster.digest.hex()
@@ -59,6 +60,11 @@ class _Roster:
         self._heard = 0.0
         """When a node was last asked who it is, or said so."""
         self._closed = False
+
+    @property
+    def _whole_clients(self) -> bool:
+        """Whether the guarantee hides everything that a client holds, how many samples it has included."""
+        return self.config.privacy.unit == Unit.CLIENT
 
     @property
     def _fewest(self) -> int:
@@ -144,6 +150,8 @@ class _Roster:
                 logger.warning("node %d declines the run: %s", node, self.refused[node])
                 return
             client, samples, dimension = (field_of(reply, name, int) for name in ("client", "samples", "dimension"))
+            if self._whole_clients:
+                samples = None  # hidden by the guarantee, whatever it says
             self._check(node, client, samples, dimension, online)
         except (FrameError, InvalidParameter) as error:
             self.refused[node] = one_line(str(error))
@@ -153,8 +161,9 @@ class _Roster:
         if self.nodes.get(client) == node:
             return  # asked twice, answered twice
         self.nodes[client] = node
-        self.samples.setdefault(client, samples)
-        logger.info("client %d joined on node %d with %d samples", client, node, samples)
+        self.samples.setdefault(client, self.config.privacy.batch_size if samples is None else samples)
+        stated = "" if samples is None else f" with {samples} samples"
+        logger.info("client %d joined on node %d%s", client, node, stated)
 
     def _check(
         self, node: int, client: int | None, samples: int | None, dimension: int | None, online: set[int]
@@ -164,7 +173,7 @@ class _Roster:
         if dimension != self.dimension:
             raise FrameError(f"client {client} has a model of {dimension} coordinates, the server {self.dimension}")
         fewest = self.config.privacy.batch_size if self.config.privacy.scheme is Scheme.FIXED_SIZE else 1
-        if samples is None or not fewest <= samples < 2**40:
+        if not self._whole_clients and (samples is None or not fewest <= samples < 2**40):
             raise FrameError(f"client {client} has {samples} samples; this run needs {fewest}")
         self.setup.check_samples(client, samples)
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
@@ -204,7 +213,7 @@ class FlowerEngine:
 
     @property
     def samples(self) -> Mapping[int, int]:
-        """Client -> how many samples it says it holds."""
+        """Client -> how many samples it says it holds, or counts as."""
         return dict(sorted(self.roster.samples.items()))
 
     def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Answer]:

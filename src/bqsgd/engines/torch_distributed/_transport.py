@@ -311,9 +311,10 @@ def greeting(config: Config, task: Task, *, resuming: bool) -> bytes:
     return _bytes({"format": _FORMAT, "run": config.run.name, "resuming": resuming, "settings": _shared(config, task)})
 
 
-def reply_to_greeting(*, samples: int) -> bytes:
-    """A client's answer: how many samples it holds, which is its weight in the mean and public."""
-    return _bytes({"format": _FORMAT, "samples": samples})
+def reply_to_greeting(*, samples: int | None) -> bytes:
+    """A client's answer: how many samples it holds; None where the guarantee hides the whole client and says nothing
+    of it."""
+    return _bytes({"format": _FORMAT} | ({} if samples is None else {"samples": samples}))
 
 
 def read_greeting(message: memoryview, config: Config, task: Task) -> tuple[str, bool]:
@@ -334,9 +335,11 @@ def read_greeting(message: memoryview, config: Config, task: Task) -> tuple[str,
     return run, resuming
 
 
-def read_reply(message: memoryview) -> int:
-    """The number of samples a client holds."""
+def read_reply(message: memoryview, *, whole_client: bool) -> int | None:
+    """The number of samples a client holds; None where the guarantee hides the whole client, whatever it says."""
     samples = _object(message).get("samples")
+    if whole_client:
+        return None
     if not isinstance(samples, int) or isinstance(samples, bool) or not 1 <= samples <= 2**53:
         raise PeerLost(f"a client said it holds {samples!r} samples")
     return samples

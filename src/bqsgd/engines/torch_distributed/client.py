@@ -26,6 +26,7 @@ from bqsgd.engines.torch_distributed._transport import (
 )
 from bqsgd.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd.ledger.spending import Spending
+from bqsgd.release import Unit
 from bqsgd.training.client import Client, Declined
 from bqsgd.training.least_squares import message_dimension
 from bqsgd.training.node_limits import NodeLimits
@@ -94,7 +95,8 @@ def joined_run(
         channel.send(MessageKind.REFUSAL, str(error).encode()[:500])
         raise
     try:
-        channel.send(MessageKind.ACCEPTED, reply_to_greeting(samples=client.setting.dataset_size))
+        stated = None if client.setting.unit is Unit.CLIENT else client.setting.dataset_size
+        channel.send(MessageKind.ACCEPTED, reply_to_greeting(samples=stated))
         with one_thread():
             yield client, channel, connection
     finally:

@@ -29,6 +29,7 @@ from bqsgd.engines.torch_distributed._transport import (
 from bqsgd.engines.torch_distributed.client import share_of
 from bqsgd.errors import InvalidParameter
 from bqsgd.privacy.guarantee import Guarantee
+from bqsgd.release import Unit
 from bqsgd.training.client import Client
 from bqsgd.training.node_limits import NodeLimits
 from bqsgd.training.sums import most_sum_bytes
@@ -62,7 +63,7 @@ def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> 
 
 
 def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
-    """Tell every rank the run's name and settings; rank -> its number of samples."""
+    """Tell every rank the run's name and settings; rank -> its number of samples, or what it counts as."""
     first = greeting(setup.config, setup.task, resuming=setup.resuming)
     for channel in channels:
         channel.send(MessageKind.GREETING, first)
@@ -70,8 +71,9 @@ def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
     for channel in channels:
         kind, body = channel.receive(most_bytes=MOST_BYTES)
         if kind is MessageKind.ACCEPTED:
-            samples[channel.peer] = read_reply(body)
-            setup.check_samples(channel.peer, samples[channel.peer])
+            stated = read_reply(body, whole_client=setup.config.privacy.unit == Unit.CLIENT)
+            setup.check_samples(channel.peer, stated)
+            samples[channel.peer] = setup.config.privacy.batch_size if stated is None else stated
         else:
             refusals.append(f"rank {channel.peer} does not take part: {bytes(body[:500]).decode(errors='replace')}")
     if refusals:

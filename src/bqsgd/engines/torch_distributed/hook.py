@@ -23,7 +23,7 @@ knows no round without one of its ranks.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real types.
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import cast
 
@@ -42,13 +42,16 @@ from bqsgd.models import dimension_of, trainable
 from bqsgd.noise import NoiseSource, privacy_rng
 from bqsgd.params import Mechanism, check_int, check_positive
 from bqsgd.persample.clips import Clip
-from bqsgd.persample.functional import LossFunction
+from bqsgd.persample.interrupts import interrupts_deferred
+from bqsgd.persample.program import LossFunction
 from bqsgd.persample.rows import Numbers, check_numbers
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Release, Scheme, Unit
 from bqsgd.training.client_plan import clipped_setting
 from bqsgd.training.draws import lent
-from bqsgd.training.values import Values, check_model, made_of, sample_values
+from bqsgd.training.objective import Objective
+from bqsgd.training.samples import Part
+from bqsgd.training.values import Values
 
 
 class PrivateSteps:
@@ -81,15 +84,18 @@ class PrivateSteps:
         sampling: Scheme = Scheme.POISSON,
         resume: bool = False,
     ) -> None:
-        self.model, self.loss, self.clip = model, loss, clip
+        self.model, self.clip = model, clip
+        self._objective = Objective(model, loss)
         self.batch_size = check_int("batch_size", batch_size, 1, 2**53)
         self.dataset_size, self.sampling = dataset_size, Scheme(sampling)
         self._ledger, self._run, self._resume = ledger, run, resume
         self._spending: Spending | None = None
         self._places = _places(model)
         self._mean: Values | None = None
-        self._checked: tuple[object, ...] | None = None
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._fixed = _copies(_fixed(model))
+        """What training leaves as it is, as it was."""
+        self._trained: dict[str, Tensor] = {}
+        """The trained parameters when the step was supplied."""
         self._masks = privacy_rng()
         """For what the model draws at random: with known masks one sample would move all the others."""
         self._sent: set[int] = set()
@@ -122,11 +128,11 @@ class PrivateSteps:
     ) -> None:
         """Count the step, then clip its gradients sample by sample and keep their mean for the hook.
 
-        Once the step is counted there is a mean whatever the data are: see `training.values`.
+        Once the step is counted there is a mean whatever the data are: see `training.values`. A Ctrl-C is raised when
+        the mean is there, a second one at once; the step may then be supplied again, and is counted again.
         """
         if self._mean is not None:
             raise InvalidParameter("supply was called twice before a backward; call it once per step")
-        checked = (*(part.shape[1:] for part in batch), made_of(self.model))
         if len(batch[0]) != len(batch[1]):
             raise InvalidParameter(f"{len(batch[0])} inputs and {len(batch[1])} targets do not pair up")
         numbers = check_numbers(indices, len(batch[0]))
@@ -135,21 +141,31 @@ class PrivateSteps:
                 f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that stands in a "
                 "batch twice would count twice"
             )
-        if not all(torch.equal(buffer, before) for buffer, before in self._buffers):
+        if not _same(self._fixed, _fixed(self.model)):
             raise InvalidParameter(
-                "the model has changed its buffers, and DDP sends them to the other ranks as they are: nothing would "
-                "make them private; take the layer out that writes them"
+                "the model has changed its buffers or its frozen parameters, and they leave this rank as they are: "
+                "nothing would make them private; take the layer out that writes them, or make PrivateSteps after the "
+                "change, if no data were in it"
             )
-        if checked != self._checked:
-            check_model(self.model, self.loss, batch, clip=self.clip, batch_size=self.batch_size, unit=Unit.SAMPLE)
-            self._checked = checked
-        if self._spending is None:
-            self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
-        self._spending.spend(self.release(mechanism, range=range), round=step, last_round=step)
-        with nullcontext() if seeded else lent(self._masks):
-            self._mean, _ = sample_values(
-                self.model, self.loss, batch, indices=numbers, clip=self.clip, batch_size=self.batch_size
-            )
+        form = tuple(part.new_zeros(1, *part.shape[1:]) for part in batch)
+        self._objective.check(form, clip=self.clip, batch_size=self.batch_size, unit=Unit.SAMPLE)
+        with interrupts_deferred():
+            self._spend(self.release(mechanism, range=range), step=step, seeded=seeded)
+            try:
+                with nullcontext() if seeded else lent(self._masks):
+                    part = Part(numbers=numbers, data=batch)
+                    self._mean, _ = self._objective.mean([part], clip=self.clip, batch_size=self.batch_size)
+            except BaseException:
+                if self._spending is not None:
+                    self._spending.resume = True  # the step may be taken again, and is then counted again
+                raise
+        self._trained = _copies(_trained(self.model))
+
+    def _spend(self, release: Release, *, step: int, seeded: bool) -> None:
+        with interrupts_deferred(firm=True):
+            if self._spending is None:
+                self._spending = Spending(self._ledger, run=self._run, seeded=seeded, resume=self._resume)
+            self._spending.spend(release, round=step, last_round=step)
 
     def frame(self, parameters: Sequence[Tensor], bucket: int, encode: Callable[[Values], bytearray]) -> bytearray:
         """The one frame of this step that holds these parameters: encoded when first asked for, then the same bytes.
@@ -158,11 +174,16 @@ class PrivateSteps:
         and only one was counted.
 
         Raises:
-            InvalidParameter: `supply` was not called before this backward, or one of the parameters has left in another
-                bucket of this step.
+            InvalidParameter: `supply` was not called before this backward, the forward has changed a parameter, or one
+                of the parameters has left in another bucket of this step.
         """
         if self._mean is None:
             raise InvalidParameter("call state.supply(batch, indices=...) before every backward: nothing was sent")
+        if not self._sent and not _same(self._trained, _trained(self.model)):
+            raise InvalidParameter(
+                "the model has changed its parameters between supply and the backward, so what it saw would be "
+                "released with them: nothing was sent; take the layer out that writes them"
+            )
         asked = (bucket, *(id(parameter) for parameter in parameters))
         found = self._frames.get(asked)
         if found is None:
@@ -180,6 +201,7 @@ class PrivateSteps:
     def used(self) -> None:
         """The last bucket of the step is on its way."""
         self._mean = None
+        self._trained = {}
         self._sent.clear()
         self._frames.clear()
 
@@ -195,6 +217,28 @@ def _places(model: nn.Module) -> dict[int, slice]:
         places[id(parameter)] = slice(start, start + parameter.numel())
         start += parameter.numel()
     return places
+
+
+def _fixed(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_buffers()
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+
+
+def _trained(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def _same(before: dict[str, Tensor], now: Iterable[tuple[str, Tensor]]) -> bool:
+    """Whether the tensors have the names, types and values that they had; contents, since anything may write them."""
+    found = dict(now)
+    return found.keys() == before.keys() and all(
+        tensor.dtype == before[name].dtype and torch.equal(tensor.detach(), before[name])
+        for name, tensor in found.items()
+    )
 
 
 _BUCKET_BITS = 20

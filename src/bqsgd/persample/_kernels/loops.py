@@ -2,80 +2,32 @@
 
 A sample is treated alike wherever it stands and whatever stands beside it; a sum is of whole numbers, so the number of
 threads changes no bit. Each runs on as many threads as torch uses.
+
+Samples may lie one after another, as torch keeps them (the loops of `contiguous`), or beside each other, as the lanes
+have them (the loops here). Both give the same bits, so nothing depends on which of the two it is.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd.persample._kernels import tiles
+from bqsgd.persample._kernels import contiguous, tiles
+from bqsgd.persample._kernels.contiguous import SUM_BLOCK
 from bqsgd.persample._kernels.grid import Grid, held_to
+from bqsgd.persample._kernels.threads import FEW as FEW
+from bqsgd.persample._kernels.threads import in_threads as in_threads
+from bqsgd.persample._kernels.threads import recycled
+from bqsgd.persample._kernels.threads import scratch as scratch
+from bqsgd.persample._kernels.tiles import BLOCK_SAMPLES, ROUNDING
 from bqsgd.persample._kernels.vectors import LANES
 
 AT_ONCE = LANES
 """Samples whose gradients `Pairs` makes at once."""
-PIECES = 4
-"""Parts a thread's work is cut into; any thread may take any part."""
-FEW = 1 << 19
-"""Numbers that one thread has gone through by the time that another has begun."""
-
-
-def in_threads(work: Callable[[int, int], None], items: int, *, each: int = FEW) -> None:
-    """Call work(start, stop) over disjoint parts of range(items), on as many threads as torch has.
-
-    Each thread takes the next of several pieces when it is done, so that a core kept busy by torch's own waiting
-    threads holds nobody up.
-
-    each: how many numbers an item is made of, where little is done to each: a few are not worth a second thread.
-    """
-    threads = max(1, min(torch.get_num_threads(), items)) if items * each >= FEW else 1
-    count = min(items, threads * PIECES if threads > 1 else 1)
-    edges = [items * i // count for i in range(count + 1)] if items else [0, 0]
-    following = itertools.count()
-
-    def take() -> None:
-        while (piece := next(following)) < count:
-            work(edges[piece], edges[piece + 1])
-
-    if threads == 1:
-        take()
-        return
-    others = [_helpers(os.getpid(), torch.get_num_threads()).submit(take) for _ in range(1, threads)]
-    try:
-        take()
-    finally:
-        for other in others:
-            if not other.cancel():  # one that has not begun finds no piece left
-                other.result()
-
-
-@lru_cache(maxsize=1)
-def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that stay, with the memory they keep. A forked process has none of its parent's and makes its own."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix=f"bqsgd-{process}")
-
-
-_kept = threading.local()
-
-
-def scratch(name: str, *shape: int) -> np.ndarray:
-    """float32 memory for one use at a time, kept by each thread: the system takes its time to hand out so much anew."""
-    size = int(np.prod(shape))
-    if getattr(_kept, name, np.empty(0)).size < size:
-        setattr(_kept, name, np.empty(size, np.float32))
-    found: np.ndarray = getattr(_kept, name)[:size].reshape(shape)
-    return found
 
 
 def usable(values: Tensor) -> bool:
@@ -96,6 +48,21 @@ def samples_last(values: Tensor) -> tuple[np.ndarray, int]:
     if usable(values) and moved.numel():
         moved = in_lanes(values.flatten(1), samples).t()
     return moved.contiguous().numpy().reshape(-1), samples
+
+
+def samples_first(values: Tensor) -> tuple[np.ndarray, int] | None:
+    """The same where the entries of a sample lie beside each other: entry i of sample b is flat[b * stride + i].
+
+    None for all others, and for what the kernels do not take.
+    """
+    if not usable(values):
+        return None
+    moved = values.detach().flatten(1)
+    samples, entries = moved.shape
+    stride = moved.stride(0) if samples > 1 else entries
+    if not moved.numel() or (entries > 1 and moved.stride(1) != 1) or stride < entries:
+        return None
+    return torch.as_strided(moved, ((samples - 1) * stride + entries,), (1,)).numpy(), stride
 
 
 @njit(nogil=True, cache=True)
@@ -131,23 +98,49 @@ BESIDE = 128
 
 @njit(nogil=True, cache=True)
 def _squares(values: np.ndarray, stride: int, size: int, bound: float, start: int, stop: int, out: np.ndarray) -> None:
-    """Sums of squares in float64, one coordinate after another."""
+    """Sums of squares in float64, in the order of `contiguous`: 16 lanes, added in halves, block after block."""
+    lanes = np.empty((LANES, BESIDE))
     for first in range(start, stop, BESIDE):
         sums = out[first : min(stop, first + BESIDE)]
         sums[:] = 0
-        for at in range(size):
-            own = values[at * stride + first : at * stride + first + sums.size]
+        for block in range(0, size, SUM_BLOCK):
+            lanes[:] = 0
+            for at in range(block, min(size, block + SUM_BLOCK)):
+                own = values[at * stride + first : at * stride + first + sums.size]
+                lane = lanes[at % LANES]
+                for sample in range(sums.size):
+                    value = min(abs(np.float64(own[sample])), bound)
+                    lane[sample] += value * value
+            apart = LANES // 2
+            while apart:
+                for at in range(apart):
+                    lane, other = lanes[at], lanes[at + apart]
+                    for sample in range(sums.size):
+                        lane[sample] += other[sample]
+                apart //= 2
+            lane = lanes[0]
             for sample in range(sums.size):
-                value = min(abs(np.float64(own[sample])), bound)
-                sums[sample] += value * value
+                sums[sample] += lane[sample]
 
 
 def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
     """(batch,) float64 sums of squares of (batch, coordinates), clamped to +-bound where one is given."""
+    size, reach = values[0].numel() if len(values) else 0, np.inf if bound is None else float(bound)
+    rows = samples_first(values)
+    if rows is not None:
+        return torch.from_numpy(contiguous.row_norms(*rows, len(values), size, reach)[1])
     (flat, stride), out = samples_last(values), np.empty(len(values))
-    size, reach = values.shape[1], np.inf if bound is None else bound
     in_threads(lambda start, stop: _squares(flat, stride, size, reach, start, stop, out), len(out), each=size)
     return torch.from_numpy(out)
+
+
+def norms(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`largest` and `squared_norms` of (batch, coordinates), in one go over the values where they lie so."""
+    rows = samples_first(values)
+    if rows is None:
+        return largest(values), squared_norms(values)
+    most, squares = contiguous.row_norms(*rows, len(values), values[0].numel())
+    return torch.from_numpy(most.astype(np.float64)), torch.from_numpy(squares)
 
 
 @njit(nogil=True, cache=True)
@@ -189,8 +182,11 @@ def largest(values: Tensor) -> Tensor:
     """(batch,) float64 max-norms of (batch, ...); NaN stays NaN."""
     if not usable(values):
         return values.flatten(1).abs().amax(dim=1).double()
-    (flat, stride), out = samples_last(values), np.empty(len(values), np.float32)
     size = values[0].numel() if len(values) else 0
+    rows = samples_first(values)
+    if rows is not None:
+        return torch.from_numpy(contiguous.row_norms(*rows, len(values), size)[0].astype(np.float64))
+    (flat, stride), out = samples_last(values), np.empty(len(values), np.float32)
     in_threads(lambda start, stop: _largest(flat, stride, size, start, stop, out), len(out), each=size)
     return torch.from_numpy(out.astype(np.float64))
 
@@ -219,10 +215,6 @@ def row_sums(values: Tensor) -> Tensor:
     return torch.from_numpy(out).t()
 
 
-_WHOLE = 1.5 * 2.0**52
-"""Adding and taking away this rounds a float64 below 2^51 to the nearest whole number."""
-
-
 @njit(nogil=True, cache=True)
 def _add_steps(
     values: np.ndarray, stride: int, weights: np.ndarray, reach: float, start: int, stop: int, out: np.ndarray
@@ -236,29 +228,111 @@ def _add_steps(
         for first in range(0, whole, 16):
             for lane in range(16):
                 held = min(max(np.float64(own[first + lane]), -reach), reach) * weights[first + lane]
-                parts[lane] += (held + _WHOLE) - _WHOLE
+                parts[lane] += (held + ROUNDING) - ROUNDING
         total = 0.0
         for lane in range(16):
             total += parts[lane]
         for sample in range(whole, samples):
             held = min(max(np.float64(own[sample]), -reach), reach) * weights[sample]
-            total += (held + _WHOLE) - _WHOLE
+            total += (held + ROUNDING) - ROUNDING
         out[at] += total
 
 
+def _factors(grid: Grid, weights: Tensor, bound: float | None) -> np.ndarray:
+    """(batch, 2) float32: what turns each sample's values into steps, and what they are clamped to before."""
+    found = np.empty((len(weights), 2), np.float32)
+    found[:, 0], found[:, 1] = weights.numpy() / grid.step, held_to(bound)
+    return found
+
+
 def add_steps(values: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
-    """out += sum_b of weights_b values_b in whole grid steps; values_b is clamped to +-bound first, if given."""
-    (flat, stride), scaled, target = samples_last(values), (weights / grid.step).numpy(), out.numpy()
-    reach = held_to(bound)
-    each = len(scaled)
-    in_threads(lambda start, stop: _add_steps(flat, stride, scaled, reach, start, stop, target), len(target), each=each)
+    """out += sum_b of weights_b values_b in whole grid steps; values_b is clamped to +-bound first, if given.
+
+    A product of two float32 is exact before it is rounded to whole steps: in float64 here, by fma in `contiguous`.
+    """
+    factors, target, rows = _factors(grid, weights, bound), out.numpy(), samples_first(values)
+    samples, size = len(factors), len(target)
+    if rows is not None:
+        fixed = factors.reshape(-1), bound is not None, *rows, samples
+        pieces = -(-size // contiguous.SUM_PIECE)
+        in_threads(
+            lambda start, stop: contiguous.run_row_sums(*fixed, *_coordinates(start, stop, size), target),
+            pieces,
+            each=samples * contiguous.SUM_PIECE,
+        )
+        return
+    (flat, stride), scaled = samples_last(values), factors[:, 0].astype(np.float64)
+    reach = float(np.float32(held_to(bound)))
+    in_threads(lambda start, stop: _add_steps(flat, stride, scaled, reach, start, stop, target), size, each=samples)
+
+
+def _coordinates(start: int, stop: int, size: int) -> tuple[int, int]:
+    """The coordinates of the pieces start..stop."""
+    return start * contiguous.SUM_PIECE, min(size, stop * contiguous.SUM_PIECE)
 
 
 def in_steps(values: Tensor, grid: Grid, weights: Tensor, *, bound: float | None) -> Tensor:
     """(rows, coordinates) float64: what `add_steps` adds for each row."""
-    held = values.cpu().double()
-    held = held.clamp(-held_to(bound), held_to(bound))
-    return (held * (weights / grid.step)[:, None]).round_()
+    factors = torch.from_numpy(_factors(grid, weights, bound)).double()
+    held = values.cpu().double().clamp(-factors[:, 1:], factors[:, 1:])
+    return (held * factors[:, :1]).round_()
+
+
+@njit(nogil=True, cache=True)
+def _move(few: np.ndarray, start: int, stop: int, total: np.ndarray) -> None:
+    for at in range(start, stop):
+        total[at] += np.float64(few[at])
+        few[at] = 0
+
+
+class Steps:
+    """The sum of clipped gradients in whole steps, held over many calls of `add`.
+
+    Steps are added up in int32, which is half of the memory to go through, and moved to float64 before 256 samples
+    could overflow it.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self._few, self._total = np.zeros(dimension, np.int32), np.zeros(dimension)
+        self._added: dict[tuple[int, int], int] = {}
+
+    def add(self, values: Tensor, weights: Tensor, grid: Grid, *, bound: float | None, at: int) -> None:
+        """Add what `add_steps` adds for (batch, coordinates) values, to the coordinates from `at` on."""
+        size, rows = values.shape[1], samples_first(values)
+        if rows is None:
+            add_steps(values, grid, weights, torch.from_numpy(self._total[at : at + size]), bound=bound)
+            return
+        factors = _factors(grid, weights, bound).reshape(-1)
+        for first in range(0, len(values), BLOCK_SAMPLES):
+            last = min(len(values), first + BLOCK_SAMPLES)
+            self._make_room(at, at + size, last - first)
+            self._add(factors, bound is not None, *rows, first, last, at, size)
+
+    def _add(
+        self, factors: np.ndarray, clamped: bool, x: np.ndarray, stride: int, first: int, last: int, at: int, size: int
+    ) -> None:
+        def piece(start: int, stop: int) -> None:
+            low, high = _coordinates(start, stop, size)
+            contiguous.add_rows(factors, clamped, x, low, stride, first, last, self._few, at + low, high - low)
+
+        pieces = -(-size // contiguous.SUM_PIECE)
+        in_threads(piece, pieces, each=(last - first) * contiguous.SUM_PIECE)
+
+    def _make_room(self, low: int, high: int, samples: int) -> None:
+        """Count these samples; first move everything to float64 if a coordinate could have more than int32 holds."""
+        before = sum(count for (start, stop), count in self._added.items() if start < high and low < stop)
+        if before + samples > BLOCK_SAMPLES:
+            self._settle()
+        self._added[low, high] = self._added.get((low, high), 0) + samples
+
+    def _settle(self) -> None:
+        in_threads(lambda start, stop: _move(self._few, start, stop, self._total), len(self._few), each=1)
+        self._added.clear()
+
+    def total(self) -> Tensor:
+        """(dimension,) float64: the sum so far, in memory that later calls of `add` change."""
+        self._settle()
+        return torch.from_numpy(self._total)
 
 
 def _array(values: Tensor) -> np.ndarray:
@@ -266,28 +340,76 @@ def _array(values: Tensor) -> np.ndarray:
     return values.detach().cpu().contiguous().numpy()
 
 
-def outer_steps(a: Tensor, e: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
+DIRECT_ROWS = 32
+"""Up to so many rows, the inputs of samples that lie one after another are read as they lie; for more rows they are
+copied to panels, which every strip of rows then reads in order."""
+
+
+def outer_steps(
+    a: Tensor,
+    e: Tensor,
+    grid: Grid,
+    weights: Tensor,
+    out: Tensor,
+    *,
+    bound: float | None,
+    largest_inputs: Tensor | None = None,
+) -> None:
     """out[o, i] = sum_b of w_b clamp(e_bo a_bi, -C, C), in whole grid steps, of (batch, i) activations and (batch, o)
     errors.
 
     clamp(e a, C) = e clamp(a, C / |e|): two vector instructions instead of four, the thresholds being made once a
     sample and row. Each sample's activations are scaled by a power of two to below 1, so that nothing overflows.
+
+    largest_inputs: `largest(a)`, for a caller that has it.
     """
-    (inputs, input_stride), (errors, error_stride) = samples_last(a), samples_last(e)
-    (batch, columns), rows, target = a.shape, e.shape[1], out.numpy()
-    scales = np.ldexp(1.0, -np.frexp(largest(a).numpy())[1])
+    inputs, rows, target = samples_first(a), e.shape[1], out.numpy()
+    powers = _powers(largest(a) if largest_inputs is None else largest_inputs)
     factors, reach = (weights / grid.step).numpy(), held_to(bound)
+    if inputs is not None and rows <= DIRECT_ROWS:
+        _outer_as_it_lies(*inputs, e, powers, factors, reach, target)
+        return
+    (batch, columns), (errors, error_stride) = a.shape, samples_last(e)
     lanes = scratch("lanes", -(-columns // tiles.OUTER_WIDTH), batch, tiles.OUTER_WIDTH)
-    in_threads(
-        lambda start, stop: tiles.pack_lanes(inputs, input_stride, columns, scales, start, stop, lanes), len(lanes)
-    )
+    pack = tiles.pack_lanes if inputs is None else contiguous.pack_panels
+    given = samples_last(a) if inputs is None else inputs
+    in_threads(lambda start, stop: pack(*given, columns, powers, start, stop, lanes), len(lanes))
 
     def strips(start: int, stop: int) -> None:
         scalars = scratch("scalars", stop - start, batch, 2 if bound else 1, tiles.OUTER_ROWS)
-        tiles.pack_scalars(errors, error_stride, rows, scales, factors, reach, start, scalars)
+        tiles.pack_scalars(errors, error_stride, rows, powers, factors, reach, start, scalars)
         tiles.run_outer(scalars, lanes, 0, stop - start, target[start * tiles.OUTER_ROWS : stop * tiles.OUTER_ROWS])
 
     in_threads(strips, -(-rows // tiles.OUTER_ROWS))
+
+
+def _powers(largest: Tensor) -> np.ndarray:
+    """The power of two that brings each sample's largest magnitude to 1/2 .. 1.
+
+    At most 2^127, the largest in float32: then float32 scales to the same bits as float64 does. What is smaller than
+    2^-127 comes to 2^-22 at least, which is as good.
+    """
+    powers: np.ndarray = np.ldexp(1.0, np.minimum(127, -np.frexp(largest.numpy())[1]))
+    return powers
+
+
+def _outer_as_it_lies(
+    x: np.ndarray, stride: int, e: Tensor, powers: np.ndarray, factors: np.ndarray, reach: float, target: np.ndarray
+) -> None:
+    samples, rows = e.shape
+    errors, parts = e.detach().cpu(), 1 if reach == np.inf else 2
+    tiles_of_rows, panels = contiguous.tile_count(rows), -(-target.shape[1] // contiguous.PANEL)
+    scalars = np.empty(samples * (tiles_of_rows + parts * rows), np.float32)
+    contiguous.pack_row_scalars(errors.numpy(), powers, factors, reach, scalars)
+    in_threads(
+        lambda start, stop: contiguous.run_row_steps(scalars, parts, x, stride, samples, start, stop, target),
+        panels,
+        each=samples * rows * contiguous.PANEL,
+    )
+
+
+SWEPT_ROWS = 64
+"""Rows of errors that take less time one by one than sorting the inputs does."""
 
 
 @njit(nogil=True, cache=True)
@@ -305,10 +427,22 @@ def _clamped_outer_squares(a: np.ndarray, e: np.ndarray, bound: float, start: in
 
 
 def clamped_outer_squares(a: Tensor, e: Tensor, bound: float) -> Tensor:
-    """(batch,) float64 squared norms of clamp(e_bo a_bi, -C, C) in O(n log n): sort both sides, then sweep once."""
-    left, right = (np.sort(_array(values.abs()), axis=1) for values in (a, e))
-    out = np.empty(len(left))
-    in_threads(lambda start, stop: _clamped_outer_squares(left, right, bound, start, stop, out), len(left))
+    """(batch,) float64 squared norms of clamp(e_bo a_bi, -C, C): row by row for few rows, and for many in O(n log n):
+    sort both sides, then sweep once."""
+    (left, right), out = (_array(values) for values in (a, e)), np.empty(len(a))
+    if e.shape[1] <= SWEPT_ROWS:
+        in_threads(
+            lambda start, stop: contiguous.run_clamped_squares(left, right, float(bound), start, stop, out),
+            len(out),
+            each=a.shape[1] * e.shape[1],
+        )
+        return torch.from_numpy(out)
+
+    def sweep(start: int, stop: int) -> None:
+        up, down = (np.sort(np.abs(values[start:stop]), axis=1) for values in (left, right))
+        _clamped_outer_squares(up, down, bound, 0, stop - start, out[start:stop])
+
+    in_threads(sweep, len(left))
     return torch.from_numpy(out)
 
 
@@ -344,7 +478,7 @@ class Pairs:
         (left, left_stride), (right, right_stride) = samples_last(e.values), samples_last(a.values)
         batch, height, width = len(e.values), len(e.rows), len(a.rows)
         blocks = -(-batch // LANES)
-        out = np.empty((self.groups * height * width, blocks * LANES), np.float32)
+        out = recycled((self.groups * height * width, blocks * LANES))
         rows = np.pad(e.rows, (0, -height % tiles.PAIR_ROWS), mode="edge")
         columns = np.pad(a.rows, (0, -width % tiles.PAIR_COLUMNS), mode="edge")
         fixed = (left, left_stride, e.places, rows, e.steps, e.group, right, right_stride, a.places, a.size)

@@ -25,6 +25,8 @@ ROUNDER = 1.5 * 2.0**23
 """fma(s, v, ROUNDER) is ROUNDER plus s v rounded to the nearest whole number, for |s v| below 2^22."""
 ROUNDER_BITS = int(np.float32(ROUNDER).view(np.int32))
 """Neighbouring float32 from 2^23 to 2^24 differ by 1, and so do their bits as integers: bits minus these are steps."""
+ROUNDING = 1.5 * 2.0**52
+"""Adding and taking away this rounds a float64 below 2^51 to the nearest whole number."""
 BLOCK_SAMPLES = 256
 """Samples summed in int32 at most: 256 times 2^22 is below 2^31."""
 

@@ -16,6 +16,7 @@ from numba.core import cgutils
 LANES = 16
 FLOAT, WORD, INT32 = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
+DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 WHOLE = ir.VectorType(INT32, LANES)
 ZERO = ir.Constant(VECTOR, [0.0] * LANES)
 
@@ -33,8 +34,8 @@ class Emit:
     def at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [ir.Constant(WORD, offset) if isinstance(offset, int) else offset])
 
-    def load(self, pointer: Any, offset: Any) -> Any:
-        return self.builder.load(self.builder.bitcast(self.at(pointer, offset), VECTOR.as_pointer()), align=4)
+    def load(self, pointer: Any, offset: Any, kind: ir.VectorType = VECTOR) -> Any:
+        return self.builder.load(self.builder.bitcast(self.at(pointer, offset), kind.as_pointer()), align=4)
 
     def store(self, value: Any, pointer: Any, offset: Any) -> None:
         self.builder.store(value, self.builder.bitcast(self.at(pointer, offset), value.type.as_pointer()), align=4)
@@ -45,12 +46,24 @@ class Emit:
         return self.builder.shuffle_vector(first, undefined, ir.Constant(WHOLE, [0] * LANES))
 
     def intrinsic(self, name: str, *arguments: Any) -> Any:
-        kind = ir.FunctionType(VECTOR, [argument.type for argument in arguments])
+        """A function of LLVM whose result is of the type of its first argument."""
+        kind = ir.FunctionType(arguments[0].type, [argument.type for argument in arguments])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
         return self.builder.call(function, arguments)
 
+    def prefetch(self, pointer: Any, offset: Any) -> None:
+        """Bring the line at `offset` near; an address outside the array does no harm."""
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+        read, near, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
+        self.builder.call(function, [self.builder.bitcast(self.at(pointer, offset), byte), read, near, data])
+
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return self.intrinsic("llvm.fma.v16f32", x, y, z)
+        return self.intrinsic("llvm.fma.v16f32" if x.type == VECTOR else "llvm.fma.v16f64", x, y, z)
+
+    def smaller(self, x: Any, y: Any) -> Any:
+        return self.builder.select(self.builder.fcmp_ordered("<", x, y), x, y)
 
     def maximum(self, x: Any, y: Any) -> Any:
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
@@ -62,8 +75,7 @@ class Emit:
             return self.intrinsic(
                 "llvm.x86.avx512.mask.range.ps.512", x, high, ir.Constant(INT32, 2), ZERO, every, plain
             )
-        x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
-        return self.maximum(x, low)
+        return self.maximum(self.smaller(x, high), low)
 
     def registers(self, rows: int, vectors: int, kind: ir.VectorType = VECTOR) -> list[list[Any]]:
         one = cgutils.alloca_once

@@ -8,6 +8,7 @@ compiled without contraction or reassociation, so each entry is the IEEE operati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from bqsgd.persample._kernels.loops import in_threads, scratch
+from bqsgd.persample._kernels.threads import in_threads
 from bqsgd.persample._kernels.vectors import LANES, WORD, Emit
 
 STRIP = 6
@@ -121,9 +122,9 @@ def _pack(x: Any, stride: int, samples: int, low: int, start: int, stop: int, wi
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips(w: Any, rows: int, terms: int, strips: Any) -> None:
-    """w[row * terms + term] -> strips (terms / 256, rows / 6, 256, 6), zeros beyond the last row."""
-    for strip in range(strips.shape[1]):
+def _fill_strips(w: Any, rows: int, terms: int, start: int, stop: int, strips: Any) -> None:
+    """w[row * terms + term] -> strips start..stop of (terms / 256, rows / 6, 256, 6), zeros beyond the last row."""
+    for strip in range(start, stop):
         for begin in range(0, terms, DEPTH):
             part, depth = strips[begin // DEPTH, strip], min(DEPTH, terms - begin)
             for row in range(STRIP):
@@ -137,10 +138,10 @@ def _fill_strips(w: Any, rows: int, terms: int, strips: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips_across(w: Any, rows: int, terms: int, strips: Any) -> None:
+def _fill_strips_across(w: Any, rows: int, terms: int, start: int, stop: int, strips: Any) -> None:
     """The same of w[term * rows + row]."""
     for begin in range(0, terms, DEPTH):
-        for strip in range(strips.shape[1]):
+        for strip in range(start, stop):
             part, full = strips[begin // DEPTH, strip], strip * STRIP + STRIP <= rows
             for term in range(min(DEPTH, terms - begin)):
                 at = (begin + term) * rows + strip * STRIP
@@ -174,38 +175,20 @@ def _run_product(
                     at += count
 
 
-@dataclass(frozen=True)
-class Samples:
-    """(entries, samples) values, the first `live` of which count: entry i of sample j is flat[i * stride + j]."""
-
-    flat: np.ndarray
-    stride: int
-    live: int
-
-
-def product(w: np.ndarray, x: Samples, bias: np.ndarray | None, *, samples: int) -> np.ndarray:
-    """(rows, samples) bias + w x of (rows, terms) weights, which may be transposed in memory."""
-    rows, terms = w.shape
-    strips = scratch("strips", -(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP)
-    if w.flags.c_contiguous:
-        _fill_strips(w.reshape(-1), rows, terms, strips)
-    else:
-        _fill_strips_across(np.ascontiguousarray(w.T).reshape(-1), rows, terms, strips)
-    count = strips.shape[1]
+def product(w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """(rows, lanes) bias + w x of (rows, terms) weights, which may be transposed in memory, and (terms, lanes) x."""
+    (rows, terms), count = w.shape, -(-w.shape[0] // STRIP)
+    strips = np.empty((-(-terms // DEPTH), count, DEPTH, STRIP), np.float32)
+    fill, flat = (_fill_strips, w) if w.flags.c_contiguous else (_fill_strips_across, np.ascontiguousarray(w.T))
+    flat = flat.reshape(-1)
+    in_threads(lambda start, stop: fill(flat, rows, terms, start, stop, strips), count, each=terms * STRIP)
     shift = np.zeros(count * STRIP, np.float32)
     if bias is not None:
         shift[:rows] = bias
-    out = _empty(count * STRIP, samples, x.live)
-    fixed = strips, terms, x.flat, x.stride, x.live, shift
-    in_threads(lambda start, stop: _run_product(*fixed, start, stop, out), count)
+    out = np.empty((count * STRIP, x.shape[1]), np.float32)
+    fixed = strips, terms, x.reshape(-1), x.shape[1], x.shape[1], shift
+    in_threads(lambda start, stop: _run_product(*fixed, start, stop, out), count, each=terms * STRIP * x.shape[1])
     return out[:rows]
-
-
-def _empty(entries: int, samples: int, live: int) -> np.ndarray:
-    """Space for whole vectors of samples, zeros where none will be computed."""
-    found = np.empty((entries, -(-samples // LANES) * LANES), np.float32)
-    found[:, -(-live // LANES) * LANES :] = 0
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,10 +310,8 @@ def _run_convolution(
         done += vectors
 
 
-def convolution(
-    x: Samples, entries: int, read: Reading, weights: np.ndarray, bias: np.ndarray | None, *, samples: int
-) -> np.ndarray:
-    """(groups * outputs * positions, samples) from weights (groups, outputs, terms); `entries` of x make a sample."""
+def convolution(x: np.ndarray, read: Reading, weights: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """(groups * outputs * positions, lanes) from (entries of a sample, lanes) and weights (groups, outputs, terms)."""
     groups, outputs, terms = weights.shape
     count = -(-outputs // STRIP)
     strips, shift = np.zeros((groups, count, terms, STRIP), np.float32), np.zeros((groups, count * STRIP), np.float32)
@@ -338,11 +319,11 @@ def convolution(
         strips[:, row // STRIP, :, row % STRIP] = weights[:, row]
     if bias is not None:
         shift[:, :outputs] = bias.reshape(groups, outputs)
-    out = _empty(groups * outputs * len(read.base), samples, x.live)
-    fixed = (x.flat, x.stride, x.live, entries, read.base, read.kind, read.starts, read.terms, read.places, strips)
+    (entries, lanes), flat = x.shape, x.reshape(-1)
+    out = np.empty((groups * outputs * len(read.base), lanes), np.float32)
+    fixed = (flat, lanes, lanes, entries, read.base, read.kind, read.starts, read.terms, read.places, strips)
     rest = (outputs, shift.reshape(-1))
-    vectors = -(-x.live // LANES)
-    in_threads(lambda start, stop: _run_convolution(*fixed, *rest, start, stop, out), vectors)
+    in_threads(lambda start, stop: _run_convolution(*fixed, *rest, start, stop, out), lanes // LANES)
     return out
 
 
@@ -377,18 +358,91 @@ def _tanh_backward(error: Any, output: Any, out: Any) -> None:
         out[at] = error[at] * (np.float32(1) - output[at] * output[at])
 
 
-def tanh(x: np.ndarray) -> np.ndarray:
-    out = np.empty_like(x)
-    flat, found = x.reshape(-1), out.reshape(-1)
-    in_threads(lambda start, stop: _tanh(flat[start:stop], found[start:stop]), x.size, each=1)
-    return out
+@njit(nogil=True, cache=True, error_model="numpy")
+def _exp(x: Any, out: Any) -> None:
+    """Cephes' `expf`: 2^n times a polynomial of the rest, within one unit in the last place; 0 where it underflows."""
+    f = np.float32
+    for at in range(x.size):
+        v = x[at]
+        held = min(max(v, f(-87.3)), f(88.72))
+        n = (held * f(1.44269504088896341) + f(12582912.0)) - f(12582912.0)  # the nearest whole number
+        r = (held - n * f(0.693359375)) + n * f(2.12194440e-4)
+        p = f(1.9875691500e-4) * r + f(1.3981999507e-3)
+        p = p * r + f(8.3334519073e-3)
+        p = p * r + f(4.1665795894e-2)
+        p = p * r + f(1.6666665459e-1)
+        p = p * r + f(5.0000001201e-1)
+        p = p * (r * r) + r + f(1)
+        whole = np.int32(n)
+        half = whole >> np.int32(1)  # in two factors: 2^128 is no float32
+        low = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
+        high = np.int32((whole - half + np.int32(127)) << np.int32(23)).view(np.float32)
+        found = p * low * high
+        found = f(np.inf) if v > f(88.72) else found
+        found = f(0) if v < f(-87.3) else found
+        out[at] = v if v != v else found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _log(x: Any, out: Any) -> None:
+    for at in range(x.size):
+        out[at] = np.float32(math.log(np.float64(x[at]))) if x[at] > 0 else np.float32(np.log(x[at]))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _log1p(x: Any, out: Any) -> None:
+    for at in range(x.size):
+        out[at] = np.float32(math.log1p(np.float64(x[at]))) if x[at] > -1 else np.float32(np.log1p(x[at]))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _erf(x: Any, out: Any) -> None:
+    for at in range(x.size):
+        out[at] = np.float32(math.erf(np.float64(x[at])))
+
+
+def _entrywise(loop: Callable[..., None]) -> Callable[[np.ndarray], np.ndarray]:
+    """A loop over entries as a function of an array: every entry is one fixed function of itself."""
+
+    def function(x: np.ndarray) -> np.ndarray:
+        x = np.ascontiguousarray(x)
+        out = np.empty_like(x)
+        flat, found = x.reshape(-1), out.reshape(-1)
+        in_threads(lambda start, stop: loop(flat[start:stop], found[start:stop]), x.size, each=1)
+        return out
+
+    return function
+
+
+tanh, exp, log, log1p, erf = (_entrywise(loop) for loop in (_tanh, _exp, _log, _log1p, _erf))
 
 
 def tanh_backward(error: np.ndarray, output: np.ndarray) -> np.ndarray:
     """error (1 - output^2)."""
+    error, output = np.ascontiguousarray(error), np.ascontiguousarray(output)
     out = np.empty_like(error)
     flat = error.reshape(-1), output.reshape(-1), out.reshape(-1)
     in_threads(lambda start, stop: _tanh_backward(*(part[start:stop] for part in flat)), error.size, each=1)
+    return out
+
+
+@njit(nogil=True, cache=True)
+def _sums(x: Any, start: int, stop: int, out: Any) -> None:
+    for row in range(start, stop):
+        sums = out[row]
+        sums[:] = x[row, 0]
+        for term in range(1, x.shape[1]):
+            own = x[row, term]
+            for lane in range(sums.size):
+                sums[lane] += own[lane]
+
+
+def sums(x: np.ndarray) -> np.ndarray:
+    """(rows, terms, lanes) -> (rows, lanes), one term after another."""
+    if x.shape[1] == 1:
+        return x[:, 0]
+    x, out = np.ascontiguousarray(x), np.empty((len(x), x.shape[2]), np.float32)
+    in_threads(lambda start, stop: _sums(x, start, stop, out), len(x), each=x.shape[1] * x.shape[2])
     return out
 
 

@@ -1,0 +1,74 @@
+"""One sample at a time by the user's own code: for programs that torch cannot trace.
+
+Every sample runs on a copy of the model, and of its parameters and buffers, that nobody uses afterwards. What the
+forward writes there is gone with the copy, and no sample finds what another has left. State outside of the module (a
+global, a closure) cannot be copied: that the model keeps none is assumed of this road alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.persample.factors import Dense, Piece
+from bqsgd.persample.generators import generators_kept
+from bqsgd.persample.interrupts import StopNow
+from bqsgd.persample.program import Form, Whole
+
+
+class AloneRoad:
+    """Runs model and loss once for every sample.
+
+    Raises:
+        InvalidParameter: they raise an error on a made-up sample too, so it is not the data's doing.
+    """
+
+    draws = True
+    """Whatever the code does cannot be seen, so it is taken to draw random numbers."""
+
+    def __init__(self, whole: Whole, form: Form) -> None:
+        self._structure = form.structure
+        with generators_kept():
+            try:
+                self._gradients(whole, form.zeros(1))
+            except InvalidParameter:
+                raise
+            except Exception as error:
+                shapes = ", ".join(str(tuple(shape)) for shape, _, _ in form.leaves)
+                raise InvalidParameter(
+                    f"the model or the loss fails on samples of the shapes {shapes}, so nothing was spent: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                ) from error
+
+    def _gradients(self, whole: Whole, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient of one sample, a row for each trained tensor."""
+        trained, held = whole.tensors()
+        values = {name: tensor.clone() for name, tensor in trained.items()}
+        others = {name: tensor.clone() for name, tensor in held.items()}
+        copies = [leaf.clone() for leaf in leaves]
+        found = whole.copied().gradients(values, others, copies, self._structure)
+        return [
+            torch.zeros_like(value).reshape(1, -1) if gradient is None else gradient.detach().reshape(1, -1)
+            for value, gradient in zip(values.values(), found, strict=True)
+        ]
+
+    def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
+        """(1, whether it was lost, its gradient) for each sample.
+
+        Whatever a sample makes the code raise costs that sample alone, a SystemExit or a KeyboardInterrupt too: the
+        user's own interrupts are held back while a batch runs.
+        """
+        for sample in range(len(leaves[0])):
+            try:
+                found = self._gradients(whole, [leaf[sample : sample + 1] for leaf in leaves])
+                flat = torch.cat([values.float() for values in found], dim=1)
+                pieces = [Piece(slice(0, len(found)), Dense(flat))]
+            except StopNow:
+                raise
+            except BaseException:
+                pieces = []
+            yield 1, int(not pieces), pieces

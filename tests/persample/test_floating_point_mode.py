@@ -1,0 +1,182 @@
+"""Denormal numbers are kept: a run in which a thread flushes them is refused, and the loops' own threads never do."""
+
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from bqsgd.errors import InvalidParameter
+from bqsgd.persample._kernels.threads import check_ieee, in_threads
+
+pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush denormals here")
+
+
+@pytest.fixture
+def flushing():
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_ieee_arithmetic_passes(threads):
+    check_ieee()
+
+
+def test_a_caller_that_flushes_denormals_is_refused(threads, flushing):
+    for also in (True, False):
+        with pytest.raises(InvalidParameter, match=r"this thread.*set_flush_denormal\(False\)"):
+            check_ieee(torch_threads=also)
+
+
+def test_the_mode_is_the_callers_again_after_it_is_set_back(threads):
+    torch.set_flush_denormal(True)
+    torch.set_flush_denormal(False)
+    check_ieee()
+
+
+@pytest.mark.parametrize(("name", "mode"), [("FE_DOWNWARD", 0x400), ("FE_UPWARD", 0x800), ("FE_TOWARDZERO", 0xC00)])
+@pytest.mark.skipif(sys.platform != "linux" or "x86" not in __import__("platform").machine(), reason="modes of x86")
+def test_a_caller_that_does_not_round_to_the_nearest_is_refused(name, mode):
+    library = ctypes.CDLL("libm.so.6")
+    assert library.fesetround(mode) == 0
+    try:
+        with pytest.raises(InvalidParameter, match="this thread"):
+            check_ieee()
+    finally:
+        library.fesetround(0)
+    check_ieee()
+
+
+def in_a_process(program):
+    """The output of a fresh process: torch's threads keep the mode in which they are started."""
+    head = "import threading, torch\nfrom bqsgd.persample._kernels.threads import check_ieee, in_threads\n"
+    done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_torchs_threads_that_flush_denormals_are_refused(count):
+    found = in_a_process(
+        f"torch.set_num_threads({count})\n"
+        "torch.set_flush_denormal(True)\n"
+        "torch.ones(1 << 20).add_(1)\n"  # torch's threads start here
+        "torch.set_flush_denormal(False)\n"
+        "check_ieee(torch_threads=False)\n"
+        "check_ieee()\n"
+    )
+    assert "InvalidParameter: the arithmetic of torch's threads is not IEEE's" in found
+
+
+def test_one_of_torchs_threads_that_flushes_denormals_is_enough():
+    found = in_a_process(
+        "torch.set_num_threads(3)\n"
+        "torch.ones(1 << 20).add_(1)\n"
+        "check_ieee()\n"
+        "torch.set_flush_denormal(True)\n"
+        "torch.set_num_threads(4)\n"
+        "torch.ones(1 << 20).add_(1)\n"  # the fourth starts here
+        "torch.set_flush_denormal(False)\n"
+        "try:\n"
+        "    check_ieee()\n"
+        "except Exception as error:\n"
+        "    print('refused', type(error).__name__)\n"
+        "torch.set_num_threads(1)\n"
+        "check_ieee()\n"
+        "print('one thread passes')\n"
+    )
+    assert "refused InvalidParameter" in found
+    assert "one thread passes" in found
+
+
+def test_a_thread_inherits_the_mode_and_is_refused_as_well(flushing):
+    errors = []
+
+    def caller():
+        try:
+            check_ieee()
+        except InvalidParameter as error:
+            errors.append(error)
+
+    other = threading.Thread(target=caller)
+    other.start()
+    other.join()
+    assert len(errors) == 1
+
+
+TINY = np.full(64, 2.0**-140, np.float32)
+TWICE = 1 << 10
+"""The bits of 2^-139, written down: a thread that flushes could not compute them."""
+
+
+def doubled_by_helpers(count):
+    """What each of `count` threads makes of twice a denormal number, and whether it is the caller."""
+    everybody, found = threading.Barrier(count, timeout=60), []
+
+    def work(start, stop):
+        everybody.wait()  # so that each thread has a piece
+        found.append((threading.get_ident(), (TINY + TINY).view(np.int32)[0]))
+
+    in_threads(work, count)
+    return found
+
+
+def test_helpers_keep_denormals_whatever_the_caller_does(flushing):
+    """Started by a caller that flushes, or before."""
+    before = torch.get_num_threads()
+    for count in (5, 4, 4):  # another number of threads starts new ones
+        torch.set_num_threads(count)
+        found = doubled_by_helpers(count)
+        torch.set_num_threads(before)
+        assert len({thread for thread, _ in found}) == count
+        assert all(bits == TWICE for thread, bits in found if thread != threading.get_ident())
+        assert [bits for thread, bits in found if thread == threading.get_ident()] == [0]
+
+
+def test_a_helper_that_was_left_flushing_keeps_denormals_again():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    everybody = threading.Barrier(3, timeout=60)
+
+    def spoil(start, stop):
+        everybody.wait()
+        if threading.current_thread() is not threading.main_thread():
+            torch.set_flush_denormal(True)
+
+    in_threads(spoil, 3)
+    found = doubled_by_helpers(3)
+    torch.set_num_threads(before)
+    assert {bits for _, bits in found} == {TWICE}
+
+
+def test_the_check_is_cheap():
+    check_ieee()
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        check_ieee(torch_threads=False)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2e-4
+
+
+def test_helpers_that_wait_use_no_time():
+    """A spinning thread would take most of a second's wait from the other processes of a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    doubled_by_helpers(4)
+    torch.set_num_threads(before)
+    used = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used < 0.1
