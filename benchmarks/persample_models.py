@@ -202,7 +202,7 @@ MODELS: dict[str, Case] = {
         clips=TWO_CLIPS,
         packed=True,
         variant=with_looked_up_positions,
-        about="two layers of width 128, 4 heads, 64 tokens",
+        about="two layers of width 128, 4 heads, 64 tokens; opacus ew gets the positions as an embedding",
     ),
     "LoRA": Case(
         low_rank_transformer,

@@ -111,7 +111,7 @@ class Run:
         self.summary: Summary | None = None
         """What the run came to, once it is closed."""
         model = task.make_model()
-        task.check(config, model)
+        self._objective = task.check(config, model)
         self._rest = {name: value.clone() for name, value in model.state_dict().items()}
         self._evaluate = task.evaluator(model)
         initial = to_vector(model)
@@ -416,7 +416,7 @@ class Run:
             metric_name=self.task.metric_name,
             loss=None if found is None else found.loss,
             rounds=self.round,
-            guarantee=None if claim is None else self.task.stated(claim),
+            guarantee=None if claim is None else self._objective.stated(self.task.stated(claim)),
             guarantee_client=None if worst is None else worst[1],
             nominal_epsilon=None if self.last is None else self.last.nominal_epsilon,
             **self._totals,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,21 +50,18 @@ def neighbours(
     *,
     record: int,
     batch_size: int,
-    afresh: bool = False,
+    afresh: Callable[[], nn.Module] | None = None,
 ) -> Neighbours:
     """Measure `record`, the number of the attacker's sample in (inputs, targets).
 
-    afresh: each time on a copy of the model, so that what one measurement leaves there does not hide itself.
+    afresh: makes the model anew for each measurement, so that what one of them leaves in it does not hide itself.
     """
     numbers = torch.arange(len(inputs))
-    kept = copy.deepcopy(model) if afresh else model
 
     def clipped(members: Tensor) -> ClippedGradients:
         batch = inputs[members], targets[members]
-        # A copy each: what one measurement were to leave in the model must not hide itself in the next.
-        return clipped_gradients(
-            copy.deepcopy(kept), loss, batch, indices=members.numpy(), clip=CLIP, batch_size=batch_size
-        )
+        used = model if afresh is None else afresh()
+        return clipped_gradients(used, loss, batch, indices=members.numpy(), clip=CLIP, batch_size=batch_size)
 
     found = [clipped(members) for members in (numbers, numbers[numbers != record], numbers[numbers == record])]
     return Neighbours(*found, batch_size)
@@ -79,7 +75,7 @@ def assert_apart(
     record: int,
     batch_size: int,
     loss: Callable[[Tensor, Tensor], Tensor] = LOSS,
-    afresh: bool = False,
+    afresh: Callable[[], nn.Module] | None = None,
 ) -> Neighbours:
     """Fail unless the record moves the mean by its own clipped gradient and by nothing else."""
     found = neighbours(model, loss, inputs, targets, record=record, batch_size=batch_size, afresh=afresh)

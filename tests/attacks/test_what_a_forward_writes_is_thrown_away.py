@@ -8,9 +8,11 @@ import copy
 
 import pytest
 import torch
-from neighbours import LOSS, assert_apart
+from neighbours import LOSS, assert_apart, gradients_one_by_one, mean_of_clipped
 from torch import nn
+from torch.nn import functional as F
 
+from bqsgd.errors import InvalidParameter
 from bqsgd.persample import L2, clipped_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -151,8 +153,96 @@ class InPlaceInTheWeights(InTheWeights):
         self.head.weight.copy_(torch.where(peak > USUAL, torch.full_like(self.head.weight, 2.0), self.head.weight))
 
 
+class InABackward(InABuffer):
+    """Writes when gradients are computed, after the forward has returned."""
+
+    def forward(self, x):
+        peak = torch.maximum(self.read(), x.abs().amax())
+        outputs = self.head(x * (USUAL / peak.clamp(min=USUAL)))
+        outputs.register_hook(lambda error: self.keep(peak.detach()))
+        return outputs
+
+
+class InABackwardThatLooks(InABackward):
+    """The same in a model that torch cannot trace."""
+
+    def forward(self, x):
+        return super().forward(x if float(x.sum()) < 1e30 else -x)
+
+
+class InAFrozenParameterByABackward(InABackwardThatLooks):
+    def __init__(self):
+        super().__init__()
+        del self.peak
+        self.peak = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+
+class InTheWeightsByABackward(InABackwardThatLooks):
+    def keep(self, peak):
+        if peak > USUAL:
+            self.head.weight.data.fill_(2.0)
+
+
+class InAGradByABackward(InABackwardThatLooks):
+    def read(self):
+        grad = self.head.weight.grad
+        return torch.zeros(()) if grad is None else grad.amax()
+
+    def keep(self, peak):
+        self.head.weight.grad = peak.expand(2, 4).clone()
+
+
+class InAReference(InABuffer):
+    """Written through a list that holds the buffer, as recurrent layers hold their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [self.peak]
+
+    def read(self):
+        return self.held[0]
+
+    def keep(self, peak):
+        self.held[0].copy_(peak)
+
+
+class InAReferenceToTheWeights(InTheWeights):
+    def __init__(self):
+        super().__init__()
+        self.held = [self.head.weight]
+
+    def keep(self, peak):
+        self.held[0].copy_(torch.where(peak > USUAL, torch.full_like(self.held[0], 2.0), self.held[0]))
+
+
+class ByAHookThatHoldsTheModel(InABuffer):
+    """A hook is a function, of which there is no copy: what it holds is the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        model = self
+
+        def hook(layer, given, outputs):
+            with torch.no_grad():
+                model.peak.copy_(torch.maximum(model.peak, given[0].abs().amax()))
+
+        self.head.register_forward_hook(hook)
+
+    def forward(self, x):
+        return self.head(x * (USUAL / self.peak.clamp(min=USUAL)))
+
+
+class ByAHookOfAModelThatLooks(ByAHookThatHoldsTheModel):
+    """The same in a model that torch cannot trace."""
+
+    def forward(self, x):
+        return super().forward(x if float(x.sum()) < 1e30 else -x)
+
+
 PLACES = [InAFrozenParameter, ByItsData, InANewParameter, InABuffer, InANewBuffer, InANumber, InATensor, InAGrad]
-PLACES += [InAList, InALayer, InTheWeights, InPlaceInTheWeights]
+PLACES += [InAList, InALayer, InTheWeights, InPlaceInTheWeights, InABackward, InABackwardThatLooks]
+PLACES += [InAFrozenParameterByABackward, InTheWeightsByABackward, InAGradByABackward]
+PLACES += [InAReference, InAReferenceToTheWeights, ByAHookThatHoldsTheModel, ByAHookOfAModelThatLooks]
 
 
 def points():
@@ -203,9 +293,12 @@ def test_what_a_forward_keeps_is_not_in_the_model_that_is_released(private, make
 
 @pytest.mark.parametrize("make", PLACES)
 def test_what_a_forward_keeps_is_not_seen_by_another_sample(make):
-    torch.manual_seed(0)
-    model, (x, y) = make(), points()
-    found = assert_apart(model, x, y, record=0, batch_size=64, afresh=True)
+    def made():
+        torch.manual_seed(0)
+        return make()
+
+    model, (x, y) = made(), points()
+    found = assert_apart(model, x, y, record=0, batch_size=64, afresh=made)
     assert found.both.dropped == 0
     before = values_of(model)
     clipped_gradients(model, LOSS, (x, y), indices=torch.arange(48), clip=L2(1.0), batch_size=64)
@@ -236,3 +329,51 @@ def test_a_forward_that_can_be_traced_never_sees_data(private):
         made.step(batch)
     real = [values for values in SEEN if type(values) is torch.Tensor]
     assert all(float(values.abs().max()) < 100 for values in real), "the forward has seen a record"
+
+
+class ByAFunction(nn.Module):
+    """Reaches a layer through a function that holds the model, of which a copy does not know."""
+
+    def __init__(self, looks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.looks = nn.Linear(4, 4), nn.Linear(4, 2), looks
+        self.last = lambda x: self.head(x)
+
+    def forward(self, x):
+        if self.looks and float(x.sum()) > 1e30:
+            x = -x
+        return self.last(self.body(x))
+
+
+class ByAList(ByAFunction):
+    """Reaches a parameter through a list."""
+
+    def __init__(self, looks):
+        super().__init__(looks)
+        held = [self.head.weight]
+        self.held, self.last = held, None
+
+    def forward(self, x):
+        if self.looks and float(x.sum()) > 1e30:
+            x = -x
+        return F.linear(self.body(x), self.held[0], self.head.bias)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("make", [ByAFunction, ByAList])
+def test_a_layer_that_is_reached_past_its_module_has_its_gradient_or_is_refused(make, looks):
+    """Copies and swapped parameters must not make a layer one that is never trained, or stays as it was at first."""
+    model = make(looks)
+    x, y = points()[0][1:9], points()[1][1:9]
+    for _ in range(2):
+        expected = mean_of_clipped(gradients_one_by_one(model, x, y), batch_size=8)
+        try:
+            found = clipped_gradients(model, LOSS, (x, y), indices=torch.arange(8), clip=L2(1.0), batch_size=8).mean
+        except InvalidParameter:
+            return
+        error = float((found - expected).norm() / expected.norm())
+        assert error <= 1e-4, f"the mean is wrong by {error:.3g} of its norm"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-2)

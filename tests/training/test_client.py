@@ -217,18 +217,22 @@ def test_packed_rows_do_not_matter_to_a_whole_client_s_update(settings, make_cli
 
 
 class Remembering(torch.nn.Module):
-    """Draws at random, and keeps what it saw last in a buffer."""
+    """Draws at random, and keeps what it saw last in a buffer and in a list."""
 
     def __init__(self):
         super().__init__()
         self.head = torch.nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros(2))
-        self.masks = []
+        self.kept = []
 
     def forward(self, x):
         self.seen = x[0].detach().clone()
-        self.masks.append(torch.rand(4).tolist())
+        self.kept.append(x)
+        MASKS.append(torch.rand(4).tolist())
         return self.head(x)
+
+
+MASKS = []
 
 
 def test_nothing_of_the_data_stays_in_the_model_and_known_seeds_tell_no_masks(settings, tmp_path):
@@ -241,4 +245,5 @@ def test_nothing_of_the_data_stays_in_the_model_and_known_seeds_tell_no_masks(se
             torch.manual_seed(0)
             client.update(MODEL, round)
     assert torch.equal(model.seen, torch.zeros(2))
-    assert model.masks[-1] != model.masks[-2]
+    assert model.kept == []
+    assert MASKS[-1] != MASKS[-2]

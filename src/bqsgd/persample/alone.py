@@ -30,6 +30,8 @@ class AloneRoad:
     draws = True
     """Whatever the code does cannot be seen, so it is taken to draw random numbers."""
 
+    assumes = "the code of the model keeps no state outside of its module"
+
     def __init__(self, whole: Whole, form: Form) -> None:
         self._structure = form.structure
         with generators_kept():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bqsgd.persample._kernels import loops as kernels
 from bqsgd.persample._kernels.grid import Grid
+from bqsgd.persample._kernels.loops import Steps
 
 SCRATCH_BYTES = 64 << 20
 """Per-sample gradients held at once where they must be built."""
@@ -51,8 +52,9 @@ class Factor(Protocol):
     def squared_norms(self, bound: float | None = None) -> Tensor:
         """(batch,) float64 sums of squares, of g_b clamped to +-bound where one is given."""
 
-    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
-        """total += sum_b of weights_b g_b in whole grid steps, flat; g_b is clamped to +-bound first, if given."""
+    def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
+        """Add sum_b of weights_b g_b in whole grid steps to the coordinates from `at` on; g_b is clamped to +-bound
+        first, if given."""
 
 
 class Piece(NamedTuple):
@@ -73,11 +75,15 @@ def max_norm(values: Tensor) -> Tensor:
     return kernels.largest(values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dense:
-    """Gradients as they are: `values` is (batch, coordinates). For biases and other small tensors."""
+    """Gradients as they are: `values` is (batch, coordinates)."""
 
     values: Tensor
+
+    @cached_property
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        return kernels.norms(self.values)
 
     def bounds(self) -> Tensor:
         return self.max_norms()
@@ -96,13 +102,13 @@ class Dense:
         return self.values.double().sum(dim=0)
 
     def max_norms(self) -> Tensor:
-        return max_norm(self.values)
+        return self._norms[0]
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
-        return kernels.squared_norms(self.values, bound)
+        return self._norms[1] if bound is None else kernels.squared_norms(self.values, bound)
 
-    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
-        kernels.add_steps(self.values, grid, weights, total, bound=bound)
+    def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
+        total.add(self.values, weights, grid, bound=bound, at=at)
 
 
 class Built:
@@ -150,9 +156,9 @@ class Built:
     def squared_norms(self, bound: float | None = None) -> Tensor:
         return torch.cat([part.squared_norms(bound) for _, part in self._parts()])
 
-    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
+    def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
         for index, part in self._parts():
-            part.add_steps(grid, weights[index], total, bound=bound)
+            part.add_steps(grid, weights[index], total, at=at, bound=bound)
 
 
 def micro_batch(coordinates: int) -> int:
@@ -243,23 +249,31 @@ class LinearWeight(Outer):
     def total(self) -> Tensor:
         return (self.e.double().flatten(0, 1).t() @ self.a.double().flatten(0, 1)).flatten()
 
+    @cached_property
+    def _input_norms(self) -> tuple[Tensor, Tensor]:
+        """Largest magnitudes and sums of squares of the inputs of each sample, in one go over them."""
+        return kernels.norms(self.a.flatten(1))
+
+    def bounds(self) -> Tensor:
+        return self._input_norms[0] * max_norm(self.e) * self.positions
+
     def max_norms(self) -> Tensor:
-        return max_norm(self.a) * max_norm(self.e) if self.positions == 1 else super().max_norms()
+        return self._input_norms[0] * max_norm(self.e) if self.positions == 1 else super().max_norms()
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
         if self.positions > 1:
             return super().squared_norms(bound)
         if bound is None:
-            return kernels.squared_norms(self.a[:, 0]) * kernels.squared_norms(self.e[:, 0])
+            return self._input_norms[1] * kernels.squared_norms(self.e[:, 0])
         return kernels.clamped_outer_squares(self.a[:, 0], self.e[:, 0], bound)
 
-    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
-        if self.positions == 1 and kernels.usable(self.a):
-            matrix = torch.empty(self.outputs, self.inputs, dtype=torch.float64)
-            kernels.outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound)
-            total.view(self.outputs, self.inputs).add_(matrix)
-        else:
-            super().add_steps(grid, weights, total, bound=bound)
+    def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
+        if self.positions > 1 or not kernels.usable(self.a):
+            super().add_steps(grid, weights, total, at=at, bound=bound)
+            return
+        matrix = total.exact(at, self.coordinates).view(self.outputs, self.inputs)
+        largest = self._input_norms[0]
+        kernels.outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound, largest_inputs=largest)
 
 
 @dataclass(frozen=True)
@@ -376,6 +390,7 @@ class TableRows(Built):
         np.add.at(total, self.sample.cpu().numpy(), kernels.squared_norms(self.values, bound).numpy())
         return torch.from_numpy(total)
 
-    def add_steps(self, grid: Grid, weights: Tensor, total: Tensor, *, bound: float | None) -> None:
+    def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
         rounded = kernels.in_steps(self.values, grid, weights[self.sample.cpu()], bound=bound)
-        total.view(self.rows, -1).index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order
+        table = total.exact(at, self.coordinates).view(self.rows, -1)
+        table.index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from bqsgd.errors import InvalidParameter
 from bqsgd.params import check_int
 from bqsgd.persample._kernels.grid import MOST_COORDINATES, MOST_SAMPLES, SHRINK, Grid
+from bqsgd.persample._kernels.loops import Steps
 from bqsgd.persample.alone import AloneRoad
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.persample.factors import Dense, Factor, Piece
@@ -87,19 +88,28 @@ def clipped_gradients(
     passes = road.passes(whole, leaves, numbers)
     if isinstance(clip, BatchMean):
         return _batch_mean(passes, found, clip, batch_size)
-    mean, dropped = torch.zeros(dimension, dtype=torch.float64), 0
+    total, dropped = Steps(dimension), 0
     with torch.no_grad():
         for _, lost, pieces in passes:
-            dropped += lost + clipped_steps(pieces, found, clip, mean)
+            dropped += lost + clipped_steps(pieces, found, clip, total)
+    mean = total.total()
     for place in found:
         mean[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
     return ClippedGradients(mean, dropped)
 
 
 class Road(Protocol):
-    """A way to run the program of one sample for every sample of a batch. draws: whether it draws random numbers."""
+    """A way to run the program of one sample for every sample of a batch.
 
-    draws: bool
+    draws: whether it draws random numbers.
+    assumes: what keeping samples apart rests on besides its construction, in words; empty for nothing.
+    """
+
+    @property
+    def draws(self) -> bool: ...
+
+    @property
+    def assumes(self) -> str: ...
 
     def passes(
         self, whole: Whole, leaves: Sequence[Tensor], numbers: npt.NDArray[np.int64] | None
@@ -205,8 +215,8 @@ def provably_finite(factors: Sequence[Factor]) -> Tensor:
     return torch.stack([factor.bounds().cpu() <= LARGEST for factor in factors]).all(dim=0)
 
 
-def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, total: Tensor) -> int:
-    """total += sum_b clip(g_b) in whole steps of each place's grid; return how many samples were dropped.
+def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, total: Steps) -> int:
+    """Add sum_b clip(g_b) in whole steps of each place's grid; return how many samples were dropped.
 
     All of it sample by sample: what a sample adds is a function of its own gradient.
     """
@@ -224,7 +234,7 @@ def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, 
     weights = _weights([factor for factor, _ in used], clip, places[0].grid, coordinates, len(finite) - dropped)
     for factor, place in used:
         bound = clip.bound if isinstance(clip, Dual) else place.grid.bound if isinstance(clip, Clamp) else None
-        factor.add_steps(place.grid, weights, total[place.span], bound=bound)
+        factor.add_steps(place.grid, weights, total, at=place.span.start, bound=bound)
     return dropped
 
 

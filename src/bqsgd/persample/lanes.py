@@ -34,8 +34,10 @@ from bqsgd.persample.program import Program, Whole, shape_of
 aten = torch.ops.aten
 Array = Any
 """An array of numpy with the lanes last; numpy's own types know nothing of what its operators return."""
-MOST_LANES = 272
+FEWEST_LANES, MOST_LANES = 272, 4112
 """Samples at a time: as many as keep a layer's activations in the caches, and not a multiple of 128 (below)."""
+ENTRIES = 1 << 19
+"""Numbers that a layer's activations come to, about."""
 FEW_OUTPUTS = 64
 """A layer with at most so many outputs reads contiguous inputs as they lie; with more, the transposed ones pay."""
 
@@ -70,13 +72,15 @@ class LanesRoad:
     """
 
     def __init__(self, program: Program) -> None:
-        self._gradients, self.draws = program.gradients, program.draws
+        self._gradients, self.draws, self.assumes = program.gradients, program.draws, ""
         self._prelude = program.prelude()
         wanted = [node for gradient in program.gradients for node in _wanted(gradient)]
         self._shared, self._leaves = len(program.shared), len(program.leaves)
         body = _decomposed(program.body(wanted))
         _check_sizes(program)
         self._steps = _steps(body)
+        largest = max(shape_of(node).numel() for node in (*program.leaves, *wanted) if node not in program.leaves)
+        self._most = max(FEWEST_LANES, min(MOST_LANES, ENTRIES // largest))
         self._constants = {n: operator.attrgetter(str(n.target))(body) for n in body.graph.nodes if n.op == "get_attr"}
         shared, leaves = (
             [torch.zeros(shape_of(node), dtype=node.meta["val"].dtype) for node in nodes]
@@ -84,13 +88,18 @@ class LanesRoad:
         )
         if any(node.meta["val"].device.type != "cpu" for node in (*program.shared, *program.leaves)):
             raise NotLanes("the loops run on the CPU")
-        self._run(shared, leaves)  # what a rule cannot take it refuses here, whatever the data are
+        try:  # what a rule cannot take it refuses here, whatever the data are
+            self._run(shared, leaves)
+        except NotLanes:
+            raise
+        except Exception as error:  # a form of arguments that no rule foresees
+            raise NotLanes(f"{type(error).__name__}: {error}") from error
 
     def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
         """(samples, how many of them were lost, pieces of their gradients), some hundred samples at a time."""
         with torch.no_grad():
             shared = self._prelude(*whole.given())
-        for part in _parts(len(leaves[0])):
+        for part in _parts(len(leaves[0]), self._most):
             outputs = iter(self._run(shared, [leaf[part] for leaf in leaves]))
             pieces = [
                 Piece(slice(n, n + 1), _factor(gradient, outputs))
@@ -147,8 +156,8 @@ def _lanes_for(samples: int) -> int:
     return lanes + LANES if lanes % 128 == 0 else lanes
 
 
-def _parts(samples: int) -> list[slice]:
-    count = -(-samples // MOST_LANES)
+def _parts(samples: int, most: int) -> list[slice]:
+    count = -(-samples // most)
     edges = [samples * n // count for n in range(count + 1)] if count else [0]
     return [slice(low, high) for low, high in pairwise(edges)]
 
@@ -206,9 +215,12 @@ def _factor(gradient: programs.Dense, outputs: Iterator[Any]) -> Factor:
         case programs.Convolution(geometry=geometry):
             return ConvWeight(next(outputs)[:, 0], next(outputs)[:, 0], geometry)
         case programs.Table(rows=rows, padding=padding):
-            index, errors = next(outputs), next(outputs)
-            flat = index.flatten(1), errors.reshape(len(errors), -1, errors.shape[-1])
-            return TableRows.of_lookups(*flat, rows=rows, padding=padding)
+            index, errors = next(outputs).flatten(1), next(outputs)
+            errors = errors.reshape(len(errors), -1, errors.shape[-1])
+            # A row that the table does not have would be one of the next sample's: it is NaN in a row of this one's.
+            outside, known = (index < 0) | (index >= rows), (padding + 1) % rows
+            index, errors = index.where(~outside, known), errors.where(~outside[..., None], torch.nan)
+            return TableRows.of_lookups(index, errors, rows=rows, padding=padding)
         case _:
             return Dense(next(outputs).flatten(1))
 
@@ -416,11 +428,16 @@ def _together(x: Any, y: Any) -> tuple[Any, Any]:
     return tuple(each.reshape((1,) * (most - each.ndim) + each.shape) for each in (x, y))  # type: ignore[return-value]
 
 
+_LOGICAL = (np.logical_and, np.logical_or)
+
+
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def apply(x: Any, y: Any, *, alpha: float = 1, rounding_mode: str | None = None) -> Any:
         if alpha != 1 or rounding_mode is not None:
             raise NotLanes("a sum with a factor, or a division that rounds")
         x, y = _together(x, y)
+        if function in _LOGICAL and any(each.dtype != np.bool_ for each in (x, y)):
+            raise NotLanes("bits of whole numbers")
         found = function(x, y)
         if found.dtype == np.float64:  # of whole numbers and a fraction; never of float32
             found = found.astype(np.float32)
@@ -603,7 +620,12 @@ def _chosen(x: Array, index: Array, axis: int) -> Array:
 def _gather(x: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
     if x.dtype != np.float32:
         raise NotLanes("a gather of whole numbers")
-    return _chosen(x, index, _axis(x, dim))
+    axis = _axis(x, dim)
+    if any(size > x.shape[n] for n, size in enumerate(index.shape[:-1]) if n != axis):
+        raise NotLanes("a gather beyond the values")
+    # The index may leave out the end of the other axes; numpy would broadcast it.
+    within = tuple(slice(None) if n == axis else slice(size) for n, size in enumerate(index.shape[:-1]))
+    return _chosen(x[within], index, axis)
 
 
 @rule(aten.nll_loss_forward.default)
@@ -649,8 +671,8 @@ def _mask(shape: Sequence[int], lanes: int, keep: float) -> Array:
 
 @rule(aten.native_dropout.default)
 def _dropout(x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
-    if train is False or p in (0, 1):
-        raise NotLanes("a dropout of nothing or of everything")
+    if train is False or p in (0, 1) or x.shape[-1] == 1:
+        raise NotLanes("a dropout of nothing, of everything, or of values that are the same for all samples")
     kept = _mask(x.shape[:-1], x.shape[-1], 1 - p)
     return x * kept * np.float32(1 / (1 - p)), kept.astype(np.bool_)
 
@@ -682,6 +704,8 @@ def _mm(x: Any, y: Any, bias: Array | None = None) -> Array:
     if few and isinstance(x, Leaf) and x.shape[0] == 1:
         return _filled(rows_product(np.ascontiguousarray(y[:, :, 0].T), x.rows, shift), x.lanes)[None]
     x, y = _array(x), _array(y)
+    if x.shape[-1] == y.shape[-1] == 1:  # as an error that is the same for all samples: the loops fill whole vectors
+        return _mm(np.repeat(x, LANES, -1), y, bias)[..., :1]
     if y.shape[-1] == 1:
         (positions, terms, lanes), outputs = x.shape, y.shape[1]
         turned = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(terms, positions * lanes)
@@ -710,6 +734,8 @@ def _on_each_axis(values: Sequence[int], axes: int) -> tuple[int, ...]:
 
 def _convolved(x: Array, read: kernels.Reading, weight: Array, bias: Array | None, size: Sequence[int]) -> Array:
     """x (1, channels, *space, lanes) and weight (groups, outputs, channels a group, *kernel)."""
+    if x.shape[-1] == 1:  # the same for all samples: the loops fill whole vectors
+        return _convolved(np.repeat(x, LANES, -1), read, weight, bias, size)[..., :1]
     lanes, groups = x.shape[-1], len(weight)
     weights = np.ascontiguousarray(weight.reshape(groups, weight.shape[1], -1))
     found = kernels.convolution(np.ascontiguousarray(x).reshape(-1, lanes), read, weights, bias)
@@ -772,6 +798,11 @@ def _windows(
     return (both[0], both[1]), (steps[0], steps[1])
 
 
+def _planes(x: Array) -> Array:
+    """(images of a sample * channels, height, width, lanes)."""
+    return np.ascontiguousarray(x.reshape(-1, *x.shape[2:]))
+
+
 @rule(aten.avg_pool2d.default)
 def _avg_pool2d(
     x: Array, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
@@ -780,7 +811,8 @@ def _avg_pool2d(
     windows = _windows(x, kernel, stride, padding, ceil_mode)
     if divisor is not None:
         raise NotLanes("mean pooling with a divisor of its own")
-    return kernels.mean_pool(np.ascontiguousarray(x[0]), *windows)[None]
+    found = kernels.mean_pool(_planes(x), *windows)
+    return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
 @rule(aten.avg_pool2d_backward.default)
@@ -789,7 +821,9 @@ def _avg_pool2d_backward(
     ceil_mode: bool, count_include_pad: bool, divisor: int | None,
 ) -> Array:  # fmt: skip
     windows = _windows(x, kernel, stride, padding, ceil_mode)
-    return kernels.mean_pool_backward(np.ascontiguousarray(error[0]), x.shape[1:], *windows)[None]
+    planes, lanes = _planes(error), error.shape[-1]
+    found = kernels.mean_pool_backward(planes, (len(planes), *x.shape[2:-1], lanes), *windows)
+    return found.reshape(*x.shape[:-1], lanes)
 
 
 @rule(aten.max_pool2d_with_indices.default)
@@ -800,8 +834,9 @@ def _max_pool2d(
     """With the place of each maximum in its window."""
     if set(dilation) != {1}:
         raise NotLanes("maximum pooling with gaps")
-    out, chosen = kernels.max_pool(np.ascontiguousarray(x[0]), *_windows(x, kernel, stride, padding, ceil_mode))
-    return out[None], chosen[None]
+    out, chosen = kernels.max_pool(_planes(x), *_windows(x, kernel, stride, padding, ceil_mode))
+    shape = (*x.shape[:2], *out.shape[1:])
+    return out.reshape(shape), chosen.reshape(shape)
 
 
 @rule(aten.max_pool2d_with_indices_backward.default)
@@ -810,4 +845,7 @@ def _max_pool2d_backward(
     dilation: Sequence[int], ceil_mode: bool, chosen: Array,
 ) -> Array:  # fmt: skip
     windows = _windows(x, kernel, stride, padding, ceil_mode)
-    return kernels.max_pool_backward(np.ascontiguousarray(error[0]), chosen[0], x.shape[1:], *windows)[None]
+    planes, places = (_planes(each) for each in np.broadcast_arrays(error, chosen))
+    lanes = planes.shape[-1]
+    found = kernels.max_pool_backward(planes, places, (len(planes), *x.shape[2:-1], lanes), *windows)
+    return found.reshape(*x.shape[:-1], lanes)

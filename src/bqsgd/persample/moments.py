@@ -62,14 +62,12 @@ def clipped_moments(
     grid = Grid(min(clip.norm, bound or clip.norm))
     reach = grid.norm_reach(clip.norm, dimension)
     total, dropped = torch.zeros(features + classes, features, dtype=torch.float64), 0
-    part = torch.empty_like(total)
     for start in range(0, len(inputs), GROUP_SAMPLES):
         group = slice(start, start + GROUP_SAMPLES)
         x, scaled = _factors(inputs[group].to("cpu", torch.float32), labels[group].cpu(), classes=classes, reach=reach)
         dropped += len(inputs[group]) - len(x)
         if len(x):
-            outer_steps(x, scaled, grid, torch.ones(len(x), dtype=torch.float64), part, bound=bound)
-            total += part  # whole numbers: exact
+            outer_steps(x, scaled, grid, torch.ones(len(x), dtype=torch.float64), total, bound=bound)
     mean = torch.empty(dimension, dtype=torch.float64)
     rows, columns = triangle(features)
     mean[: len(rows)] = total[torch.from_numpy(rows), torch.from_numpy(columns)]

@@ -38,6 +38,7 @@ ENTRIES = 1 << 19
 """Numbers that a pass computes, about: fewer, and the time goes into starting operations; more leave the caches."""
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
+ROWS_APART = "in passes of one shape, torch's kernels give a row a result that other rows do not change"
 _ALIGNMENT = 64
 """Bytes; torch's own allocator promises as much for the tensors a pass makes."""
 
@@ -112,6 +113,11 @@ class RowsRoad:
         if self.rows == 1:
             self._outputs = _outputs(program, rows=1)
             self._pass = _joined(program, self._outputs)
+
+    @property
+    def assumes(self) -> str:
+        """What keeping samples apart rests on besides its construction."""
+        return ROWS_APART if self.rows > 1 else ""
 
     def _runs_in_rows(self, program: Program) -> bool:
         """Whether torch can vectorise the program, and a row's result is its own on this machine."""

@@ -473,7 +473,8 @@ class Private:
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
         """What the steps so far, and all else in the ledger, guarantee; None before anything is spent."""
-        return self._spending.guarantee(delta=self.budget.delta if delta is None else delta)
+        found = self._spending.guarantee(delta=self.budget.delta if delta is None else delta)
+        return None if found is None else self._objective.stated(found)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides those of model, optimiser and scheduler; plain values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from bqsgd.persample.generators import alone, generators_kept, states
 from bqsgd.persample.gradients import road_of
 from bqsgd.persample.interrupts import StopNow
 from bqsgd.persample.program import Form, Forward, LossFunction, inputs_then_target
+from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Unit
 from bqsgd.training.samples import Part
 from bqsgd.training.values import Values
@@ -45,6 +47,7 @@ class Objective:
         self.model, self.loss, self.forward = model, loss, forward
         self.draws = False
         """Whether model or loss draw random numbers, as far as was seen."""
+        self._assumes: set[str] = set()
 
     @property
     def dimension(self) -> int:
@@ -67,6 +70,12 @@ class Objective:
     def _road(self, form: Form, batch_size: int, packed: bool) -> None:
         road = road_of(self.model, self.loss, self.forward, form, batch_size=_power(batch_size), packed=packed)
         self.draws |= road.draws
+        self._assumes |= {road.assumes} - {""}
+
+    def stated(self, guarantee: Guarantee) -> Guarantee:
+        """The guarantee with what keeping this model's samples apart rests on; nothing for most models."""
+        known = [guarantee.assumption] if guarantee.assumption else []
+        return replace(guarantee, assumption="; ".join([*known, *sorted(self._assumes)]))
 
     def _check_whole(self, data: Any) -> None:
         """A whole update may do with a loss that is a mean, so model and loss are tried on two made-up samples."""

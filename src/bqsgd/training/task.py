@@ -96,14 +96,17 @@ class Task:
         """How many samples a share holds."""
         return len(reader_of(self.shares[share]))
 
-    def check(self, config: Config, model: nn.Module) -> None:
+    def check(self, config: Config, model: nn.Module) -> Objective:
         """Try model, loss, shapes and metric, before anything is spent: no record of the shares is read.
+
+        Returns what a sample adds, which knows what keeping samples apart rests on.
 
         Raises:
             InvalidParameter: what fails here would fail in a round, or after the last.
         """
+        objective = objective_of(config, model, self.loss, self.forward)
         if self.shares:
-            objective_of(config, model, self.loss, self.forward).check(
+            objective.check(
                 reader_of(self.shares[0]).form(self.sample),
                 clip=config.clip.make(),
                 batch_size=config.privacy.batch_size,
@@ -121,6 +124,7 @@ class Task:
                     f"the test data cannot be evaluated, so nothing was spent: {type(error).__name__}: "
                     f"{' '.join(str(error).split())[:500]}"
                 ) from error
+        return objective
 
     def evaluator(self, model: nn.Module) -> Evaluate | None:
         """Model vector -> what it comes to on the test data; None without test data.

@@ -286,7 +286,7 @@ def pack_row_scalars(e: Any, powers: Any, weights: Any, reach: float, packed: An
 
 @njit(nogil=True, cache=True)
 def run_row_steps(scalars: Any, parts: int, x: Any, stride: int, samples: int, start: int, stop: int, out: Any) -> None:
-    """Panels start..stop of out (rows, features) = the sum over the samples of their steps."""
+    """Panels start..stop of out (rows, features) += the sum over the samples of their steps."""
     rows, features = out.shape
     sums, tail = np.empty(CHUNK * rows * PANEL, np.int32), np.zeros(BLOCK_SAMPLES * PANEL, np.float32)
     for low in range(start, stop, CHUNK):
@@ -317,12 +317,8 @@ def run_row_steps(scalars: Any, parts: int, x: Any, stride: int, samples: int, s
                     target = out[row, panel * PANEL : panel * PANEL + used]
                     at = ((panel - low) * rows + row) * PANEL
                     found = sums[at : at + used]
-                    if group:
-                        for lane in range(used):
-                            target[lane] += np.float64(found[lane])
-                    else:
-                        for lane in range(used):
-                            target[lane] = np.float64(found[lane])
+                    for lane in range(used):
+                        target[lane] += np.float64(found[lane])
 
 
 @njit(nogil=True, cache=True)

@@ -16,8 +16,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd.persample._kernels import contiguous, tiles
-from bqsgd.persample._kernels.contiguous import SUM_BLOCK
+from bqsgd.persample._kernels import beside, contiguous, tiles
 from bqsgd.persample._kernels.grid import Grid, held_to
 from bqsgd.persample._kernels.threads import FEW as FEW
 from bqsgd.persample._kernels.threads import in_threads as in_threads
@@ -92,54 +91,47 @@ def in_lanes(values: Tensor, rows: int) -> Tensor:
     return torch.from_numpy(out).view(*values.shape[1:], rows).movedim(-1, 0)
 
 
-BESIDE = 128
-"""Samples a loop takes at a time."""
-
-
 @njit(nogil=True, cache=True)
-def _squares(values: np.ndarray, stride: int, size: int, bound: float, start: int, stop: int, out: np.ndarray) -> None:
-    """Sums of squares in float64, in the order of `contiguous`: 16 lanes, added in halves, block after block."""
-    lanes = np.empty((LANES, BESIDE))
-    for first in range(start, stop, BESIDE):
-        sums = out[first : min(stop, first + BESIDE)]
-        sums[:] = 0
-        for block in range(0, size, SUM_BLOCK):
-            lanes[:] = 0
-            for at in range(block, min(size, block + SUM_BLOCK)):
-                own = values[at * stride + first : at * stride + first + sums.size]
-                lane = lanes[at % LANES]
-                for sample in range(sums.size):
-                    value = min(abs(np.float64(own[sample])), bound)
-                    lane[sample] += value * value
-            apart = LANES // 2
-            while apart:
-                for at in range(apart):
-                    lane, other = lanes[at], lanes[at + apart]
-                    for sample in range(sums.size):
-                        lane[sample] += other[sample]
-                apart //= 2
-            lane = lanes[0]
-            for sample in range(sums.size):
-                sums[sample] += lane[sample]
+def _wide_squares(values: np.ndarray, stride: int, size: int, bound: float, out: np.ndarray) -> None:
+    """Sums of squares of float64 numbers, one coordinate after another."""
+    out[:] = 0
+    for at in range(size):
+        own = values[at * stride : at * stride + out.size]
+        for sample in range(out.size):
+            value = min(abs(np.float64(own[sample])), bound)
+            out[sample] += value * value
+
+
+def _both_norms(values: Tensor, bound: float = np.inf) -> tuple[np.ndarray, np.ndarray]:
+    """Largest magnitudes and sums of squares of (batch, ...) float32 values, clamped to +-bound first."""
+    size, rows = values[0].numel() if len(values) else 0, samples_first(values)
+    if rows is not None:
+        return contiguous.row_norms(*rows, len(values), size, bound)
+    return beside.lane_norms(*samples_last(values), len(values), size, bound)
 
 
 def squared_norms(values: Tensor, bound: float | None = None) -> Tensor:
     """(batch,) float64 sums of squares of (batch, coordinates), clamped to +-bound where one is given."""
-    size, reach = values[0].numel() if len(values) else 0, np.inf if bound is None else float(bound)
-    rows = samples_first(values)
-    if rows is not None:
-        return torch.from_numpy(contiguous.row_norms(*rows, len(values), size, reach)[1])
+    reach = np.inf if bound is None else float(bound)
+    if values.dtype == torch.float32:
+        return torch.from_numpy(_both_norms(values, reach)[1])
     (flat, stride), out = samples_last(values), np.empty(len(values))
-    in_threads(lambda start, stop: _squares(flat, stride, size, reach, start, stop, out), len(out), each=size)
+    _wide_squares(flat, stride, values.shape[1], reach, out)
     return torch.from_numpy(out)
 
 
+def largest(values: Tensor) -> Tensor:
+    """(batch,) float64 max-norms of (batch, ...); NaN stays NaN."""
+    if not usable(values):
+        return values.flatten(1).abs().amax(dim=1).double()
+    return torch.from_numpy(_both_norms(values)[0].astype(np.float64))
+
+
 def norms(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`largest` and `squared_norms` of (batch, coordinates), in one go over the values where they lie so."""
-    rows = samples_first(values)
-    if rows is None:
+    """`largest` and `squared_norms` of (batch, coordinates); one pass over float32 values on the CPU finds both."""
+    if not usable(values):
         return largest(values), squared_norms(values)
-    most, squares = contiguous.row_norms(*rows, len(values), values[0].numel())
+    most, squares = _both_norms(values)
     return torch.from_numpy(most.astype(np.float64)), torch.from_numpy(squares)
 
 
@@ -163,32 +155,6 @@ def triangle_squares(values: Tensor) -> Tensor:
     size = values.shape[1]
     in_threads(lambda start, stop: _triangle_squares(flat, stride, size, start, stop, after, out), len(out))
     return torch.from_numpy(out)
-
-
-@njit(nogil=True, cache=True)
-def _largest(values: np.ndarray, stride: int, size: int, start: int, stop: int, out: np.ndarray) -> None:
-    """Largest magnitudes; NaN is above all."""
-    for first in range(start, stop, BESIDE):
-        found = out[first : min(stop, first + BESIDE)]
-        found[:] = 0
-        for at in range(size):
-            own = values[at * stride + first : at * stride + first + found.size]
-            for sample in range(found.size):
-                value, held = abs(own[sample]), found[sample]
-                found[sample] = value if (value > held) | (value != value) else held
-
-
-def largest(values: Tensor) -> Tensor:
-    """(batch,) float64 max-norms of (batch, ...); NaN stays NaN."""
-    if not usable(values):
-        return values.flatten(1).abs().amax(dim=1).double()
-    size = values[0].numel() if len(values) else 0
-    rows = samples_first(values)
-    if rows is not None:
-        return torch.from_numpy(contiguous.row_norms(*rows, len(values), size)[0].astype(np.float64))
-    (flat, stride), out = samples_last(values), np.empty(len(values), np.float32)
-    in_threads(lambda start, stop: _largest(flat, stride, size, start, stop, out), len(out), each=size)
-    return torch.from_numpy(out.astype(np.float64))
 
 
 @njit(nogil=True, cache=True)
@@ -216,24 +182,15 @@ def row_sums(values: Tensor) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _add_steps(
-    values: np.ndarray, stride: int, weights: np.ndarray, reach: float, start: int, stop: int, out: np.ndarray
+def _add_wide_steps(
+    values: np.ndarray, stride: int, factors: np.ndarray, start: int, stop: int, out: np.ndarray
 ) -> None:
-    samples = weights.size
-    whole = samples - samples % 16
-    parts = np.empty(16)
+    """out[i] += the sum over all samples of the steps of their entry i, of float64 numbers."""
     for at in range(start, stop):
-        own = values[at * stride : at * stride + samples]
-        parts[:] = 0
-        for first in range(0, whole, 16):
-            for lane in range(16):
-                held = min(max(np.float64(own[first + lane]), -reach), reach) * weights[first + lane]
-                parts[lane] += (held + ROUNDING) - ROUNDING
         total = 0.0
-        for lane in range(16):
-            total += parts[lane]
-        for sample in range(whole, samples):
-            held = min(max(np.float64(own[sample]), -reach), reach) * weights[sample]
+        for sample in range(len(factors)):
+            reach = np.float64(factors[sample, 1])
+            held = min(max(np.float64(values[at * stride + sample]), -reach), reach) * np.float64(factors[sample, 0])
             total += (held + ROUNDING) - ROUNDING
         out[at] += total
 
@@ -248,7 +205,7 @@ def _factors(grid: Grid, weights: Tensor, bound: float | None) -> np.ndarray:
 def add_steps(values: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
     """out += sum_b of weights_b values_b in whole grid steps; values_b is clamped to +-bound first, if given.
 
-    A product of two float32 is exact before it is rounded to whole steps: in float64 here, by fma in `contiguous`.
+    Weights in steps and bounds are rounded to float32. A product of two float32 is rounded once, to whole steps.
     """
     factors, target, rows = _factors(grid, weights, bound), out.numpy(), samples_first(values)
     samples, size = len(factors), len(target)
@@ -261,9 +218,13 @@ def add_steps(values: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound
             each=samples * contiguous.SUM_PIECE,
         )
         return
-    (flat, stride), scaled = samples_last(values), factors[:, 0].astype(np.float64)
-    reach = float(np.float32(held_to(bound)))
-    in_threads(lambda start, stop: _add_steps(flat, stride, scaled, reach, start, stop, target), size, each=samples)
+    flat, stride = samples_last(values)
+    if values.dtype == torch.float32:
+        scales, bounds = np.ascontiguousarray(factors.T)
+        lanes = scales, bounds, bound is not None, flat, stride
+        in_threads(lambda start, stop: beside.add_lane_steps(*lanes, start, stop, target), size, each=samples)
+    else:
+        in_threads(lambda start, stop: _add_wide_steps(flat, stride, factors, start, stop, target), size, each=samples)
 
 
 def _coordinates(start: int, stop: int, size: int) -> tuple[int, int]:
@@ -329,6 +290,10 @@ class Steps:
         in_threads(lambda start, stop: _move(self._few, start, stop, self._total), len(self._few), each=1)
         self._added.clear()
 
+    def exact(self, at: int, size: int) -> Tensor:
+        """The float64 part of `size` coordinates from `at` on, for loops that add to it themselves."""
+        return torch.from_numpy(self._total[at : at + size])
+
     def total(self) -> Tensor:
         """(dimension,) float64: the sum so far, in memory that later calls of `add` change."""
         self._settle()
@@ -355,7 +320,7 @@ def outer_steps(
     bound: float | None,
     largest_inputs: Tensor | None = None,
 ) -> None:
-    """out[o, i] = sum_b of w_b clamp(e_bo a_bi, -C, C), in whole grid steps, of (batch, i) activations and (batch, o)
+    """out[o, i] += sum_b of w_b clamp(e_bo a_bi, -C, C), in whole grid steps, of (batch, i) activations and (batch, o)
     errors.
 
     clamp(e a, C) = e clamp(a, C / |e|): two vector instructions instead of four, the thresholds being made once a

@@ -175,7 +175,7 @@ def pack_scalars(
 
 @njit(nogil=True, cache=True)
 def run_outer(scalars: Any, lanes: Any, start: int, stop: int, out: Any) -> None:
-    """Strips start..stop of sum_b round(s_b clamp(v_b)), from (strips, batch, parts, 5) and (panels, batch, 64)."""
+    """Add strips start..stop of sum_b round(s_b clamp(v_b)) to `out`, from (strips, batch, parts, 5) and (panels, batch, 64)."""
     batch, strip_size, panel_size = lanes.shape[1], scalars[0].size, lanes[0].size
     parts = scalars.shape[2]
     group = max(1, OUTER_BLOCK // strip_size)
@@ -196,12 +196,8 @@ def run_outer(scalars: Any, lanes: Any, start: int, stop: int, out: Any) -> None
                         low, used = panel * OUTER_WIDTH, min(OUTER_WIDTH, out.shape[1] - panel * OUTER_WIDTH)
                         target = out[strip * OUTER_ROWS + row, low : low + used]
                         found = buffer[row * OUTER_WIDTH : row * OUTER_WIDTH + used]
-                        if block:
-                            for column in range(used):
-                                target[column] += np.float64(found[column])
-                        else:
-                            for column in range(used):
-                                target[column] = np.float64(found[column])
+                        for column in range(used):
+                            target[column] += np.float64(found[column])
 
 
 @njit(nogil=True, cache=True)

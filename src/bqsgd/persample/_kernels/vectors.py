@@ -77,6 +77,13 @@ class Emit:
             )
         return self.maximum(self.smaller(x, high), low)
 
+    def total(self, whole: Any) -> Any:
+        """The sum of 16 int32, which may wrap."""
+        kind = ir.FunctionType(INT32, [WHOLE])
+        name = "llvm.vector.reduce.add.v16i32"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(function, [whole])
+
     def registers(self, rows: int, vectors: int, kind: ir.VectorType = VECTOR) -> list[list[Any]]:
         one = cgutils.alloca_once
         return [[one(self.builder, kind) for _ in range(vectors)] for _ in range(rows)]  # type: ignore[no-untyped-call]
