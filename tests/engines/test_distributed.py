@@ -147,7 +147,13 @@ def test_ranks_agree_on_settings_before_anything_is_sent():
         read_greeting(first, config, task(dataset="digits"))
     with pytest.raises(SettingsDiffer, match="'b'"):
         read_greeting(first, config.but(run="b"), here)
-    assert read_reply(memoryview(reply_to_greeting(samples=7))) == 7
+    assert read_reply(memoryview(reply_to_greeting(samples=7)), whole_client=False) == 7
+    hidden = reply_to_greeting(samples=None)
+    assert b"samples" not in hidden
+    assert read_reply(memoryview(hidden), whole_client=True) is None
+    assert read_reply(memoryview(reply_to_greeting(samples=7)), whole_client=True) is None
+    with pytest.raises(PeerLost, match="None samples"):
+        read_reply(memoryview(hidden), whole_client=False)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_ranks_agree_on_settings_before_anything_is_sent():
 )
 def test_a_first_message_that_is_none_is_refused(message):
     with pytest.raises(PeerLost):
-        read_reply(memoryview(message))
+        read_reply(memoryview(message), whole_client=False)
     with pytest.raises(PeerLost):
         read_greeting(memoryview(message), Config(), Task(make_model=None))
 

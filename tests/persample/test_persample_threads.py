@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from bqsgd.persample._kernels.loops import FEW, in_threads, scratch
+from bqsgd.persample._kernels import threads
+from bqsgd.persample._kernels.threads import (
+    FEW,
+    MAPPED,
+    MOST_BLOCKS,
+    in_threads,
+    recycled,
+    recycled_zeros,
+    scratch,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +100,31 @@ def test_a_forked_process_makes_threads_of_its_own():
         in_threads(work, 64)
         os._exit(0 if (done == 2).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it():
+    size = MAPPED // 4
+    first = recycled_zeros(size, np.float64)
+    held = torch.from_numpy(first[5:9])
+    place = first.ctypes.data
+    del first
+    second = recycled_zeros(size, np.float64)
+    assert second.ctypes.data != place  # the tensor still looks at it
+    second += 1
+    held += 1
+    assert (second[5:9] == 1).all()
+    del held
+    third = recycled_zeros(size - 100, np.float64)
+    assert third.ctypes.data == place
+    assert not third.any()
+    small = recycled((3, 4), np.int32)
+    assert small.shape == (3, 4)
+    assert small.dtype == np.int32
+
+
+def test_little_memory_is_kept_for_later():
+    for extra in range(3 * MOST_BLOCKS):
+        recycled((MAPPED * (1 + extra),), np.uint8)
+    sizes = [block.size for block in threads._kept.blocks]
+    assert len(sizes) <= MOST_BLOCKS
+    threads._kept.blocks.clear()

@@ -226,7 +226,7 @@ def own_weights(a, e):
 
 
 def outer(a, e, weights, *, bound, grid):
-    out = torch.full((e.shape[1], a.shape[1]), math.nan, dtype=torch.float64)
+    out = torch.zeros(e.shape[1], a.shape[1], dtype=torch.float64)
     loops.outer_steps(a, e, grid, weights, out, bound=bound)
     return out
 
@@ -309,7 +309,7 @@ def test_outer_steps_hold_over_the_whole_range_of_float32(bound, rows):
 def test_the_largest_inputs_may_be_given():
     a, e = samples(40, 70), samples(40, 10, seed=5)
     weights, grid = clip(a, e, None)
-    out = torch.empty(10, 70, dtype=torch.float64)
+    out = torch.zeros(10, 70, dtype=torch.float64)
     loops.outer_steps(a, e, grid, weights, out, bound=None, largest_inputs=loops.largest(a))
     assert torch.equal(out, outer(a, e, weights, bound=None, grid=grid))
 

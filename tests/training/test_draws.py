@@ -12,7 +12,7 @@ from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.persample import L2
 from bqsgd.persample.generators import states
 from bqsgd.release import Scheme
-from bqsgd.training.draws import Purpose, Sources, draw_batch, seed_for, torch_generator
+from bqsgd.training.draws import Purpose, Sources, draw_batch, lent, seed_for, torch_generator
 from bqsgd.training.objective import Objective
 
 
@@ -115,6 +115,74 @@ def test_threads_that_overlap_never_draw_from_the_programs_own_generators():
     second.__exit__(None, None, None)
     assert not set(found) & set(known)
     assert torch.rand(64).tolist() == known
+
+
+class Accelerator:
+    """A device that torch knows: generators of its own, which are there once it is in use."""
+
+    def __init__(self, devices):
+        self.default_generators = tuple(torch.Generator().manual_seed(1) for _ in range(devices))
+        self.in_use = True
+
+    def is_initialized(self):
+        return self.in_use
+
+    def drawn(self):
+        return [float(torch.rand((), generator=generator)) for generator in self.default_generators]
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    made = Accelerator(2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    return made
+
+
+def test_generators_of_accelerators_are_lent_as_those_of_the_cpu(accelerator):
+    """Whoever knows the seed of a program would know the masks that a model draws on its GPU."""
+
+    def lent(sources):
+        for generator in accelerator.default_generators:
+            generator.manual_seed(1)
+        before = states()
+        with sources.lent(Purpose.FORWARD, 0):
+            assert states() != before
+            found = accelerator.drawn()
+        assert states() == before
+        return found, accelerator.drawn()
+
+    seeded, private = Sources(seed=1, client=0), Sources(seed=None, client=0)
+    first, own = lent(seeded)
+    assert own[0] == own[1], "the program has given both devices one seed"
+    assert first[0] != first[1]
+    assert (first, own) == lent(seeded)
+    for found, after in (lent(private), lent(private)):
+        assert not {*first, *own} & {*found}
+        assert after == own
+
+
+def test_an_accelerator_that_is_not_in_use_is_left_alone(accelerator):
+    """Asking for its state would initialise it."""
+    accelerator.in_use = False
+    before = len(states())
+    with Sources(seed=None, client=0).lent(Purpose.FORWARD, 0):
+        pass
+    own = torch.Generator().manual_seed(1)
+    assert accelerator.drawn() == [float(torch.rand((), generator=own))] * 2
+    accelerator.in_use = True
+    assert len(states()) == before + 2
+
+
+def test_a_machine_without_accelerators_draws_as_before():
+    """Nothing more is drawn from a source, so that seeded runs stay the same."""
+    rng = seeded_rng(seed=3)
+    with lent(rng):
+        pass
+    other = seeded_rng(seed=3)
+    for words in (312, 4, 4):
+        other.words(words)
+    assert rng.words(1) == other.words(1)
 
 
 def test_a_check_within_a_step_gives_the_masks_back():

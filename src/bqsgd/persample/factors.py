@@ -10,7 +10,7 @@ of the layer (patches of a convolution) and e the errors at its output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -18,8 +18,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
+from bqsgd.persample import program as programs
 from bqsgd.persample._kernels import loops as kernels
 from bqsgd.persample._kernels.grid import Grid
 from bqsgd.persample._kernels.loops import Steps
@@ -276,25 +277,10 @@ class LinearWeight(Outer):
         kernels.outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound, largest_inputs=largest)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Of a convolution; `padding` is zeros on both sides of every axis, last axis first, as `F.pad` wants them."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[int, ...]
-    groups: int
-
-    def padded(self, space: Sequence[int]) -> list[int]:
-        sides = list(reversed(self.padding))
-        return [size + sides[2 * axis] + sides[2 * axis + 1] for axis, size in enumerate(space)]
-
-
 class ConvWeight(Outer):
     """A convolution of inputs a (batch, channels, *space) with errors e (batch, outputs, *positions)."""
 
-    def __init__(self, a: Tensor, e: Tensor, geometry: Geometry) -> None:
+    def __init__(self, a: Tensor, e: Tensor, geometry: programs.Geometry) -> None:
         self.a, self.e, self.geometry, self.groups = a, e, geometry, geometry.groups
         self.batch, self.positions = len(a), int(np.prod(e.shape[2:]))
         channels, taps = a.shape[1] // self.groups, int(np.prod(geometry.kernel))
@@ -394,3 +380,37 @@ class TableRows(Built):
         rounded = kernels.in_steps(self.values, grid, weights[self.sample.cpu()], bound=bound)
         table = total.exact(at, self.coordinates).view(self.rows, -1)
         table.index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order
+
+
+def nodes_of(gradient: programs.Dense) -> tuple[fx.Node, ...]:
+    """The tensors of a program from which the factor of a gradient is made."""
+    match gradient:
+        case programs.Product(pairs=pairs):
+            return tuple(node for pair in pairs for node in pair)
+        case programs.Convolution(a=a, e=e):
+            return a, e
+        case programs.Table(index=index, e=e):
+            return index, e
+        case _:
+            return (gradient.node,)
+
+
+def factor_of(gradient: programs.Dense, values: Iterator[Tensor]) -> Factor:
+    """The factor of a gradient from the values of its nodes, each with the samples first."""
+    found = [next(values) for _ in nodes_of(gradient)]
+    match gradient:
+        case programs.Product():
+            e, a = (torch.cat(found[side::2], 1) if len(found) > 2 else found[side] for side in (0, 1))
+            return LinearWeight(working(a), working(e))
+        case programs.Convolution(geometry=geometry):
+            return ConvWeight(working(found[0][:, 0]), working(found[1][:, 0]), geometry)
+        case programs.Table(rows=rows, padding=padding):
+            errors = working(found[1]).reshape(len(found[1]), -1, found[1].shape[-1])
+            return TableRows.of_lookups(found[0].flatten(1), errors, rows=rows, padding=padding)
+        case _:
+            return Dense(working(found[0]).flatten(1))
+
+
+def working(values: Tensor) -> Tensor:
+    """float64 as it is, everything narrower as float32."""
+    return values if values.dtype == torch.float64 else values.float()

@@ -33,7 +33,7 @@ def accelerator_generators() -> list[torch.Generator]:
     if device is None:
         return []
     module: Any = torch.get_device_module(device)
-    if not getattr(module, "is_initialized", module.is_available)():
+    if not (module.is_initialized() if hasattr(module, "is_initialized") else module.is_available()):
         return []
     if device.type == "mps":
         return [torch.mps._get_default_mps_generator()]

@@ -21,9 +21,10 @@ from bqsgd.persample._kernels.loops import Steps
 from bqsgd.persample.alone import AloneRoad
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.persample.factors import Dense, Factor, Piece
-from bqsgd.persample.lanes import LanesRoad, NotLanes
+from bqsgd.persample.lanes import LanesRoad
 from bqsgd.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
 from bqsgd.persample.rows import Numbers, RowsRoad, check_numbers
+from bqsgd.persample.rules import NotLanes
 
 
 class SlowGradientsWarning(UserWarning):

@@ -30,7 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.persample.factors import Geometry
 from bqsgd.persample.generators import alone as generators_alone
 from bqsgd.persample.generators import generators_kept, states
 
@@ -175,6 +174,21 @@ class Product(Dense):
     def positions(self) -> int:
         """Positions of all uses together."""
         return sum(int(shape_of(e)[0]) for e, _ in self.pairs)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a convolution; `padding` is zeros on both sides of every axis, last axis first, as `F.pad` wants them."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    groups: int
+
+    def padded(self, space: Sequence[int]) -> list[int]:
+        sides = list(reversed(self.padding))
+        return [size + sides[2 * axis] + sides[2 * axis + 1] for axis, size in enumerate(space)]
 
 
 @dataclass(frozen=True, eq=False)

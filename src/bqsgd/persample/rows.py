@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample import program as programs
 from bqsgd.persample._kernels.loops import usable
-from bqsgd.persample.factors import ConvWeight, Dense, Factor, LinearWeight, Piece, TableRows, micro_batch
+from bqsgd.persample.factors import Dense, Factor, Piece, factor_of, micro_batch, nodes_of, working
 from bqsgd.persample.generators import alone, generators_kept
 from bqsgd.persample.program import Program, Whole, shape_of
 
@@ -225,7 +224,7 @@ class Flat:
 
     def factor(self, values: Iterator[Tensor]) -> Factor:
         """Of the outputs of a pass, in their order."""
-        return Dense(_working(next(values)))
+        return Dense(working(next(values)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,36 +234,14 @@ class Factored:
     parameters: slice
     gradient: programs.Dense
 
-    @cached_property
+    @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The tensors it is made of."""
-        match self.gradient:
-            case programs.Product(pairs=pairs):
-                return tuple(node for pair in pairs for node in pair)
-            case programs.Convolution(a=a, e=e):
-                return a, e
-            case programs.Table(index=index, e=e):
-                return index, e
-        raise AssertionError(self.gradient)
+        return nodes_of(self.gradient)
 
     def factor(self, values: Iterator[Tensor]) -> Factor:
         """Of the outputs of a pass, in their order."""
-        found = [next(values) for _ in self.nodes]
-        match self.gradient:
-            case programs.Product():
-                e, a = (torch.cat(found[side::2], 1) if len(found) > 2 else found[side] for side in (0, 1))
-                return LinearWeight(_working(a), _working(e))
-            case programs.Convolution(geometry=geometry):
-                return ConvWeight(_working(found[0][:, 0]), _working(found[1][:, 0]), geometry)
-            case programs.Table(rows=rows, padding=padding):
-                errors = _working(found[1]).reshape(len(found[1]), -1, found[1].shape[-1])
-                return TableRows.of_lookups(found[0].flatten(1), errors, rows=rows, padding=padding)
-        raise AssertionError(self.gradient)
-
-
-def _working(values: Tensor) -> Tensor:
-    """float64 as it is, everything narrower as float32."""
-    return values if values.dtype == torch.float64 else values.float()
+        return factor_of(self.gradient, values)
 
 
 def _outputs(program: Program, *, rows: int) -> list[Flat | Factored]:

@@ -20,7 +20,7 @@ from bqsgd.persample._kernels.threads import in_threads
 from bqsgd.persample._kernels.tiles import BLOCK_SAMPLES, ROUNDER, ROUNDER_BITS, ROUNDING
 from bqsgd.persample._kernels.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
 
-ENTRIES = 128
+ENTRIES = 64
 """Entries that stay in a core's cache while the vectors of samples pass by; whole turns of the 16 partial sums."""
 BESIDE = 128
 """Samples that are one item of work, with a block of entries."""

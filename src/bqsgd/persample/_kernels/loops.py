@@ -4,7 +4,7 @@ A sample is treated alike wherever it stands and whatever stands beside it; a su
 threads changes no bit. Each runs on as many threads as torch uses.
 
 Samples may lie one after another, as torch keeps them (the loops of `contiguous`), or beside each other, as the lanes
-have them (the loops here). Both give the same bits, so nothing depends on which of the two it is.
+have them (the loops of `beside`). Both give the same bits, so nothing depends on which of the two it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bqsgd.persample._kernels import beside, contiguous, tiles
 from bqsgd.persample._kernels.grid import Grid, held_to
 from bqsgd.persample._kernels.threads import FEW as FEW
 from bqsgd.persample._kernels.threads import in_threads as in_threads
-from bqsgd.persample._kernels.threads import recycled
+from bqsgd.persample._kernels.threads import recycled, recycled_zeros
 from bqsgd.persample._kernels.threads import scratch as scratch
 from bqsgd.persample._kernels.tiles import BLOCK_SAMPLES, ROUNDING
 from bqsgd.persample._kernels.vectors import LANES
@@ -240,7 +240,7 @@ def in_steps(values: Tensor, grid: Grid, weights: Tensor, *, bound: float | None
 
 
 @njit(nogil=True, cache=True)
-def _move(few: np.ndarray, start: int, stop: int, total: np.ndarray) -> None:
+def _move(few: np.ndarray, total: np.ndarray, start: int, stop: int) -> None:
     for at in range(start, stop):
         total[at] += np.float64(few[at])
         few[at] = 0
@@ -254,7 +254,8 @@ class Steps:
     """
 
     def __init__(self, dimension: int) -> None:
-        self._few, self._total = np.zeros(dimension, np.int32), np.zeros(dimension)
+        self._few: np.ndarray | None = None  # only where gradients come as they are
+        self._total = recycled_zeros(dimension, np.float64)
         self._added: dict[tuple[int, int], int] = {}
 
     def add(self, values: Tensor, weights: Tensor, grid: Grid, *, bound: float | None, at: int) -> None:
@@ -263,31 +264,36 @@ class Steps:
         if rows is None:
             add_steps(values, grid, weights, torch.from_numpy(self._total[at : at + size]), bound=bound)
             return
-        factors = _factors(grid, weights, bound).reshape(-1)
+        factors, pieces = _factors(grid, weights, bound).reshape(-1), -(-size // contiguous.SUM_PIECE)
         for first in range(0, len(values), BLOCK_SAMPLES):
-            last = min(len(values), first + BLOCK_SAMPLES)
-            self._make_room(at, at + size, last - first)
-            self._add(factors, bound is not None, *rows, first, last, at, size)
+            samples = first, min(len(values), first + BLOCK_SAMPLES)
+            few = self._room(at, at + size, samples[1] - samples[0])
 
-    def _add(
-        self, factors: np.ndarray, clamped: bool, x: np.ndarray, stride: int, first: int, last: int, at: int, size: int
-    ) -> None:
-        def piece(start: int, stop: int) -> None:
-            low, high = _coordinates(start, stop, size)
-            contiguous.add_rows(factors, clamped, x, low, stride, first, last, self._few, at + low, high - low)
+            def piece(start: int, stop: int, few: np.ndarray = few, samples: tuple[int, int] = samples) -> None:
+                low, high = _coordinates(start, stop, size)
+                flat, stride = rows
+                contiguous.add_rows(factors, bound is not None, flat, low, stride, *samples, few, at + low, high - low)
 
-        pieces = -(-size // contiguous.SUM_PIECE)
-        in_threads(piece, pieces, each=(last - first) * contiguous.SUM_PIECE)
+            in_threads(piece, pieces, each=(samples[1] - samples[0]) * contiguous.SUM_PIECE)
 
-    def _make_room(self, low: int, high: int, samples: int) -> None:
-        """Count these samples; first move everything to float64 if a coordinate could have more than int32 holds."""
+    def _room(self, low: int, high: int, samples: int) -> np.ndarray:
+        """Where to add so many samples to the coordinates low..high; what is there is moved to float64 first if a
+        coordinate could have more than int32 holds."""
+        if self._few is None:
+            self._few = recycled_zeros(len(self._total), np.int32)
         before = sum(count for (start, stop), count in self._added.items() if start < high and low < stop)
         if before + samples > BLOCK_SAMPLES:
-            self._settle()
+            self._settle(self._few)
         self._added[low, high] = self._added.get((low, high), 0) + samples
+        return self._few
 
-    def _settle(self) -> None:
-        in_threads(lambda start, stop: _move(self._few, start, stop, self._total), len(self._few), each=1)
+    def _settle(self, few: np.ndarray) -> None:
+        for low, high in self._added:  # where two overlap, the second finds zeros
+
+            def move(start: int, stop: int, low: int = low) -> None:
+                _move(few, self._total, low + start, low + stop)
+
+            in_threads(move, high - low, each=1)
         self._added.clear()
 
     def exact(self, at: int, size: int) -> Tensor:
@@ -296,7 +302,8 @@ class Steps:
 
     def total(self) -> Tensor:
         """(dimension,) float64: the sum so far, in memory that later calls of `add` change."""
-        self._settle()
+        if self._few is not None:
+            self._settle(self._few)
         return torch.from_numpy(self._total)
 
 

@@ -79,16 +79,17 @@ def scratch(name: str, *shape: int) -> np.ndarray:
 
 MAPPED = 32 << 20
 """Bytes from which on the C library takes memory from the system and gives it back at once, page by page."""
-MOST_BLOCKS = 4
+MOST_BLOCKS, LARGEST_BLOCK = 4, 1 << 30
+"""Blocks of memory that a thread keeps for later at most, and their bytes; more would be missed elsewhere."""
 
 
 def recycled(shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> np.ndarray:
     """An array with arbitrary contents, as `np.empty`, in memory that an earlier one has used if nothing refers to it.
 
-    Fresh pages take the system several times as long as filling them takes. Small arrays are the C library's.
+    Fresh pages take the system several times as long as filling them takes. Small and huge ones are new.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if size < MAPPED:
+    if not MAPPED <= size <= LARGEST_BLOCK:
         return np.empty(shape, dtype)
     blocks: list[np.ndarray] = _kept.__dict__.setdefault("blocks", [])
     free = [n for n in range(len(blocks)) if sys.getrefcount(blocks[n]) == 2]  # the list's own, and the call's
@@ -100,6 +101,19 @@ def recycled(shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> np
         fitting = [len(blocks) - 1]
     chosen = min(fitting, key=lambda n: blocks[n].size)
     return blocks[chosen][:size].view(dtype).reshape(shape)
+
+
+def recycled_zeros(size: int, dtype: type[np.generic]) -> np.ndarray:
+    """(size,) zeros, in memory that an earlier array has used if nothing refers to it."""
+    if not MAPPED <= size * np.dtype(dtype).itemsize <= LARGEST_BLOCK:
+        return np.zeros(size, dtype)
+    found = recycled((size,), dtype)
+
+    def clear(start: int, stop: int) -> None:
+        found[start:stop] = 0
+
+    in_threads(clear, size, each=1)
+    return found
 
 
 _GRAIN = 32768

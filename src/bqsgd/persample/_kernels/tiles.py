@@ -175,7 +175,8 @@ def pack_scalars(
 
 @njit(nogil=True, cache=True)
 def run_outer(scalars: Any, lanes: Any, start: int, stop: int, out: Any) -> None:
-    """Add strips start..stop of sum_b round(s_b clamp(v_b)) to `out`, from (strips, batch, parts, 5) and (panels, batch, 64)."""
+    """Add strips start..stop of sum_b round(s_b clamp(v_b)) to `out`, from scalars (strips, batch, parts, 5) and lanes
+    (panels, batch, 64)."""
     batch, strip_size, panel_size = lanes.shape[1], scalars[0].size, lanes[0].size
     parts = scalars.shape[2]
     group = max(1, OUTER_BLOCK // strip_size)
