@@ -1,7 +1,9 @@
 """The DDP hook on two real ranks."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from distributed_processes import run_ranks
 
 from bqsgd.engines.torch_distributed import BQHookState, PrivateSteps, bq_hook
 from bqsgd.errors import InvalidParameter
-from bqsgd.noise import seeded_rng
+from bqsgd.ledger import Ledger
+from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.persample import L2
 from bqsgd.release import Scheme
@@ -144,3 +147,87 @@ def test_what_a_step_was_not_counted_for_is_refused_before_it_is_counted():
     with pytest.raises(InvalidParameter, match="changed its buffers"):
         state.supply(batch, indices=torch.tensor([0, 1, 7]))
     assert private.guarantee(delta=1e-5) is not None
+
+
+class Noting(torch.nn.Module):
+    """Keeps the largest value that it saw in one of its parameters."""
+
+    def __init__(self, *, frozen, anew=False):
+        super().__init__()
+        self.head, self.anew = torch.nn.Linear(2, 2), anew
+        self.largest = torch.nn.Parameter(torch.zeros(1), requires_grad=not frozen)
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.anew:
+                self.largest = torch.nn.Parameter(x.max()[None], requires_grad=False)
+            else:
+                self.largest.data.clamp_(min=float(x.max()))
+        return self.head(x) + 0 * self.largest
+
+
+def steps(model, loss=None):
+    private = PrivateSteps(
+        model=model,
+        loss=loss or torch.nn.CrossEntropyLoss(reduction="none"),
+        clip=L2(1.0),
+        batch_size=4,
+        dataset_size=8,
+        ledger=None,
+        run="a",
+    )
+    return BQHookState(Mechanism(levels=2, trials=4), range=1.0, rng=seeded_rng(seed=0), private=private)
+
+
+BATCH = torch.rand(3, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(3, dtype=torch.long)
+NUMBERS = torch.tensor([0, 1, 7])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("anew", [False, True])
+def test_frozen_parameters_that_a_forward_writes_are_refused(anew):
+    """DDP runs the forward on the samples themselves, and the model is released with what it wrote."""
+    model = Noting(frozen=True, anew=anew)
+    state = steps(model)
+    state.supply(BATCH, indices=NUMBERS)
+    state.private.used()
+    model(BATCH[0])
+    with pytest.raises(InvalidParameter, match="frozen parameters"):
+        state.supply(BATCH, indices=NUMBERS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_trained_parameters_that_a_forward_writes_are_refused_before_a_frame_is_made():
+    model = Noting(frozen=False)
+    state = steps(model)
+    state.supply(BATCH, indices=NUMBERS)
+    model(BATCH[0])
+    with pytest.raises(InvalidParameter, match="changed its parameters"):
+        state.private.frame(list(model.parameters()), 0, lambda values: bytearray(b"frame"))
+
+
+def test_a_step_that_was_interrupted_twice_can_be_supplied_again_and_is_counted_again(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    with Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e4, budget_delta=1e-5) as ledger:
+        private = PrivateSteps(
+            model=model,
+            loss=torch.nn.CrossEntropyLoss(reduction="none"),
+            clip=L2(1.0),
+            batch_size=4,
+            dataset_size=8,
+            ledger=ledger,
+            run="a",
+        )
+        state = BQHookState(Mechanism(levels=2, trials=400), range=1.0, rng=privacy_rng(), private=private)
+        real = private._objective.mean
+
+        def interrupted(*given, **asked):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(private._objective, "mean", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            state.supply(BATCH, indices=NUMBERS)
+        monkeypatch.setattr(private._objective, "mean", real)
+        state.supply(BATCH, indices=NUMBERS)
+        assert ledger.spent_rounds == 2

@@ -442,6 +442,33 @@ def test_a_client_that_claims_a_trillion_samples_weighs_what_the_others_do(feder
     ]  # fmt: skip
 
 
+def test_a_whole_client_does_not_say_how_many_samples_it_holds_and_answers_with_few(task, federation, tmp_path):
+    """The guarantee hides everything that it holds. Before, its number of samples was in its first message, and one
+    that held fewer than the batch size was refused."""
+    said = []
+
+    def heard(client, message, reply):
+        if message.metadata.message_type == MessageType.QUERY:
+            said.append(str(reply.content))
+        return reply
+
+    whole = {"unit": "client", "clip": "l2", "range": 0.1, "local_steps": 2, "sampling": "fixed", "rounds": 1}
+    made = federation(heard, options={"units": "client", "samplings": "fixed"}, **whole)
+    few = [tuple(rows[:7] for rows in task.shares[0]), *task.shares[1:]]
+    made.task = replace(task, shares=few)
+    run = made.serve()
+    assert len(said) == 4
+    assert not any("samples" in content for content in said)
+    assert set(run.engine.samples.values()) == {64}
+    assert [entry.status for entry in run.last.clients] == ["used"] * 4
+    listed = tmp_path / "sizes.toml"
+    listed.write_text("[samples]\n0 = 5\n1 = 15\n2 = 10\n")
+    run = federation(
+        options={"units": "client", "samplings": "fixed"}, weights="size", sizes=str(listed), **whole
+    ).serve()
+    assert run.server.weights == {0: 1 / 6, 1: 1 / 2, 2: 1 / 3}  # what may be known; client 3 has no place
+
+
 def test_budgets_that_differ_by_client_are_a_line_of_toml(tmp_path):
     given = "[{client = 2, epsilon = 1.0}, {client = 2, from_round = 3, epsilon = 1.5, bits = 6}]"
     config, _, _ = read_settings({"clients": 4, "rounds": 10, "budgets": given})

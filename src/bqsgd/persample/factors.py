@@ -341,9 +341,11 @@ class TableRows(Built):
     def of_lookups(cls, index: Tensor, errors: Tensor, *, rows: int, padding: int | None) -> TableRows:
         """From (batch, positions) indices and (batch, positions, width) errors; repeated look-ups are added up, one
         position after another."""
-        batch = len(index)
-        key = torch.arange(batch, device=index.device)[:, None] * rows + index
-        chosen = torch.ones_like(index, dtype=torch.bool) if padding is None else index != padding
+        batch, inside = len(index), (index >= 0) & (index < rows)
+        # A row that the table does not have would be one of the next sample's: it is NaN in a row of this one's.
+        errors = errors.where(inside[..., None], torch.nan)
+        key = torch.arange(batch, device=index.device)[:, None] * rows + index.where(inside, 0)
+        chosen = (index != padding) | ~inside
         unique, place = torch.unique(key[chosen], return_inverse=True)
         values = np.zeros((len(unique), errors.shape[2]), errors.cpu().numpy().dtype)
         np.add.at(values, place.cpu().numpy(), errors[chosen].cpu().numpy())  # in order, whatever else is added

@@ -282,7 +282,8 @@ def program_of(model: nn.Module, loss_fn: LossFunction, forward: Forward | None,
     """
     refuse_mixing(model)
     kept = _programs.setdefault(model, {})
-    question = (loss_fn, forward, form, made_of(model))
+    parts = (part for part in (model, loss_fn, forward) if isinstance(part, nn.Module))
+    question = (loss_fn, forward, form, *map(made_of, parts))
     if question not in kept:
         if len(kept) >= _MOST_PROGRAMS:
             kept.clear()
@@ -313,6 +314,8 @@ def made_of(model: nn.Module) -> object:
             tuple(_same(hook) for kind in _HOOKS for hook in getattr(layer, kind, {}).values()),
             tuple((name, value) for name, value in vars(layer).items() if isinstance(value, _PLAIN)),
             tuple((name, _same(value)) for name, value in vars(layer).items() if callable(value)),
+            # A tensor that is no parameter or buffer is a constant of the program.
+            tuple((name, id(v), v._version) for name, v in vars(layer).items() if isinstance(v, Tensor)),
             tuple(parameter.requires_grad for parameter in layer.parameters(recurse=False)),
         )
         for layer in model.modules()

@@ -112,6 +112,19 @@ class RowsRoad:
         if self.rows == 1:
             self._outputs = _outputs(program, rows=1)
             self._pass = _joined(program, self._outputs)
+            self._try(program)
+
+    def _try(self, program: Program) -> None:
+        """Run a pass on made-up values: what raises here would raise for every sample."""
+        values = [_made_up(node, 1)[0] for node in (*program.shared, *program.leaves)]
+        try:
+            with torch.no_grad(), alone, generators_kept():
+                self._pass(*values)
+        except Exception as error:
+            raise InvalidParameter(
+                "the model or the loss fails on a made-up sample, so nothing was spent: "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            ) from error
 
     @property
     def assumes(self) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from bqsgd.persample._kernels import lanes as kernels
 from bqsgd.persample._kernels.contiguous import rows_product
 from bqsgd.persample._kernels.loops import in_lanes
+from bqsgd.persample._kernels.vectors import LANES
 
 aten = torch.ops.aten
 Array = Any
@@ -225,6 +226,14 @@ def _chosen(x: Array, index: Array, axis: int) -> Array:
     return np.where(inside, np.take_along_axis(x, np.where(inside, index, 0), axis), np.float32(np.nan))
 
 
+def _gather(x: Array, dim: int, index: Array, **_: Any) -> Array:
+    """The index may leave out the end of the other axes, where numpy would broadcast it."""
+    axis, sizes = _axis(x, dim), index.shape[:-1]
+    if any(size > x.shape[n] for n, size in enumerate(sizes) if n != axis):
+        raise NotLanes("a gather beyond the values")
+    return _chosen(x[tuple(slice(None) if n == axis else slice(size) for n, size in enumerate(sizes))], index, axis)
+
+
 def _likelihood(x: Array, target: Array, weight: Array | None, reduction: int, ignored: int) -> Array:
     """What each class counts in the loss: minus its weight for the target, zero for the others."""
     if reduction != 0 or x.ndim != 3:
@@ -277,6 +286,8 @@ def _mm(x: Any, y: Any, bias: Array | None = None) -> Array:
         found = rows_product(np.ascontiguousarray(y[:, :, 0].T), x.rows, shift)
         return np.pad(found, [(0, 0), (0, x.lanes - found.shape[1])])[None]
     x, y = array_of(x), array_of(y)
+    if x.shape[-1] == y.shape[-1] == 1:  # as an error that is the same for all samples: the loops fill whole vectors
+        return _mm(np.repeat(x, LANES, -1), y, bias)[..., :1]
     if y.shape[-1] == 1:
         (positions, terms, lanes), outputs = x.shape, y.shape[1]
         turned = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(terms, positions * lanes)
@@ -300,10 +311,17 @@ def _each(values: Sequence[int], axes: int) -> tuple[int, ...]:
 
 def _convolved(x: Array, read: kernels.Reading, weight: Array, bias: Array | None, size: Sequence[int]) -> Array:
     """x (1, channels, *space, lanes) and weight (groups, outputs, channels a group, *kernel)."""
+    if x.shape[-1] == 1:  # the same for all samples: the loops fill whole vectors
+        return _convolved(np.repeat(x, LANES, -1), read, weight, bias, size)[..., :1]
     lanes = x.shape[-1]
     weights = np.ascontiguousarray(weight.reshape(*weight.shape[:2], -1))
     found = kernels.convolution(np.ascontiguousarray(x).reshape(-1, lanes), read, weights, bias)
     return found.reshape(1, -1, *size, lanes)
+
+
+def _check_convolution(x: Array, weight: Array, transposed: bool) -> None:
+    if transposed or weight.shape[-1] != 1 or len(x) != 1:
+        raise NotLanes("a transposed convolution, or weights that differ by sample")
 
 
 def _convolution(
@@ -317,8 +335,7 @@ def _convolution(
     more: Any,
     groups: int,
 ) -> Array:
-    if transposed or weight.shape[-1] != 1 or len(x) != 1:
-        raise NotLanes("a transposed convolution, or weights that differ by sample")
+    _check_convolution(x, weight, transposed)
     channels, kernel, space = weight.shape[1], weight.shape[2:-1], x.shape[2:-1]
     stride, padding, dilation = (_each(given, len(kernel)) for given in (stride, padding, dilation))
     sides = zip(space, kernel, stride, padding, dilation, strict=True)
@@ -333,6 +350,7 @@ def _convolution_backward(
     more: Any, groups: int, mask: Sequence[bool],
 ) -> tuple[Array | None, None, Array | None]:  # fmt: skip
     """The error at the input, of which every point reads the errors of the positions that read it, and the bias."""
+    _check_convolution(x, weight, transposed)
     bias = _sum(error, [0, *range(2, error.ndim - 1)]) if mask[2] else None
     if not mask[0]:
         return None, None, bias
@@ -359,15 +377,23 @@ def _max_windows(
     return _windows(x, kernel, stride, padding, ceil)
 
 
+def _planes(x: Array) -> Array:
+    """(images of a sample * channels, height, width, lanes)."""
+    return np.ascontiguousarray(x.reshape(-1, *x.shape[2:]))
+
+
 def _max_pool(x: Array, *how: Any) -> tuple[Array, Array]:
     """With the place of each maximum in its window."""
-    out, chosen = kernels.max_pool(np.ascontiguousarray(x[0]), *_max_windows(x, *how))
-    return out[None], chosen[None]
+    out, chosen = kernels.max_pool(_planes(x), *_max_windows(x, *how))
+    shape = *x.shape[:2], *out.shape[1:]
+    return out.reshape(shape), chosen.reshape(shape)
 
 
 def _max_pool_backward(error: Array, x: Array, *how: Any) -> Array:
     windows, chosen = _max_windows(x, *how[:-1]), how[-1]
-    return kernels.max_pool_backward(np.ascontiguousarray(error[0]), chosen[0], x.shape[1:], *windows)[None]
+    planes, places = (_planes(each) for each in np.broadcast_arrays(error, chosen))
+    shape = *x.shape[2:-1], planes.shape[-1]
+    return kernels.max_pool_backward(planes, places, (len(planes), *shape), *windows).reshape(*x.shape[:2], *shape)
 
 
 def _mean_windows(
@@ -385,11 +411,14 @@ def _mean_windows(
 
 
 def _mean_pool(x: Array, *how: Any) -> Array:
-    return kernels.mean_pool(np.ascontiguousarray(x[0]), *_mean_windows(x, *how))[None]
+    found = kernels.mean_pool(_planes(x), *_mean_windows(x, *how))
+    return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
 def _mean_pool_backward(error: Array, x: Array, *how: Any) -> Array:
-    return kernels.mean_pool_backward(np.ascontiguousarray(error[0]), x.shape[1:], *_mean_windows(x, *how))[None]
+    planes, shape = _planes(error), (*x.shape[2:-1], error.shape[-1])
+    found = kernels.mean_pool_backward(planes, (len(planes), *shape), *_mean_windows(x, *how))
+    return found.reshape(*x.shape[:2], *shape)
 
 
 READ_LEAVES: dict[Any, Callable[..., Any]] = {
@@ -467,7 +496,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: lambda error, output, dim, dtype: (
         (error - _sum(error * output, [dim], True)) * output
     ),
-    aten.gather.default: lambda x, dim, index, **_: _chosen(x, index, _axis(x, dim)),
+    aten.gather.default: _gather,
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: lambda error, *how: error[:, None] * _likelihood(*how[:-1]),
     aten.embedding.default: _embedding,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -109,15 +109,34 @@ class Objective:
             if not self._fits(part.data, power, packed):
                 lost += len(part)
                 continue
-            numbers = None if packed else part.numbers
-            found = clipped_gradients(
-                self.model, self.loss, part.data, indices=numbers, clip=clip, batch_size=power, forward=self.forward
-            )
-            total += found.mean.numpy() if whole else found.mean.numpy() * power
-            lost += found.dropped
+            for mean, dropped in self._means(part, clip, power, packed):
+                total += mean if whole else mean * power
+                lost += dropped
         if isinstance(clip, BatchMean):
             return total.clip(-clip.bound, clip.bound), lost
         return total / batch_size, lost
+
+    def _means(self, part: Part, clip: Clip, batch_size: int, packed: bool) -> Iterator[tuple[Values, int]]:
+        """The mean over a part; if that fails, as for want of memory, the same from each sample by itself."""
+        whole = self._mean(part, slice(None), clip, batch_size, packed)
+        if whole is not None:
+            yield whole
+            return
+        for n in range(len(part)):
+            yield self._mean(part, slice(n, n + 1), clip, batch_size, packed) or (np.zeros(self.dimension), 1)
+
+    def _mean(self, part: Part, span: slice, clip: Clip, batch_size: int, packed: bool) -> tuple[Values, int] | None:
+        """The mean over some samples of a part, and how many count as zero; None if an error was raised."""
+        try:
+            data, numbers = tree_map(lambda leaf: leaf[span], part.data), None if packed else part.numbers[span]
+            found = clipped_gradients(
+                self.model, self.loss, data, indices=numbers, clip=clip, batch_size=batch_size, forward=self.forward
+            )
+        except StopNow:
+            raise
+        except BaseException:
+            return None
+        return found.mean.numpy(), found.dropped
 
     def _fits(self, data: Any, batch_size: int, packed: bool) -> bool:
         """Whether samples could be read and can go through the model: the latter is a matter of their form alone."""

@@ -20,9 +20,9 @@ from bqsgd.persample._kernels.threads import in_threads
 from bqsgd.persample._kernels.tiles import BLOCK_SAMPLES, ROUNDER, ROUNDER_BITS, ROUNDING
 from bqsgd.persample._kernels.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
 
-ENTRIES = 64
+ENTRIES = 128
 """Entries that stay in a core's cache while the vectors of samples pass by; whole turns of the 16 partial sums."""
-BESIDE = 128
+BESIDE = 512
 """Samples that are one item of work, with a block of entries."""
 PARTS = LANES * LANES
 """Partial sums of a vector of samples: 16 each."""
@@ -48,7 +48,9 @@ def _norm_tile(*, clamped: bool) -> Callable[..., None]:
             builder.store(emit.load(target, 0, WHOLE), largest)
             unsigned, high = ir.Constant(WHOLE, [0x7FFFFFFF] * LANES), emit.broadcast(arguments[4])
             with cgutils.for_range(builder, arguments[3], intp=WORD) as loop:
-                read = emit.load(values, builder.mul(loop.index, arguments[2]))
+                row = emit.at(values, builder.mul(loop.index, arguments[2]))
+                read = emit.load(row, 0)
+                emit.prefetch(row, LANES)  # the next 16 samples, which follow after these entries
                 size = builder.and_(builder.bitcast(read, WHOLE), unsigned)
                 held = builder.load(largest)
                 builder.store(builder.select(builder.icmp_signed(">", size, held), size, held), largest)
