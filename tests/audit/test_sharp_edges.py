@@ -87,17 +87,19 @@ def _gradients(*, normalised: bool, reduction: str) -> None:
     clipped_gradients(torch.nn.Sequential(*layers), loss, batch, indices=None, clip=Clamp(1.0), batch_size=5)
 
 
-def layers_with_memory() -> None:
+def flushed_denormals() -> None:
     torch = pytest.importorskip("torch")
-    from bqsgd.persample import check_samples_apart
+    from bqsgd.persample.clips import L2
+    from bqsgd.training.objective import Objective
 
-    class Centred(torch.nn.Module):
-        def forward(self, x):
-            return x - x.mean(0) if self.training else x
-
-    batch = torch.rand(4, 3), torch.zeros(4, dtype=torch.long)
-    model = torch.nn.Sequential(Centred(), torch.nn.Linear(3, 2))
-    check_samples_apart(model, torch.nn.CrossEntropyLoss(reduction="none"), batch, batch_size=16)
+    if not torch.set_flush_denormal(True):
+        raise InvalidParameter("this processor cannot flush denormal numbers")
+    try:
+        form = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
+        loss = torch.nn.CrossEntropyLoss(reduction="none")
+        Objective(torch.nn.Linear(3, 2), loss).check(form, clip=L2(1.0), batch_size=16)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def no_ledger(folder: Path) -> None:
@@ -178,7 +180,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "noise-forked": (noise_forked, InvalidParameter),
     "reduced-loss": (lambda _: _gradients(normalised=False, reduction="mean"), InvalidParameter),
     "batch-norm": (lambda _: _gradients(normalised=True, reduction="none"), InvalidParameter),
-    "layers-with-memory": (lambda _: layers_with_memory(), InvalidParameter),
+    "flushed-denormals": (lambda _: flushed_denormals(), InvalidParameter),
     "no-clip": (lambda _: _encode(1.5), OutOfRange),
     "not-finite": (lambda _: _encode(float("nan")), NonFiniteInput),
     "no-ledger": (no_ledger, InvalidParameter),

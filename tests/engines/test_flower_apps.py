@@ -452,20 +452,19 @@ def test_a_whole_client_does_not_say_how_many_samples_it_holds_and_answers_with_
             said.append(str(reply.content))
         return reply
 
-    whole = {"unit": "client", "clip": "l2", "range": 0.1, "local_steps": 2, "sampling": "fixed", "rounds": 1}
-    made = federation(heard, options={"units": "client", "samplings": "fixed"}, **whole)
+    whole = {"unit": "client", "clip": "l2", "clip_norm": 1e-3, "range": 0.1, "sampling": "fixed", "rounds": 1}
+    allowed = {"units": "client", "samplings": "fixed"}
+    made = federation(heard, options=allowed, **whole)
     few = [tuple(rows[:7] for rows in task.shares[0]), *task.shares[1:]]
     made.task = replace(task, shares=few)
     run = made.serve()
     assert len(said) == 4
     assert not any("samples" in content for content in said)
     assert set(run.engine.samples.values()) == {64}
-    assert [entry.status for entry in run.last.clients] == ["used"] * 4
+    assert [entry.status for entry in run.last.clients] == ["ok"] * 4
     listed = tmp_path / "sizes.toml"
     listed.write_text("[samples]\n0 = 5\n1 = 15\n2 = 10\n")
-    run = federation(
-        options={"units": "client", "samplings": "fixed"}, weights="size", sizes=str(listed), **whole
-    ).serve()
+    run = federation(options=allowed, weights="size", sizes=str(listed), **whole).serve()
     assert run.server.weights == {0: 1 / 6, 1: 1 / 2, 2: 1 / 3}  # what may be known; client 3 has no place
 
 

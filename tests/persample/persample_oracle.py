@@ -3,30 +3,67 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bqsgd.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd.persample.program import inputs_then_target
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
-def gradients_one_by_one(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """(batch, coordinates) float64."""
-    exact = copy.deepcopy(model).double()
-    parameters = [p for p in exact.parameters() if p.requires_grad]
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss and samples of it: (inputs..., targets), or what `forward` takes."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], Tensor] = LOSS
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
+
+    @property
+    def samples(self) -> int:
+        return len(tree_leaves(self.batch)[0])
+
+    @property
+    def sizes(self) -> list[int]:
+        return [p.numel() for p in self.model.parameters() if p.requires_grad]
+
+    def taken(self, index: Any) -> Any:
+        """Some of the samples."""
+        return tree_map(lambda leaf: leaf[index], self.batch)
+
+    def double(self) -> Case:
+        """A copy in float64."""
+        return replace(
+            self,
+            model=copy.deepcopy(self.model).double(),
+            loss=copy.deepcopy(self.loss).double() if isinstance(self.loss, nn.Module) else self.loss,
+            batch=tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, self.batch),
+        )
+
+
+def gradients_one_by_one(case: Case) -> Tensor:
+    """(samples, coordinates) float64."""
+    exact = case.double()
+    parameters = [p for p in exact.model.parameters() if p.requires_grad]
     rows = []
-    for x, y in zip(inputs, targets, strict=True):
-        outputs = exact((x.double() if x.is_floating_point() else x).unsqueeze(0))
-        found = torch.autograd.grad(LOSS(outputs, y.unsqueeze(0)).sum(), parameters, allow_unused=True)
+    for number in range(case.samples):
+        one = exact.taken(slice(number, number + 1))
+        losses = exact.loss(*(case.forward or inputs_then_target)(exact.model, one))
+        found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
         pairs = zip(found, parameters, strict=True)
         rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]))
     return torch.stack(rows)
 
 
 def clip_each(gradients: Tensor, clip: Clip, sizes: list[int]) -> Tensor:
-    """(batch, coordinates) clipped gradients; those of `BatchMean` are unclipped."""
+    """(samples, coordinates) clipped gradients; those of `BatchMean` are unclipped."""
     match clip:
         case Scale(bound=bound):
             return gradients / (gradients.abs().amax(dim=1, keepdim=True) / bound).clamp(min=1)
@@ -41,20 +78,15 @@ def clip_each(gradients: Tensor, clip: Clip, sizes: list[int]) -> Tensor:
     return gradients
 
 
-def expected_mean(model: nn.Module, inputs: Tensor, targets: Tensor, clip: Clip, batch_size: int) -> Tensor:
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    mean = clip_each(gradients_one_by_one(model, inputs, targets), clip, sizes).sum(dim=0) / batch_size
+def mean_of(gradients: Tensor, clip: Clip, sizes: list[int], batch_size: int) -> Tensor:
+    """What `clipped_gradients` is to give for samples of these gradients."""
+    mean = clip_each(gradients, clip, sizes).sum(dim=0) / batch_size
     return mean.clamp(-clip.bound, clip.bound) if isinstance(clip, BatchMean) else mean
 
 
-def make_clip(kind: type, gradients: Tensor, strength: float, sizes: list[int]) -> Clip:
-    """A clip that bites as hard as `strength` says, measured against these gradients."""
+def clips_for(gradients: Tensor, strength: float, sizes: list[int]) -> list[Clip]:
+    """A clip of every kind that bites as hard as `strength` says, measured against these gradients."""
     peak = max(float(gradients.abs().amax(dim=1).median()), 1e-6) * strength
     norm = max(float(gradients.norm(dim=1).median()), 1e-6) * strength
-    if kind is L2:
-        return L2(norm)
-    if kind is Dual:
-        return Dual(norm / 2, peak / 2)
-    if kind is Clamp and strength < 0.5:
-        return Clamp(tuple(peak * (1 + index % 3) for index in range(len(sizes))))
-    return kind(peak)
+    by_tensor = Clamp(tuple(peak * (1 + index % 3) for index in range(len(sizes))))
+    return [Scale(peak), Clamp(peak), by_tensor, L2(norm), Dual(norm / 2, peak / 2), BatchMean(peak)]

@@ -352,7 +352,7 @@ def test_ieee_operations_are_those_of_torch_for_every_special_value(tried: Case)
 
 
 UNITS = {kernels.exp: (torch.exp, 1), kernels.log: (torch.log, 1), kernels.log1p: (torch.log1p, 1),
-         kernels.erf: (torch.erf, 1), kernels.tanh: (torch.tanh, 4)}  # fmt: skip
+         kernels.erf: (torch.erf, 1), kernels.tanh: (torch.tanh, 7)}  # fmt: skip
 """The stated error of each function in units in the last place of a float32."""
 
 
@@ -361,7 +361,7 @@ def test_functions_are_within_a_few_units_in_the_last_place(
     function: Callable[[Any], Any], stated: tuple[Callable[[Tensor], Tensor], int]
 ) -> None:
     exact, units = stated
-    sizes = torch.cat([torch.logspace(-45, 38.5, 20_001), torch.linspace(0, 90, 20_001), torch.linspace(0, 2, 20_001)])
+    sizes = torch.cat([torch.logspace(-45, 38.5, 20_001), torch.linspace(0, 90, 20_001), torch.linspace(0, 8, 100_001)])
     tried = torch.cat([sizes, -sizes, SPECIAL]).float()
     found, right = torch.from_numpy(function(tried.numpy())).double(), exact(tried.double())
     if exact is torch.exp:  # zero a little before it underflows, infinity a little before it overflows
@@ -591,9 +591,6 @@ def test_a_word_out_of_range_costs_its_sample_alone(padding: int | None, masked:
 
 @pytest.mark.parametrize("chosen", [4, -1, 2**40])
 def test_a_choice_out_of_range_costs_its_sample_alone(chosen: int) -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.pow(2).gather(1, targets)[:, 0] if False else LOSS(outputs, targets[:, 1])
-
     class Choosing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -603,11 +600,11 @@ def test_a_choice_out_of_range_costs_its_sample_alone(chosen: int) -> None:
             return self.out(x.gather(1, index))
 
     torch.manual_seed(3)
-    model, inputs, targets = Choosing(), torch.randn(9, 4), torch.arange(18).reshape(9, 2) % 3
+    model, inputs, targets = Choosing(), torch.randn(9, 4), torch.arange(9) % 3
     for bad in (0, 8):
         index = torch.arange(18).reshape(9, 2) % 4
         index[bad, 1] = chosen
-        lost_in_company(model, loss, (inputs, index, targets), bad)
+        lost_in_company(model, LOSS, (inputs, index, targets), bad)
 
 
 # Whole models.

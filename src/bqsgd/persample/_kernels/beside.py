@@ -20,7 +20,7 @@ from bqsgd.persample._kernels.threads import in_threads
 from bqsgd.persample._kernels.tiles import BLOCK_SAMPLES, ROUNDER, ROUNDER_BITS, ROUNDING
 from bqsgd.persample._kernels.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
 
-ENTRIES = 128
+ENTRIES = 32
 """Entries that stay in a core's cache while the vectors of samples pass by; whole turns of the 16 partial sums."""
 BESIDE = 512
 """Samples that are one item of work, with a block of entries."""
@@ -50,7 +50,7 @@ def _norm_tile(*, clamped: bool) -> Callable[..., None]:
             with cgutils.for_range(builder, arguments[3], intp=WORD) as loop:
                 row = emit.at(values, builder.mul(loop.index, arguments[2]))
                 read = emit.load(row, 0)
-                emit.prefetch(row, LANES)  # the next 16 samples, which follow after these entries
+                emit.prefetch(row, LANES)  # the next 16 samples, whose turn is after these entries
                 size = builder.and_(builder.bitcast(read, WHOLE), unsigned)
                 held = builder.load(largest)
                 builder.store(builder.select(builder.icmp_signed(">", size, held), size, held), largest)
@@ -78,7 +78,7 @@ _norms_clamped, _norms_plain = _norm_tile(clamped=True), _norm_tile(clamped=Fals
 def _norms(
     x: Any, stride: int, size: int, samples: int, bound: float, start: int, stop: int, most: Any, squares: Any
 ) -> None:
-    """Items start..stop of most and squares (blocks of entries, samples): a block and 128 samples each."""
+    """Items start..stop of most and squares (blocks of entries, samples): a block and up to 512 samples each."""
     wide = (samples + BESIDE - 1) // BESIDE
     sums, bits = np.empty(BESIDE * LANES), np.empty(BESIDE, np.int32)
     ragged = np.zeros(ENTRIES * LANES, np.float32)

@@ -6,7 +6,7 @@ follows from a feature's number alone:
 - a product (`run_rows`): lane l adds the features l, l + 16, l + 32, ... by one fma each, starting from zero; then the
   16 lanes are added in halves (0 + 8, 1 + 9, ...; then 4, 2, 1 apart), and the bias comes last;
 - a sum of squares (`row_norms`, and `loops._squares` for samples that lie the other way): the same 16 lanes in float64
-  over each block of 2^14 features, the same halves, and the blocks are added one after another.
+  over each block of 2^13 features, the same halves, and the blocks are added one after another.
 
 So neither the place of a sample, nor its neighbours, the threads or the processor's vectors change a bit.
 """
@@ -29,7 +29,7 @@ from bqsgd.persample._kernels.threads import in_threads
 from bqsgd.persample._kernels.tiles import BLOCK_SAMPLES, LARGEST_RATIO, OUTER_WIDTH, ROUNDER, ROUNDER_BITS, ROUNDING
 from bqsgd.persample._kernels.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WORD, ZERO, Emit
 
-SUM_BLOCK = 1 << 14
+SUM_BLOCK = 1 << 13
 """Features whose squares are added before the sum is added to those of the blocks before."""
 WIDE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2]
 TILE_ROWS = (10, 5, 2, 1) if WIDE else (5, 2, 1, 1)
