@@ -54,6 +54,6 @@ def column(setting: PublishedSetting, *, quick: bool) -> dict[str, Any]:
 def _norm(client: Any, number: int, size: int) -> float:
     """||grad l||_1 of the mean loss over one batch."""
     first = number * size % (len(client.samples) - size)
-    loss = client.objective.mean_loss(client.samples.read(range(first, first + size)))
+    loss = client.objective.mean_loss(client.samples.read(range(first, first + size)), client.model)
     gradients = torch.autograd.grad(loss, list(client.model.parameters()))
     return float(sum(gradient.abs().sum() for gradient in gradients))

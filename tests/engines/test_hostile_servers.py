@@ -37,8 +37,9 @@ from bqsgd.noise import seeded_rng
 from bqsgd.params import Mechanism
 from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
 from bqsgd.training.client import Client
+from bqsgd.training.objective import Objective
+from bqsgd.training.samples import Part
 from bqsgd.training.task import Task
-from bqsgd.training.values import sample_values
 
 every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
 WORKER = Path(__file__).parent / "hostile_server_worker.py"
@@ -147,9 +148,8 @@ def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
     torch.manual_seed(0)
     model, data = nn.Linear(3, 2), data_sets()
     inputs, wrong = (torch.as_tensor(part) for part in data["a label beyond"])
-    with pytest.raises(IndexError):
-        clipped_gradients(model, LOSS, (inputs, wrong), indices=None, clip=clip, batch_size=4)
-    mean, dropped = sample_values(model, LOSS, (inputs, wrong), indices=np.arange(SAMPLES), clip=clip, batch_size=4)
+    part = Part(numbers=np.arange(SAMPLES), data=(inputs, wrong))
+    mean, dropped = Objective(model, LOSS).mean([part], clip=clip, batch_size=4)
     others = torch.arange(SAMPLES) != 3
     expected = clipped_gradients(
         model, LOSS, (inputs[others], wrong[others]), indices=np.arange(SAMPLES)[others], clip=clip, batch_size=4

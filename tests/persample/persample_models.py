@@ -46,11 +46,11 @@ class Calls(nn.Module):
 
 
 def headed(body: nn.Module, *shape: int) -> Case:
-    """The body on random inputs, a smooth activation in place, and a linear head."""
+    """The body on random inputs, a smooth activation, and a linear head."""
     inputs = torch.randn(SAMPLES, *shape)
     with torch.no_grad():
         width = body(inputs[:1]).flatten(1).shape[1]
-    model = nn.Sequential(body, nn.SELU(inplace=True), nn.Flatten(), nn.Linear(width, CLASSES))
+    model = nn.Sequential(body, nn.SiLU(), nn.Flatten(), nn.Linear(width, CLASSES))
     return Case(model, (inputs, labels()))
 
 
@@ -193,7 +193,7 @@ def softplus(draw: random.Random) -> Case:
 
 
 def elu(draw: random.Random) -> Case:
-    return _activated(draw, nn.ELU(), nn.LeakyReLU(), nn.Hardtanh())
+    return _activated(draw, draw.choice([nn.ELU(), nn.SELU(inplace=True)]), nn.LeakyReLU(), nn.Hardtanh())
 
 
 def softmax(draw: random.Random) -> Case:
@@ -204,13 +204,17 @@ def prelu(draw: random.Random) -> Case:
     return _activated(draw, nn.PReLU())
 
 
+def activation_in_place(draw: random.Random) -> Case:
+    return _activated(draw, nn.SiLU(inplace=True))
+
+
 def in_place(draw: random.Random) -> Case:
     """Operations in place on what other layers still need."""
 
     def function(m: nn.ModuleList, x: Tensor) -> Tensor:
-        hidden = m[0](x).relu_()
+        hidden = m[0](x)
         hidden[:, 0] *= 0.5
-        return m[1](hidden.mul_(2).add_(x.tanh()))
+        return m[1](F.silu(hidden).mul_(2).add_(x.tanh()))
 
     width = draw.randint(2, 9)
     model = Calls(function, nn.Linear(width, width), nn.Linear(width, CLASSES))
@@ -266,6 +270,22 @@ class Bare(nn.Module):
 def bare_parameter(draw: random.Random) -> Case:
     width = draw.randint(1, 9)
     return Case(Bare(width), (torch.randn(SAMPLES, width), labels()))
+
+
+class Tempered(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.temperature, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x) * self.temperature.exp()
+
+
+def temperature(draw: random.Random) -> Case:
+    width = draw.randint(1, 9)
+    return Case(Tempered(width), (torch.randn(SAMPLES, width), labels()))
 
 
 def borrowed_weight(draw: random.Random) -> Case:
@@ -477,15 +497,15 @@ def through_numpy(draw: random.Random) -> Case:
 
 LANES: list[Build] = [
     linear, linear_sequence, wide_linear, wide_sequence, conv1d, conv2d, conv3d, depthwise, pooling, embedding,
-    embedding_mean, wide_table, layer_norm, group_norm, frozen_batch_norm, gelu, gelu_tanh, silu, sigmoid, softmax,
-    in_place, tied_linear, frozen, low_rank, bare_parameter, borrowed_weight, folded_batch, batch_second, dictionary,
-    several_outputs, mse_loss, l1_loss, smooth_l1_loss, huber_loss, class_weights, ignored_label, soft_labels,
-    linear_loss,
+    embedding_mean, wide_table, layer_norm, instance_norm, frozen_batch_norm, gelu, gelu_tanh, silu, sigmoid, softplus,
+    softmax, activation_in_place, tied_linear, lstm, gru, rnn, frozen, low_rank, bare_parameter, temperature,
+    borrowed_weight, folded_batch, batch_second, dictionary, several_outputs, mse_loss, l1_loss, smooth_l1_loss,
+    huber_loss, class_weights, ignored_label, soft_labels, linear_loss,
 ]  # fmt: skip
 """What our own loops take, in float32."""
 ROWS: list[Build] = [
-    conv_around, transposed_conv, padded_pooling, instance_norm, softplus, elu, prelu, tied_conv, tied_table,
-    weight_normed, weight_normed_conv, lstm, gru, rnn, attention, encoder, binary_loss, smoothed_labels,
+    conv_around, transposed_conv, padded_pooling, group_norm, elu, prelu, in_place, tied_conv,
+    tied_table, weight_normed, weight_normed_conv, attention, encoder, binary_loss, smoothed_labels,
     loss_of_positions,
 ]  # fmt: skip
 """What goes through torch's kernels in rows."""

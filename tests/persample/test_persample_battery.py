@@ -1,103 +1,133 @@
-"""Every rule x every clip x random shapes against the batch-of-one oracle, and the sensitivity on neighbours."""
+"""Models of every kind x every clip x random shapes against the batch-of-one oracle, and the sensitivity."""
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from persample_models import CLASSES, FAST, SLOW, Case
-from persample_oracle import LOSS, clip_each, expected_mean, gradients_one_by_one, make_clip
+from persample_oracle import Case, clip_each, clips_for, gradients_one_by_one, mean_of
+from torch import Tensor
 
-from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale, SlowGradientsWarning, clipped_gradients
+from bqsgd.persample import L2, BatchMean, Clamp, Clip, Dual, SlowGradientsWarning, clipped_gradients
+from bqsgd.persample.alone import AloneRoad
+from bqsgd.persample.gradients import road_of
+from bqsgd.persample.lanes import LanesRoad
+from bqsgd.persample.program import Form
+from bqsgd.persample.rows import RowsRoad
+from persample_models import ALONE, EVERY, LANES, ROWS, Build, case_of, encoder
 
-CLIPS = [Scale, Clamp, L2, Dual, BatchMean]
-EXAMPLES = 12
 RELATIVE_ERROR = 1e-5
+SETTINGS = {
+    0: (torch.float32, 67, 0.7),
+    1: (torch.float32, 7, 0.05),
+    2: (torch.float32, 67, 1.5),
+    3: (torch.float64, 67, 0.7),
+}
+"""For each seed: the type, the public batch size, of which 67 gives passes of four rows and 7 of one, and how hard the
+clips bite. A case is traced once and goes through all clips."""
 
-relaxed = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
-)
-
-
-def draw_case(build: Callable[[st.DrawFn], Case], data: st.DataObject) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(data.draw(st.integers(0, 2**31), label="seed"))
-    model, like = build(data.draw)
-    batch = data.draw(st.integers(1, 9), label="batch")
-    shape = (batch, *like.shape[1:])
-    inputs = torch.randn(shape) if like.is_floating_point() else torch.randint(0, 2, shape)
-    if data.draw(st.booleans(), label="float64"):  # float64 takes the same road as CUDA: torch operations only
-        model, inputs = model.double(), inputs.double() if like.is_floating_point() else inputs
-    return model, inputs, torch.randint(0, CLASSES, (batch,))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using padding='same'"),  # torch says so once a process
+    pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning"),
+]
+each_build = pytest.mark.parametrize("build", EVERY, ids=lambda build: build.__name__)
+each_seed = pytest.mark.parametrize("seed", SETTINGS)
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says so once a process
-@pytest.mark.parametrize("kind", CLIPS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("build", FAST + SLOW, ids=lambda build: build.__name__)
-def test_battery(
-    build: Callable[[st.DrawFn], Case], kind: type, record_property: Callable[[str, object], None]
+@functools.cache
+def exact_gradients(build: Build, seed: int) -> Tensor:
+    return gradients_one_by_one(case_of(build, seed, SETTINGS[seed][0]))
+
+
+def numbers_of(case: Case) -> Tensor:
+    return torch.randint(0, 1000, (case.samples,), generator=torch.Generator().manual_seed(2))
+
+
+@each_build
+@each_seed
+def test_every_clip_agrees_with_the_oracle(
+    build: Build, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
-    cases = 0
-
-    @relaxed
-    @given(data=st.data())
-    def check(data: st.DataObject) -> None:
-        nonlocal cases
-        model, inputs, targets = draw_case(build, data)
-        exact = gradients_one_by_one(model, inputs, targets)
-        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-        clip = make_clip(kind, exact, data.draw(st.sampled_from([0.05, 0.7, 1.5])), sizes)
-        size = data.draw(st.integers(1, 12))
-        numbers = torch.randint(0, 1000, (len(inputs),))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if build in SLOW else "error", SlowGradientsWarning)
-            mean, dropped = clipped_gradients(
-                model, LOSS, (inputs, targets), indices=numbers, clip=clip, batch_size=size
-            )
-        expected = expected_mean(model, inputs, targets, clip, size)
-        terms = clip_each(exact, clip, sizes).abs().sum(dim=0).max() / size
-        scale = terms if kind is not BatchMean else torch.minimum(terms, torch.tensor(clip.bound))
+    dtype, batch_size, strength = SETTINGS[seed]
+    case, exact = case_of(build, seed, dtype), exact_gradients(build, seed)
+    clips = clips_for(exact, strength, case.sizes)
+    for clip in clips:
+        mean, dropped = clipped_gradients(
+            case.model,
+            case.loss,
+            case.batch,
+            indices=numbers_of(case),
+            clip=clip,
+            batch_size=batch_size,
+            forward=case.forward,
+        )
+        terms = clip_each(exact, clip, case.sizes).abs().sum(dim=0).max() / batch_size
+        scale = terms if not isinstance(clip, BatchMean) else torch.minimum(terms, torch.tensor(clip.bound))
         assert dropped == 0
         assert mean.dtype == torch.float64
-        inside = math.sqrt(len(mean)) * 2**-22 if kind in (L2, Dual) else 0  # what those clips leave for the grid
-        assert (mean - expected).abs().max() <= (RELATIVE_ERROR + inside) * scale + 1e-30
-        cases += 1
-
-    check()
-    record_property("battery_cases", cases)
+        inside = math.sqrt(len(mean)) * 2**-22 if isinstance(clip, (L2, Dual)) else 0  # what those leave for the grid
+        error = (mean - mean_of(exact, clip, case.sizes, batch_size)).abs().max()
+        assert error <= (RELATIVE_ERROR + inside) * scale + 1e-30, clip
+    record_property("battery_cases", len(clips))
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch says so once a process
-@pytest.mark.parametrize("kind", CLIPS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("build", FAST, ids=lambda build: build.__name__)
-def test_measured_sensitivity_never_exceeds_the_stated_one(build: Callable[[st.DrawFn], Case], kind: type) -> None:
-    @settings(relaxed, max_examples=4)
-    @given(data=st.data())
-    def check(data: st.DataObject) -> None:
-        model, inputs, targets = draw_case(build, data)
-        inputs = inputs * 5 if inputs.is_floating_point() else inputs  # so that every clip bites
-        exact = gradients_one_by_one(model, inputs, targets)
-        clip = make_clip(kind, exact, 0.05, [p.numel() for p in model.parameters() if p.requires_grad])
-        size = data.draw(st.integers(1, 12))
-        numbers = torch.randint(0, 1000, (len(inputs),))
-        stated = clip.sensitivity(batch_size=size)
-        with_it, _ = clipped_gradients(model, LOSS, (inputs, targets), indices=numbers, clip=clip, batch_size=size)
-        without, _ = clipped_gradients(
-            model, LOSS, (inputs[1:], targets[1:]), indices=numbers[1:], clip=clip, batch_size=size
-        )
-        reach = torch.from_numpy(clip.vector(model)) if isinstance(clip, Clamp) else getattr(clip, "bound", None)
-        moved = (with_it.double() - without.double()) / (clip.norm if reach is None else reach)
+@each_build
+def test_measured_sensitivity_never_exceeds_the_stated_one(build: Build) -> None:
+    case, seed = case_of(build, 0), 0
+    batch_size = SETTINGS[seed][1]
+    numbers = numbers_of(case)
+
+    def mean(first: int, clip: Clip) -> Tensor:
+        index = slice(first, None)
+        return clipped_gradients(
+            case.model,
+            case.loss,
+            case.taken(index),
+            indices=numbers[index],
+            clip=clip,
+            batch_size=batch_size,
+            forward=case.forward,
+        ).mean
+
+    for clip in clips_for(exact_gradients(build, seed), 0.02, case.sizes):  # so that every clip bites
+        stated = clip.sensitivity(batch_size=batch_size)
+        reach = torch.from_numpy(clip.vector(case.model)) if isinstance(clip, Clamp) else getattr(clip, "bound", None)
+        moved = (mean(0, clip) - mean(1, clip)) / (clip.norm if reach is None else reach)
         assert moved.clamp(-2, 2).abs().max() <= stated.linf
-        if stated.l2 is not None:
-            assert moved.norm() <= stated.l2
+        assert stated.l2 is None or moved.norm() <= stated.l2
 
-    check()
+
+MASKED = pytest.mark.xfail(strict=True, reason="the trial of rows does not take leaves that are true or false")
+
+
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        pytest.param(build, kind, marks=MASKED if build is encoder else ())
+        for builds, kind in ((LANES, LanesRoad), (ROWS, RowsRoad), (ALONE, AloneRoad))
+        for build in builds
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_model_takes_the_road_it_is_listed_under(build: Build, kind: type) -> None:
+    case = case_of(build, 0)
+    form = Form.of(case.batch)
+    road = road_of(case.model, case.loss, case.forward, form, batch_size=67, packed=False)
+    assert type(road) is kind
+    if kind is RowsRoad:
+        few = road_of(case.model, case.loss, case.forward, form, batch_size=7, packed=False)
+        assert (road.rows, few.rows) == (4, 1)
+
+
+@pytest.mark.parametrize("build", [*LANES[:3], *ROWS[:3]], ids=lambda build: build.__name__)
+def test_no_traced_model_warns_of_slow_gradients_and_float64_goes_in_rows(build: Build) -> None:
+    torch.manual_seed(0)
+    case = case_of(build, 1, torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowGradientsWarning)
+        road = road_of(case.model, case.loss, case.forward, Form.of(case.batch), batch_size=67, packed=False)
+    assert isinstance(road, RowsRoad)

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from bqsgd.errors import InvalidParameter
 from bqsgd.noise import privacy_rng, seeded_rng
 from bqsgd.persample import L2
-from bqsgd.persample.generators import states
+from bqsgd.persample.generators import alone, states
 from bqsgd.release import Scheme
 from bqsgd.training.draws import Purpose, Sources, draw_batch, lent, seed_for, torch_generator
 from bqsgd.training.objective import Objective
@@ -115,6 +117,29 @@ def test_threads_that_overlap_never_draw_from_the_programs_own_generators():
     second.__exit__(None, None, None)
     assert not set(found) & set(known)
     assert torch.rand(64).tolist() == known
+
+
+def test_whoever_has_the_generators_alone_may_compare_their_states():
+    """Tracing tells by them whether a model draws, while clients of other threads lend generators and give them back."""
+    over, changed = threading.Event(), []
+
+    def lend():
+        sources = Sources(seed=None, client=0)
+        while not over.is_set():
+            with sources.lent(Purpose.FORWARD, 0, shared=True):
+                pass
+
+    thread = threading.Thread(target=lend)
+    thread.start()
+    for _ in range(20):
+        with alone:
+            before = states()
+            time.sleep(0.002)
+            changed.append(states() != before)
+        time.sleep(0.001)
+    over.set()
+    thread.join()
+    assert not any(changed)
 
 
 class Accelerator:

@@ -410,7 +410,7 @@ def factor_of(gradient: programs.Dense, values: Iterator[Tensor]) -> Factor:
             errors = working(found[1]).reshape(len(found[1]), -1, found[1].shape[-1])
             return TableRows.of_lookups(found[0].flatten(1), errors, rows=rows, padding=padding)
         case _:
-            return Dense(working(found[0]).flatten(1))
+            return Dense(working(found[0]).reshape(len(found[0]), -1))  # a parameter may have no dimension
 
 
 def working(values: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 alone = threading.RLock()
-"""Held while what is drawn must depend on nobody else."""
-_counting = threading.Lock()
+"""Held while what is drawn must depend on nobody else, and whenever states are set: whoever holds it may compare them.
+"""
 _kept: list[list[Any]] = []
 """The states to be put back by each of those that have set others, in the order in which they came."""
 
@@ -50,14 +50,14 @@ def states() -> tuple[object, ...]:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put back the states at the end; one who ends before another that came later leaves it to that one."""
-    with _counting:
+    with alone:
         others = [(generator, generator.get_state()) for generator in accelerator_generators()]
         own: list[Any] = [torch.get_rng_state(), np.random.get_state(), random.getstate(), others]  # noqa: NPY002
         _kept.append(own)
     try:
         yield
     finally:
-        with _counting:
+        with alone:
             place = next(n for n, kept in enumerate(_kept) if kept is own)
             del _kept[place]
             if place < len(_kept):

@@ -21,6 +21,7 @@ from bqsgd.persample._kernels.loops import Steps
 from bqsgd.persample.alone import AloneRoad
 from bqsgd.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd.persample.factors import Dense, Factor, Piece
+from bqsgd.persample.generators import alone
 from bqsgd.persample.lanes import LanesRoad
 from bqsgd.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
 from bqsgd.persample.rows import Numbers, RowsRoad, check_numbers
@@ -136,25 +137,27 @@ def road_of(
     Raises:
         InvalidParameter: model and loss do not take such samples.
     """
-    try:
-        program = program_of(model, loss_fn, forward, form)
-    except NotTraceable as reason:
-        known = _roads.setdefault(reason, {})
-        if "alone" not in known:
-            known["alone"] = AloneRoad(Whole(model, loss_fn, forward), form)
-            warnings.warn(
-                f"samples of this model are run one at a time, which is slow, because torch cannot trace it ({reason})",
-                SlowGradientsWarning,
-                stacklevel=3,
-            )
-        return known["alone"]
-    known = _roads.setdefault(program, {})
-    if "lanes" not in known and (batch_size, packed) not in known:
+    with alone:  # torch traces in one thread at a time, and looks at the generators meanwhile
         try:
-            known["lanes"] = LanesRoad(program)
-        except NotLanes:
-            known[batch_size, packed] = RowsRoad(program, batch_size, packed=packed)
-    return known["lanes"] if "lanes" in known else known[batch_size, packed]
+            program = program_of(model, loss_fn, forward, form)
+        except NotTraceable as reason:
+            known = _roads.setdefault(reason, {})
+            if "alone" not in known:
+                known["alone"] = AloneRoad(Whole(model, loss_fn, forward), form)
+                warnings.warn(
+                    "samples of this model are run one at a time, which is slow, because torch cannot trace it "
+                    f"({reason})",
+                    SlowGradientsWarning,
+                    stacklevel=3,
+                )
+            return known["alone"]
+        known = _roads.setdefault(program, {})
+        if "lanes" not in known and (batch_size, packed) not in known:
+            try:
+                known["lanes"] = LanesRoad(program)
+            except NotLanes:
+                known[batch_size, packed] = RowsRoad(program, batch_size, packed=packed)
+        return known["lanes"] if "lanes" in known else known[batch_size, packed]
 
 
 def _batch_mean(

@@ -30,8 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.persample.generators import alone as generators_alone
-from bqsgd.persample.generators import generators_kept, states
+from bqsgd.persample.generators import alone, generators_kept, states
 
 aten = torch.ops.aten
 LossFunction = Callable[[Any, Any], Tensor]
@@ -349,7 +348,7 @@ def traced(whole: Whole, form: Form) -> Program:
         return own.gradients(*named, leaves, form.structure)
 
     arguments = list(trained.values()), list(held.values()), form.zeros(1)
-    with generators_alone, generators_kept():
+    with alone, generators_kept():
         before = states()
         try:
             with plain_operations():

@@ -453,6 +453,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.full_like.default: lambda x, value, **how: _full(x, None, value, **how),
     aten.ones_like.default: lambda x, **how: _full(x, None, 1, **how),
     aten.zeros_like.default: lambda x, **how: _full(x, None, 0, **how),
+    # In all lanes of x, because it is filled with draws next.
+    aten.empty_like.default: lambda x, **how: np.repeat(_full(x, None, 0, **how), x.shape[-1], -1),
     aten.new_zeros.default: lambda x, sizes, **how: _full(x, sizes, 0, **how),
     aten.new_full.default: _full,
     aten.maximum.default: _binary(np.maximum),

@@ -303,15 +303,18 @@ class Client:
     def _prepare(self, model: npt.NDArray[np.float32]) -> None:
         """Raise now what the model and the settings alone would raise later."""
         with self._timed("gradients"):
-            if self._form is None:
-                self._form = self.samples.form(self._sample)
-            self.objective.check(
-                self._form,
-                clip=self.clip,
-                batch_size=self.setting.batch_size,
-                unit=self.setting.unit,
-                packed=self.config.clients.packed_rows,
-            )
+            form = self.samples.form(self._sample) if self._form is None else self._form
+            # A whole client's model is tried once, before it holds a server's parameters: with those it may fail, which
+            # makes the update zero and is no reason to send none.
+            if self._form is None or self.setting.unit is Unit.SAMPLE:
+                self.objective.check(
+                    form,
+                    clip=self.clip,
+                    batch_size=self.setting.batch_size,
+                    unit=self.setting.unit,
+                    packed=self.config.clients.packed_rows,
+                )
+            self._form = form
             load_vector(self.model, model)
 
     def _values(self, round: int) -> Values:

@@ -84,11 +84,12 @@ def lent(rng: NoiseSource, *, shared: bool = False) -> Iterator[None]:
     shared: other threads may draw at the same time. What is drawn is then unknown to all, but not the same every time.
     """
     with nullcontext() if shared else alone, generators_kept():
-        torch.set_rng_state(torch_generator(rng).get_state())
-        np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
-        random.seed(rng.words(_KEY_WORDS).tobytes())
-        for generator in accelerator_generators():
-            generator.manual_seed(int(rng.words(1)[0]))  # counter based: its whole key are these 64 bits
+        with alone:
+            torch.set_rng_state(torch_generator(rng).get_state())
+            np.random.seed(_halves(rng.words(_KEY_WORDS)))  # noqa: NPY002
+            random.seed(rng.words(_KEY_WORDS).tobytes())
+            for generator in accelerator_generators():
+                generator.manual_seed(int(rng.words(1)[0]))  # counter based: its whole key are these 64 bits
         yield
 
 
