@@ -24,8 +24,7 @@ RELATIVE_ERROR = 1e-5
 SETTINGS = {
     0: (torch.float32, 67, 0.7),
     1: (torch.float32, 7, 0.05),
-    2: (torch.float32, 67, 1.5),
-    3: (torch.float64, 67, 0.7),
+    2: (torch.float64, 67, 1.5),
 }
 """For each seed: the type, the public batch size, of which 67 gives passes of four rows and 7 of one, and how hard the
 clips bite. A case is traced once and goes through all clips."""

@@ -31,7 +31,7 @@ from bqsgd.persample import (
 from bqsgd.persample.alone import AloneRoad
 from bqsgd.persample.gradients import road_of
 from bqsgd.persample.lanes import LanesRoad
-from bqsgd.persample.program import Form
+from bqsgd.persample.program import Form, plain_operations
 from bqsgd.persample.rows import RowsRoad
 
 CLIPS: list[Clip] = [Scale(0.01), Clamp(0.003), L2(0.2), Dual(0.1, 0.01), BatchMean(0.01)]
@@ -255,9 +255,7 @@ def test_two_threads_of_torch_give_the_result_of_one(road: type) -> None:
         assert torch.allclose(first, second, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.xfail(reason="two threads that trace at once get in each other's way")
 @pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @each_road
 def test_two_callers_at_once_get_what_each_gets_alone(road: type) -> None:
     """They find the same model not yet traced, and share its program."""
@@ -276,12 +274,45 @@ def test_two_callers_at_once_get_what_each_gets_alone(road: type) -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    switches = torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mkldnn.set_flags(True)
-    torch.backends.mha.set_fastpath_enabled(True)
-    assert switches == (True, True)
     assert len(found) == 6
     assert all(torch.equal(mean, expected) for mean in found)
+    assert torch.backends.mkldnn.enabled
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Convolving(nn.Module):
+    """Convolutions on torch's kernels, which has several for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3), nn.Linear(576, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.special.entr(self.second(torch.tanh(self.first(x))).sigmoid()).flatten(1))
+
+
+@pytest.mark.xfail(reason="tracing switches oneDNN off for the whole process, and with it the kernels of other threads")
+def test_a_thread_that_traces_changes_no_bit_of_another() -> None:
+    torch.manual_seed(12)
+    model, batch = Convolving(), (torch.randn(40, 3, 8, 8), torch.randint(0, 3, (40,)))
+    tracing, done = threading.Event(), threading.Event()
+
+    def traces() -> None:
+        with plain_operations():
+            tracing.set()
+            done.wait(timeout=60)
+
+    def mean() -> Tensor:
+        return clipped_gradients(model, LOSS, batch, indices=torch.arange(40), clip=L2(0.1), batch_size=256).mean
+
+    expected, thread = mean(), threading.Thread(target=traces)
+    thread.start()
+    tracing.wait(timeout=60)
+    try:
+        assert torch.equal(mean(), expected)
+    finally:
+        done.set()
+        thread.join(timeout=60)
 
 
 class ReadsItsBuffers(nn.Module):

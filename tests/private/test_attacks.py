@@ -35,6 +35,18 @@ def gradient(made, batch):
     return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.requires_grad])
 
 
+def one_by_one(model, inputs, targets, loss=LOSS):
+    """The clipped mean over 96 samples from autograd, which sees one sample and a model that has seen no other."""
+    total = 0
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        own = copy.deepcopy(model)
+        trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(loss(own(x), y).sum(), trained)
+        flat = torch.cat([part.flatten() for part in found])
+        total = total + flat * min(1, 1 / float(flat.norm().clamp(min=1e-30))) / 96
+    return total
+
+
 def test_a_batch_is_for_one_step(private, tmp_path):
     made = private()
     batches = iter(made.loader)
@@ -151,7 +163,7 @@ def test_accumulating_by_hand_adds_up_and_counts_every_batch(private):
     assert made.steps == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*looks at values")
+@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
 def test_a_loss_that_raises_on_a_sample_costs_that_sample_and_no_more(private, points):
     """The step is counted, so there is a gradient; the other samples count as they would have without it."""
     model = nn.Linear(4, 2)
@@ -168,14 +180,7 @@ def test_a_loss_that_raises_on_a_sample_costs_that_sample_and_no_more(private, p
         model, dataset=TensorDataset(points[0], targets), loss=picky, mechanism=EXACT, seed=0, batch_size=96
     )
     found = gradient(whole, next(iter(whole.loader)))
-    expected = torch.zeros(10)
-    for row in kept:
-        one = torch.autograd.grad(
-            LOSS(model(points[0][row : row + 1]), points[1][row : row + 1]).sum(), model.parameters()
-        )
-        own = torch.cat([part.flatten() for part in one])
-        expected += own * min(1, 1 / own.norm()) / 96
-    assert (found - expected).abs().max() <= 0.6e-3
+    assert (found - one_by_one(model, points[0][kept], points[1][kept])).abs().max() <= 0.6e-3
     assert whole.dropped == 1
 
 
@@ -294,13 +299,17 @@ class Renaming(nn.Module):
 
 
 class Rewriting(nn.Module):
+    """Writes into its parameters, one of which is frozen."""
+
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 2)
+        self.largest = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, x):
         with torch.no_grad():
-            self.head.bias.mul_(1.0)
+            self.head.bias.add_(x.max())
+            self.largest.copy_(torch.maximum(self.largest, x.max()))
         return self.head(x)
 
 
@@ -313,16 +322,21 @@ def test_buffers_of_the_released_model_do_not_remember_the_data(private):
     made.step(next(iter(made.loader)))
     assert {name for name, _ in made.model.named_buffers()} == {"seen"}
     assert torch.equal(made.model.seen, torch.zeros(4))
-    with pytest.raises(InvalidParameter, match="changes its parameters"):
-        private(Rewriting())
+    rewriting = Rewriting()
+    before = copy.deepcopy(rewriting.state_dict())
+    made = private(rewriting, optimizer=torch.optim.SGD(rewriting.head.parameters(), lr=0.0))
+    made.step(next(iter(made.loader)))
+    assert all(torch.equal(value, before[name]) for name, value in rewriting.state_dict().items())
 
 
-def test_a_loss_over_the_batch_is_refused(private):
+def test_a_loss_over_the_batch_sees_one_sample(private, points):
     def against_the_others(outputs, targets):
-        return (outputs - outputs.mean(dim=0)).square().sum(dim=1)
+        return (outputs - 0.5 * outputs.mean(dim=0)).square().sum(dim=1)
 
-    with pytest.raises(InvalidParameter, match="mixes samples"):
-        private(loss=against_the_others)
+    model = nn.Linear(4, 2)
+    made = private(model, loss=against_the_others, mechanism=EXACT, seed=0, batch_size=96)
+    expected = one_by_one(model, *points, loss=against_the_others)
+    assert (gradient(made, next(iter(made.loader))) - expected).abs().max() <= 0.6e-3
 
 
 def test_autocast_does_not_reach_the_gradients(private):
@@ -352,13 +366,16 @@ def test_noise_of_the_operating_system_needs_a_ledger(private):
 
 
 class Drawing(Dataset):
-    """Augments its samples with every generator that a data set may use."""
+    """Augments its samples with the generator of this number, of those that a data set may use; None for none."""
+
+    def __init__(self, which):
+        self.which = which
 
     def __len__(self):
         return 96
 
     def __getitem__(self, number):
-        return torch.stack([torch.tensor(value) for value in drawn()]), 0
+        return torch.ones(4) * (1 if self.which is None else drawn()[self.which]), 0
 
 
 def drawn():
@@ -371,29 +388,28 @@ def known_seeds():
     random.seed(0)
 
 
+DRAWS = {"masks": None, "torch": 0, "numpy": 1, "python": 2}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_whoever_knows_the_seeds_of_a_program_does_not_know_its_masks_and_augmentation(private, workers):
-    """Which mask a sample meets depends on those before it: with known masks one sample would move all the others."""
-    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5), nn.Linear(50, 2))
-    seen = []
-    model[1].register_forward_hook(lambda layer, inputs, outputs: seen.append((inputs[0] != 0) & (outputs == 0)))
-    model[0].register_forward_hook(lambda layer, inputs, outputs: seen.append(inputs[0].clone()))
-    loader = DataLoader(Drawing(), batch_size=96, num_workers=workers, generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    made = private(model, loader=loader, optimizer=optimizer, sample=(torch.zeros(3), 0))
+@pytest.mark.parametrize("draws", DRAWS)
+def test_whoever_knows_the_seeds_of_a_program_does_not_know_its_masks_and_augmentation(private, workers, draws):
+    """Which mask a sample meets depends on those before it: with known masks one sample would move all the others.
+
+    Without noise and with every sample in each step, only these draws make two steps differ by more than rounding.
+    """
+    masks = nn.Dropout(0.5) if draws == "masks" else nn.Identity()
+    model = nn.Sequential(masks, nn.Linear(4, 2))
+    dataset = Drawing(DRAWS[draws])
+    loader = DataLoader(dataset, batch_size=96, num_workers=workers, generator=torch.Generator().manual_seed(0))
+    made, found = private(model, loader=loader, mechanism=EXACT, ledger=None, clip_norm=10.0), []
     for _ in range(2):
         known_seeds()
-        made.step(next(iter(made.loader)))
+        found.append(gradient(made, next(iter(made.loader))))
         after = drawn()
         known_seeds()
         assert after == drawn()  # the program's own draws are left alone
-    (first, mask), (second, other) = seen[-4:-2], seen[-2:]
-    assert first.shape == second.shape
-    assert mask.any()
-    assert not torch.equal(mask, other)
-    assert not (first[:, 0] == second[:, 0])[:90].any()
-    assert not (first[:, 1] == second[:, 1])[:90].any()
-    assert not (first[:, 2] == second[:, 2])[:90].any()
+    assert (found[0] - found[1]).abs().max() > 3e-3
 
 
 def test_a_number_that_no_tensor_holds_costs_that_sample_and_no_more(private, points):
@@ -445,28 +461,43 @@ def test_a_gradient_of_the_data_on_a_frozen_parameter_is_not_stepped_on(private,
 
 CHANGES = {
     "a layer": lambda model: model.__setitem__(1, Mixing(nn.Identity())),
-    "a forward hook": lambda model: model[1].register_forward_hook(lambda layer, given, out: out - out.mean(0)),
-    "a backward hook": lambda model: model[1].register_full_backward_hook(lambda layer, g, _: (g[0] - g[0].mean(0),)),
+    "a forward hook": lambda model: model[1].register_forward_hook(lambda layer, given, out: out - out.mean(0) / 2),
+    "a backward hook": lambda model: model[1].register_full_backward_hook(
+        lambda layer, g, _: (g[0] - g[0].mean(0) / 2,)
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_begins_to_mix_samples_is_refused(private, change):
+def test_a_model_that_begins_to_mix_samples_still_sees_one_at_a_time(private, points, change):
+    """What was found out of it before does not stand for the changed one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    made = private(model, seed=0)
-    batches = iter(made.loader)
-    made.step(next(batches))
+    made = private(model, seed=0, mechanism=EXACT, batch_size=96)
+    made.step(next(iter(made.loader)))
     CHANGES[change](model)
-    with pytest.raises(InvalidParameter, match=r"mixes samples|other samples"):
-        made.step(next(batches))
-    assert made.steps == 1
+    found = gradient(made, next(iter(made.loader)))
+    assert (found - one_by_one(model, *points)).abs().max() <= 0.6e-3
 
 
-def test_every_loss_is_tried_with_a_model(private):
+def test_every_loss_has_its_own_gradients(private, points):
     model = nn.Linear(4, 2)
-    private(model, seed=0)
-    with pytest.raises(InvalidParameter, match="mixes samples"):
-        private(model, seed=0, loss=lambda outputs, targets: LOSS(outputs - outputs.mean(0), targets))
+
+    def halved(outputs, targets):
+        return LOSS(outputs, targets) / 2
+
+    for loss in (LOSS, halved):
+        made = private(model, seed=0, loss=loss, mechanism=EXACT, batch_size=96)
+        expected = one_by_one(model, *points, loss=loss)
+        assert (gradient(made, next(iter(made.loader))) - expected).abs().max() <= 0.6e-3
+
+
+@pytest.mark.parametrize("kind", ["Mixing", "MixingInTraining", "RememberingInTraining"])
+def test_a_model_that_looks_at_its_batch_or_remembers_it_sees_one_sample(private, points, kind):
+    model = globals()[kind]()
+    made = private(model, seed=0, mechanism=EXACT, batch_size=96)
+    found = gradient(made, next(iter(made.loader)))
+    assert (found - one_by_one(model, *points)).abs().max() <= 0.6e-3
+    assert not any(buffer.any() for buffer in model.buffers())
 
 
 NOTES = {
@@ -550,9 +581,6 @@ def loads(loader):
 
 REFUSED = {
     "batch norm": ({"model": lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))}, "GroupNorm"),
-    "a model that centres its batch": ({"model": Mixing}, "mixes samples"),
-    "a model that centres its batch in training": ({"model": MixingInTraining}, "other samples of its batch"),
-    "a model that remembers its samples in training": ({"model": RememberingInTraining}, "other samples of its batch"),
     "a compiled model": ({"model": lambda: torch.compile(nn.Linear(4, 2), backend="eager")}, "torch.compile"),
     "a reduced loss": ({"loss": nn.CrossEntropyLoss()}, "reduction='none'"),
     "a loss per token": ({"loss": lambda out, y: out}, "one loss per sample"),

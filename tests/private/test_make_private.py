@@ -69,10 +69,10 @@ def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, po
 
 
 def test_the_model_is_tried_once_for_samples_of_one_form_however_many_are_drawn(private, monkeypatch):
-    from bqsgd.training import objective
+    from bqsgd.persample import program
 
-    tried, real = [], objective.check_model
-    monkeypatch.setattr(objective, "check_model", lambda *given, **asked: tried.append(1) or real(*given, **asked))
+    tried, real = [], program.traced
+    monkeypatch.setattr(program, "traced", lambda *given, **asked: tried.append(1) or real(*given, **asked))
     made = private(seed=1, epochs=3)
     drawn = set()
     for _ in range(3):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from bqsgd.errors import InvalidParameter
 from bqsgd.persample.clips import Dual
 from bqsgd.training.client import Client
 from bqsgd.training.least_squares import objective_of
@@ -227,7 +226,7 @@ def looking_loss(outputs, targets):
     return found * 0 if bool((targets > 1).any()) else found
 
 
-@pytest.mark.filterwarnings("ignore:.*looks at values")
+@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
 @pytest.mark.parametrize(
     ("made", "loss"),
     [(Looking(nn.ReLU()), LOSS), (Looking(nn.SiLU()), LOSS), (Cutting(), LOSS), (nn.Linear(3, 2), looking_loss)],
@@ -240,13 +239,13 @@ def test_a_sample_whose_value_decides_what_is_computed_decides_it_for_itself(mad
         assert np.array_equal(mean(made, [first, record, *rest], loss, first=1), alone + without)
 
 
-def test_a_loss_that_weighs_a_class_against_the_others_of_the_batch_is_refused():
-    """Of a class that the first two do not show: they weigh alike."""
+def test_a_loss_that_weighs_a_class_against_the_others_of_the_batch_sees_one_sample():
+    """Alone, each has the weight of its own batch."""
     weights = torch.tensor([1.0, 1.0, 1e4])
 
     def balanced(outputs, targets):
         return LOSS(outputs, targets) * weights[targets] / weights[targets].mean()
 
-    objective = objective_of(config("sgd"), nn.Linear(3, 3), balanced)
-    with pytest.raises(InvalidParameter, match="mixes samples"):
-        objective.check((torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)), clip=CLIP, batch_size=4)
+    made = nn.Linear(3, 3)
+    samples = [(x, torch.tensor(n % 3)) for n, (x, _) in enumerate(points(10))]
+    np.testing.assert_allclose(mean(made, samples, balanced), mean(made, samples), rtol=1e-6)

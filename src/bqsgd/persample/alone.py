@@ -8,16 +8,38 @@ global, a closure) cannot be copied: that the model keeps none is assumed of thi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
 from bqsgd.persample.factors import Dense, Piece
 from bqsgd.persample.generators import generators_kept
 from bqsgd.persample.interrupts import StopNow
 from bqsgd.persample.program import Form, Whole
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Put the model itself back: functions are not copied, so a hook that holds it writes to it and not to the copy."""
+    tensors = [(t, t.detach().clone(), t.grad) for t in (*model.parameters(), *model.buffers())]
+    layers = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, attributes, parameters, buffers in layers:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._parameters.clear()
+                module._parameters.update(parameters)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for tensor, values, grad in tensors:
+                tensor.data.copy_(values)
+                tensor.grad = grad
 
 
 class AloneRoad:
@@ -48,14 +70,14 @@ class AloneRoad:
 
     def _gradients(self, whole: Whole, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of one sample, a row for each trained tensor."""
-        trained, held = whole.tensors()
-        values = {name: tensor.clone() for name, tensor in trained.items()}
-        others = {name: tensor.clone() for name, tensor in held.items()}
+        own = whole.copied()
+        values = [parameter for parameter in own.parameters() if parameter.requires_grad]
         copies = [leaf.clone() for leaf in leaves]
-        found = whole.copied().gradients(values, others, copies, self._structure)
+        with _kept(whole.model), torch.enable_grad():
+            found = own(*copies, structure=self._structure, trained=values)
         return [
             torch.zeros_like(value).reshape(1, -1) if gradient is None else gradient.detach().reshape(1, -1)
-            for value, gradient in zip(values.values(), found, strict=True)
+            for value, gradient in zip(values, found, strict=True)
         ]
 
     def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:

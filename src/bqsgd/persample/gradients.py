@@ -156,7 +156,8 @@ def road_of(
             try:
                 known["lanes"] = LanesRoad(program)
             except NotLanes:
-                known[batch_size, packed] = RowsRoad(program, batch_size, packed=packed)
+                whole = Whole(model, loss_fn, forward)
+                known[batch_size, packed] = RowsRoad(program, whole, batch_size, packed=packed)
         return known["lanes"] if "lanes" in known else known[batch_size, packed]
 
 

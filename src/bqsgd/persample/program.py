@@ -72,12 +72,21 @@ class Whole(nn.Module):
         self.model = model
         # Kept in a tuple so that nn.Module does not register a loss module's parameters as ours.
         self._how = (loss_fn, forward or inputs_then_target)
+        self._known = {id(parameter) for parameter in model.parameters()}
 
-    def forward(self, *leaves: Tensor, structure: TreeSpec) -> Tensor:
-        """One loss per sample."""
+    def forward(self, *leaves: Tensor, structure: TreeSpec, trained: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradient of the sum of the losses for each trained tensor."""
         loss_fn, forward = self._how
         outputs, targets = forward(self.model, tree_unflatten(list(leaves), structure))
-        return check_losses(loss_fn(outputs, targets), len(leaves[0]))
+        losses = check_losses(loss_fn(outputs, targets), len(leaves[0]))
+        if losses.grad_fn is None:
+            raise InvalidParameter("the loss does not depend on a trainable parameter")
+        if (_leaves(losses.grad_fn) - {id(value) for value in trained}) & self._known:
+            raise InvalidParameter(
+                "the model reaches a trained parameter through a function or a list that holds it, past the module, "
+                "and would not train it: write self.layer(x) or self.weight in a forward, and no lambda that holds self"
+            )
+        return torch.autograd.grad(losses.sum(), trained, allow_unused=True)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The trainable parameters by name, and all other parameters and buffers."""
@@ -90,11 +99,24 @@ class Whole(nn.Module):
         trained, held = self.tensors()
         return [*trained.values(), *held.values()]
 
+    def randomised(self) -> list[Tensor]:
+        """The same with random parameters: weights that hide a difference, such as zeros, must pass no test."""
+        buffers, generator = dict(self.named_buffers()), torch.Generator().manual_seed(0)
+        trained, held = self.tensors()
+        found = []
+        for name, tensor in (trained | held).items():
+            if name not in buffers and tensor.is_floating_point():
+                scale = max(1, tensor[0].numel() if tensor.dim() > 1 else 1) ** -0.5
+                tensor = (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device, tensor.dtype)
+            found.append(tensor)
+        return found
+
     def copied(self) -> Whole:
-        """A copy whose attributes may be written; parameters and buffers are shared, as every call replaces them."""
-        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        """A copy that shares nothing with the model: whatever is written to it, whenever, stays in it."""
         try:
-            return copy.deepcopy(self, shared)
+            found = copy.deepcopy(self)
+            found._known |= {id(parameter) for parameter in found.parameters()}
+            return found
         except Exception as error:
             raise InvalidParameter(
                 f"the model cannot be copied, and its forward must run on a copy: {type(error).__name__}: {error}"
@@ -103,13 +125,29 @@ class Whole(nn.Module):
     def gradients(
         self, trained: dict[str, Tensor], held: dict[str, Tensor], leaves: Sequence[Tensor], structure: TreeSpec
     ) -> tuple[Tensor | None, ...]:
-        """The gradient of the sum of the losses for each trained tensor; None where the loss does not use it."""
+        """The gradient of the sum of the losses for each trained tensor; None where the loss does not use it.
+
+        Code of the user's may run while gradients are computed (a hook, a function with its own backward), so the
+        tensors stay swapped until then.
+        """
         values = {name: tensor.detach().requires_grad_() for name, tensor in trained.items()}
+        named = {"structure": structure, "trained": list(values.values())}
         with torch.enable_grad():
-            losses = functional_call(self, {**held, **values}, tuple(leaves), {"structure": structure})
-            if losses.grad_fn is None:
-                raise InvalidParameter("the loss does not depend on a trainable parameter")
-            return torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
+            found: tuple[Tensor | None, ...] = functional_call(self, {**held, **values}, tuple(leaves), named)
+        return found
+
+
+def _leaves(root: Any) -> set[int]:
+    """The ids of the tensors at which the gradients of a graph arrive."""
+    seen, waiting, found = {root}, [root], set[int]()
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+                if hasattr(node, "variable"):
+                    found.add(id(node.variable))
+    return found
 
 
 def inputs_then_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:

@@ -101,25 +101,26 @@ def aligned_zeros(rows: int, like: Tensor) -> Tensor:
 class RowsRoad:
     """Runs a program in passes of `rows` samples."""
 
-    def __init__(self, program: Program, batch_size: int, *, packed: bool) -> None:
+    def __init__(self, program: Program, whole: Whole, batch_size: int, *, packed: bool) -> None:
         dimension = sum(shape_of(gradient.node).numel() for gradient in program.gradients if gradient is not None)
         rows = min(rows_for(batch_size, program.entries(), packed=packed), micro_batch(dimension))
-        self._prelude, self._inputs = program.prelude(), (program.shared, program.leaves)
+        self._prelude = program.prelude()
         self._packed, self.draws = packed, program.draws
         self.rows = 1 << (rows.bit_length() - 1)
-        if self.rows > 1 and not self._runs_in_rows(program):
+        with torch.no_grad():
+            shared = self._prelude(*whole.randomised())
+        if self.rows > 1 and not self._runs_in_rows(program, shared):
             self.rows = 1
         if self.rows == 1:
             self._outputs = _outputs(program, rows=1)
             self._pass = _joined(program, self._outputs)
-            self._try(program)
+            self._try(program, shared)
 
-    def _try(self, program: Program) -> None:
-        """Run a pass on made-up values: what raises here would raise for every sample."""
-        values = [_made_up(node, 1)[0] for node in (*program.shared, *program.leaves)]
+    def _try(self, program: Program, shared: Sequence[Tensor]) -> None:
+        """Run a pass on a made-up sample: what raises here would raise for every sample."""
         try:
             with torch.no_grad(), alone, generators_kept():
-                self._pass(*values)
+                self._pass(*shared, *(_made_up(node, 1)[0] for node in program.leaves))
         except Exception as error:
             raise InvalidParameter(
                 "the model or the loss fails on a made-up sample, so nothing was spent: "
@@ -131,11 +132,10 @@ class RowsRoad:
         """What keeping samples apart rests on besides its construction."""
         return ROWS_APART if self.rows > 1 else ""
 
-    def _runs_in_rows(self, program: Program) -> bool:
+    def _runs_in_rows(self, program: Program, shared: Sequence[Tensor]) -> bool:
         """Whether torch can vectorise the program, and a row's result is its own on this machine."""
         self._outputs = _outputs(program, rows=self.rows)
         one = _joined(program, self._outputs)
-        shared = [_made_up(node, 1)[0] for node in program.shared]
         leaves = [_made_up(node, self.rows) for node in program.leaves]
         over = vmap(one, in_dims=(None,) * len(shared) + (0,) * len(leaves), randomness="different")
         try:
