@@ -281,7 +281,6 @@ def test_rows_that_touch_each_other_in_the_last_bits_are_found() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.xfail(strict=True, reason="the trial of rows does not take leaves that are true or false")
 def test_samples_with_masks_share_passes() -> None:
     """`attention` with a mask would otherwise run one sample a pass."""
     leaves = [torch.randn(8, 1, 4), torch.zeros(8, 1, 4, dtype=torch.bool)]
@@ -388,7 +387,6 @@ class FromItsOwnTable(nn.Module):
         return self.out(found.mean(0, keepdim=True))
 
 
-@pytest.mark.xfail(strict=True, reason="vmap lays the tables of all rows one after another")
 @pytest.mark.parametrize("wipes", [False, True], ids=["reads", "wipes"])
 def test_a_word_out_of_range_does_not_reach_the_table_of_another_row(wipes: bool) -> None:
     torch.manual_seed(5)

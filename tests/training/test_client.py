@@ -235,7 +235,7 @@ class Remembering(torch.nn.Module):
 
 @pytest.mark.parametrize("unit", ["sample", "client"])
 def test_nothing_of_the_data_stays_in_the_model_and_known_seeds_tell_no_masks(settings, unit):
-    """Without noise and with every sample in each round, only masks can make two rounds differ by more than rounding."""
+    """Without noise and with every sample in each round, only masks make two rounds differ by more than rounding."""
     config = settings(seed=None, trials=0, levels=100_000, unit=unit, sampling="none", batch_size=60)
     model, share = Remembering(), (torch.rand(60, 2), torch.arange(60) % 2)
     loss = torch.nn.CrossEntropyLoss(reduction="none")

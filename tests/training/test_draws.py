@@ -120,7 +120,7 @@ def test_threads_that_overlap_never_draw_from_the_programs_own_generators():
 
 
 def test_whoever_has_the_generators_alone_may_compare_their_states():
-    """Tracing tells by them whether a model draws, while clients of other threads lend generators and give them back."""
+    """Tracing tells by them whether a model draws, while other threads lend generators and give them back."""
     over, changed = threading.Event(), []
 
     def lend():

@@ -153,8 +153,9 @@ def _leaves(root: Any) -> set[int]:
 def inputs_then_target(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """model(every input in turn), and the last element of the batch."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        kind = "Tensor" if isinstance(batch, Tensor) else type(batch).__name__
         raise InvalidParameter(
-            f"a batch is a {type(batch).__name__}, not (inputs..., targets): say what the loss takes, for example "
+            f"a batch is a {kind}, not (inputs..., targets): say what the loss takes, for example "
             'forward=lambda model, batch: (model(batch["ids"], batch["mask"]), batch["labels"])'
         )
     return model(*batch[:-1]), batch[-1]
@@ -320,7 +321,7 @@ def program_of(model: nn.Module, loss_fn: LossFunction, forward: Forward | None,
     refuse_mixing(model)
     kept = _programs.setdefault(model, {})
     parts = (part for part in (model, loss_fn, forward) if isinstance(part, nn.Module))
-    question = (loss_fn, forward, form, *map(made_of, parts))
+    question = (_same(loss_fn), _same(forward), form, *map(made_of, parts))
     if question not in kept:
         if len(kept) >= _MOST_PROGRAMS:
             kept.clear()
@@ -335,7 +336,8 @@ def program_of(model: nn.Module, loss_fn: LossFunction, forward: Forward | None,
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_REGISTERED = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
 def made_of(model: nn.Module) -> object:
@@ -349,14 +351,26 @@ def made_of(model: nn.Module) -> object:
             id(layer),
             type(layer),
             tuple(_same(hook) for kind in _HOOKS for hook in getattr(layer, kind, {}).values()),
-            tuple((name, value) for name, value in vars(layer).items() if isinstance(value, _PLAIN)),
-            tuple((name, _same(value)) for name, value in vars(layer).items() if callable(value)),
-            # A tensor that is no parameter or buffer is a constant of the program.
-            tuple((name, id(v), v._version) for name, v in vars(layer).items() if isinstance(v, Tensor)),
+            tuple((name, _content(value)) for name, value in vars(layer).items() if name not in _REGISTERED),
             tuple(parameter.requires_grad for parameter in layer.parameters(recurse=False)),
         )
         for layer in model.modules()
     )
+
+
+def _content(value: Any, depth: int = 4) -> object:
+    """What an attribute holds, as far as a program could be made of it; a tensor in it is a constant of the program."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, dict) and depth:
+        return tuple((str(name), _content(each, depth - 1)) for name, each in value.items())
+    if isinstance(value, (list, tuple, set)) and depth:
+        return tuple(_content(each, depth - 1) for each in value)
+    if callable(value) or not hasattr(value, "__dict__") or not depth:
+        return _same(value)
+    return type(value), _content(vars(value), depth - 1)
 
 
 def _same(thing: Any) -> object:
@@ -389,7 +403,7 @@ def traced(whole: Whole, form: Form) -> Program:
     with alone, generators_kept():
         before = states()
         try:
-            with plain_operations():
+            with plain_operations(own):
                 module = _pure(_graph_of(gradients, *arguments), arguments)
         except InvalidParameter:
             raise
@@ -406,7 +420,7 @@ def _graph_of(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
 
 
 @contextmanager
-def plain_operations() -> Iterator[None]:
+def plain_operations(model: nn.Module) -> Iterator[None]:
     """Trace layers as ordinary operations: no fused recurrent layers, attention or encoder kernels, which choose what
     they compute by looking at values or have no derivative of one sample."""
     logger, fast = logging.getLogger("torch._subclasses.fake_tensor"), torch.backends.mha.get_fastpath_enabled()
@@ -414,8 +428,10 @@ def plain_operations() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for flags in (torch.backends.mkldnn.flags, torch.backends.cudnn.flags):
-            stack.enter_context(flags(enabled=False))  # type: ignore[operator]
+        # These switches hold for the whole process, and other threads would take other kernels meanwhile.
+        if any(isinstance(layer, nn.RNNBase) for layer in model.modules()):
+            for flags in (torch.backends.mkldnn.flags, torch.backends.cudnn.flags):
+                stack.enter_context(flags(enabled=False))  # type: ignore[operator]
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         try:
             logger.setLevel(logging.CRITICAL)  # a model that cannot be traced is no news to the user
@@ -454,6 +470,8 @@ def _pure(module: fx.GraphModule, arguments: tuple[Any, ...]) -> fx.GraphModule:
 
 def _program(module: fx.GraphModule, given: int) -> Program:
     nodes = list(module.graph.nodes)
+    if any(_has_symbols(node.meta.get("val")) for node in nodes):
+        raise NotTraceable("the model reads a number or a length out of a tensor")
     inputs = [node for node in nodes if node.op == "placeholder"]
     output = tree_flatten(nodes[-1].args[0], is_leaf=lambda value: value is None)[0]
     gradients = [None if node is None else _gradient(module.graph, node) for node in output]
@@ -463,6 +481,12 @@ def _program(module: fx.GraphModule, given: int) -> Program:
     shared = [node for node in module.graph.nodes if node in read and isinstance(node.meta.get("val"), Tensor)]
     draws = any(_draws(node) for node in module.graph.nodes)
     return Program(module, inputs[:given], inputs[given:], shared, gradients, draws)
+
+
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _draws(node: fx.Node) -> bool:

@@ -14,9 +14,11 @@ no row is ever empty.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,7 @@ from bqsgd.persample.factors import Dense, Factor, Piece, factor_of, micro_batch
 from bqsgd.persample.generators import alone, generators_kept
 from bqsgd.persample.program import Program, Whole, shape_of
 
+aten = torch.ops.aten
 MOST = 64
 ENTRIES = 1 << 19
 """Numbers that a pass computes, about: fewer, and the time goes into starting operations; more leave the caches."""
@@ -109,7 +112,7 @@ class RowsRoad:
         self.rows = 1 << (rows.bit_length() - 1)
         with torch.no_grad():
             shared = self._prelude(*whole.randomised())
-        if self.rows > 1 and not self._runs_in_rows(program, shared):
+        if self.rows > 1 and not self._runs_in_rows(program, whole, shared):
             self.rows = 1
         if self.rows == 1:
             self._outputs = _outputs(program, rows=1)
@@ -132,14 +135,16 @@ class RowsRoad:
         """What keeping samples apart rests on besides its construction."""
         return ROWS_APART if self.rows > 1 else ""
 
-    def _runs_in_rows(self, program: Program, shared: Sequence[Tensor]) -> bool:
+    def _runs_in_rows(self, program: Program, whole: Whole, shared: Sequence[Tensor]) -> bool:
         """Whether torch can vectorise the program, and a row's result is its own on this machine."""
         self._outputs = _outputs(program, rows=self.rows)
+        if _looks_up(program, [node for output in self._outputs for node in output.nodes]):
+            return False
         one = _joined(program, self._outputs)
         leaves = [_made_up(node, self.rows) for node in program.leaves]
         over = vmap(one, in_dims=(None,) * len(shared) + (0,) * len(leaves), randomness="different")
         try:
-            with programs.plain_operations():
+            with programs.plain_operations(whole):
                 self._pass = make_fx(over, tracing_mode="fake", _allow_non_fake_inputs=True)(*shared, *leaves)
             return rows_are_apart(self._pass, shared, leaves, any_row=self._packed and not program.draws)
         except Exception:
@@ -185,6 +190,44 @@ class RowsRoad:
         return pieces
 
 
+_PLACED = {
+    aten.gather.default, aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._to_copy.default,
+    aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.lt.Scalar, aten.gt.Scalar, aten.ge.Scalar,
+    aten.le.Scalar, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.select.int, aten.slice.Tensor, aten.clone.default, aten.where.self, aten.full_like.default,
+}  # fmt: skip
+"""Operations on a sample's whole numbers that vmap keeps in the sample's row whatever the numbers are."""
+
+
+_MADE = {
+    aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.sort.default, aten.topk.default,
+    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+}  # fmt: skip
+"""Operations whose whole numbers are places in their own input, whatever the data are."""
+
+
+def _looks_up(program: Program, wanted: Sequence[fx.Node]) -> bool:
+    """Whether a sample's whole numbers are used as places in a way that vmap may lay end to end: tables of several
+    samples then lie one after another, and a number out of range would reach the next sample's."""
+    body = program.body(wanted)
+    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    fixed = set(placeholders[: len(program.shared)])
+    for node in body.graph.nodes:
+        if node.op != "call_function" or node.target in _PLACED or node.target is operator.getitem:
+            continue
+        whole = [each for each in node.all_input_nodes if _is_whole(each) and each not in fixed]
+        if whole and not (node.target is aten.embedding.default and node.args[0] in fixed):
+            return True
+    return False
+
+
+def _is_whole(node: Any) -> bool:
+    value, source = node.meta.get("val"), node.args[0] if node.target is operator.getitem else node
+    if source.target in _MADE:
+        return False
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+
+
 def _made_up(node: fx.Node, rows: int) -> Tensor:
     """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes."""
     like: Tensor = node.meta["val"]
@@ -210,7 +253,8 @@ def rows_are_apart(
             kept = torch.arange(len(leaves[0])) % 2 == parity
             mixed = [leaf.clone() for leaf in leaves]
             for leaf in mixed:
-                leaf[~kept] = leaf[~kept].roll(1, 0) * (3 if leaf.is_floating_point() else 1)
+                other = leaf[~kept].roll(1, 0)
+                leaf[~kept] = other * 3 if leaf.is_floating_point() else other
             torch.manual_seed(0)
             second = run(*shared, *mixed)
             if not all(_same_bits(old[kept], new[kept]) for old, new in zip(first, second, strict=True)):
@@ -283,7 +327,7 @@ def _stays_factored(gradient: programs.Dense, rows: int) -> bool:
             # A vectorised gradient of a convolution is one convolution a sample; our loop makes 16 at once.
             return rows >= 16 and usable(a.meta["val"]) and micro_batch(coordinates) >= 16
         case programs.Table(index=index):
-            return coordinates > WIDE and gradient.rows > 16 * shape_of(index).numel()
+            return rows > 1 or (coordinates > WIDE and gradient.rows > 16 * shape_of(index).numel())
     return False
 
 
