@@ -171,6 +171,20 @@ def training_loss(folder: Path) -> None:
     )
 
 
+def raw_gradients(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from bqsgd.private import make_private
+
+    model, data = torch.nn.Linear(2, 2), (torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.CrossEntropyLoss(reduction="none")
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=4)
+    settings = {"epsilon": 8.0, "delta": 1e-5, "epochs": 1, "mechanism": Mechanism(levels=4, trials=60), "range": 0.5}
+    private = make_private(model, optimizer, loader, loss=loss, ledger=None, seed=0, **settings)
+    private.backward(next(iter(private.loader)))
+    loss(model(data[0]), data[1]).sum().backward()
+    optimizer.step()
+
+
 def _encode(value: float) -> None:
     encoder.encode(np.array([value]), RELEASE.mechanism, range=1.0, rng=privacy_rng())
 
@@ -193,6 +207,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "wrong-release": (wrong_release, LedgerError),
     "ledger-forked": (ledger_forked, LedgerError),
     "local-steps": (local_steps, InvalidParameter),
+    "raw-gradients": (raw_gradients, InvalidParameter),
     "training-loss": (training_loss, InvalidParameter),
     "reused-run-name": (round_again, LedgerError),
 }

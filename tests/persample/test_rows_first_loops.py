@@ -1,6 +1,6 @@
 """Loops over samples that lie one after another: the same bits in every place, among all neighbours, on any threads.
 
-The other layout (samples beside each other) must give the same bits too: nothing may depend on which of them it is.
+Samples that lie beside each other are copied first and must give the same bits: nothing may depend on the layout.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from bqsgd.persample._kernels import loops
-from bqsgd.persample._kernels.contiguous import PANEL, SUM_BLOCK, SUM_PIECE, rows_product
+from bqsgd.persample._kernels.contiguous import LARGEST_RATIO, PANEL, SUM_BLOCK, rows_product
 from bqsgd.persample._kernels.grid import Grid, held_to
-from bqsgd.persample._kernels.tiles import LARGEST_RATIO
+from bqsgd.persample._kernels.pairs import Pairs, Side, in_lanes, lanes_of
 
 FEATURES = [1, 2, 15, 16, 17, 31, 33, 64, 100, PANEL * 33 + 5, 1280, 3969]
 
@@ -227,7 +227,7 @@ def own_weights(a, e):
 
 def outer(a, e, weights, *, bound, grid):
     out = torch.zeros(e.shape[1], a.shape[1], dtype=torch.float64)
-    loops.outer_steps(a, e, grid, weights, out, bound=bound)
+    loops.outer_steps(a, e, grid, weights, out, bound=bound, most=loops.largest(a))
     return out
 
 
@@ -306,12 +306,14 @@ def test_outer_steps_hold_over_the_whole_range_of_float32(bound, rows):
         assert not error.numel() or float(error.abs().max()) <= 0.5 + reach * 2.0**-22
 
 
-def test_the_largest_inputs_may_be_given():
-    a, e = samples(40, 70), samples(40, 10, seed=5)
-    weights, grid = clip(a, e, None)
-    out = torch.zeros(10, 70, dtype=torch.float64)
-    loops.outer_steps(a, e, grid, weights, out, bound=None, largest_inputs=loops.largest(a))
-    assert torch.equal(out, outer(a, e, weights, bound=None, grid=grid))
+@pytest.mark.parametrize("bound", CLAMPS)
+def test_zero_inputs_add_no_steps_beside_any_error(bound):
+    a, e = torch.zeros(40, 70), torch.full((40, 10), 1e37)
+    a[7, 3], e[7] = 0.5, 1.0
+    found = outer(a, e, torch.ones(40, dtype=torch.float64), bound=bound, grid=Grid(bound or 1.0))
+    assert found[:, 3].all()
+    found[:, 3] = 0
+    assert not found.any()
 
 
 # sums of steps of gradients as they are
@@ -324,13 +326,13 @@ def dense_clip(values, bound):
 
 
 def added(values, weights, grid, *, bound):
-    out = torch.zeros(values.shape[1], dtype=torch.float64)
-    loops.add_steps(values, grid, weights, out, bound=bound)
-    return out
+    held = loops.Steps(values.shape[1])
+    held.add(values, weights, grid, bound=bound, at=0)
+    return held.total()
 
 
 @pytest.mark.parametrize("bound", CLAMPS)
-@pytest.mark.parametrize("size", [1, 10, 63, 64, 65, 1000, SUM_PIECE + 70])
+@pytest.mark.parametrize("size", [1, 10, 63, 64, 65, 1000, SUM_BLOCK + 70])
 @pytest.mark.parametrize("count", [1, 2, 9, 300])
 def test_steps_are_the_same_in_both_layouts_and_as_in_float64(bound, size, count):
     values = samples(count, size)
@@ -355,15 +357,12 @@ def test_steps_add_up_to_the_last_bit(bound):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_steps_do_not_change_with_threads(threads, always_threads):
-    values = samples(7, 9 * SUM_PIECE + 5)
+    values = samples(7, 9 * SUM_BLOCK + 5)
     weights, grid = dense_clip(values, None)
     torch.set_num_threads(1)
     expected = added(values, weights, grid, bound=None)
     torch.set_num_threads(threads)
     assert torch.equal(added(values, weights, grid, bound=None), expected)
-    held = loops.Steps(values.shape[1])
-    held.add(values, weights, grid, bound=None, at=0)
-    assert torch.equal(held.total(), expected)
 
 
 @pytest.mark.parametrize("bound", [1e-12, 1.0, 1e12])
@@ -420,6 +419,71 @@ def test_a_held_sum_of_nothing_is_zero():
     held = loops.Steps(5)
     held.add(torch.zeros(0, 5), torch.zeros(0, dtype=torch.float64), Grid(1.0), bound=None, at=0)
     assert torch.equal(held.total(), torch.zeros(5, dtype=torch.float64))
+
+
+def test_sums_and_norms_of_float64_leave_the_values_as_they_are():
+    values = samples(5, 40).double()
+    before = values.clone()
+    most, squares = loops.norms(values, 0.3)
+    assert torch.equal(most, before.abs().amax(1))
+    assert torch.allclose(squares, before.abs().clamp(max=0.3).square().sum(1), rtol=1e-14, atol=0)
+    weights, grid = dense_clip(values, None)
+    found = added(values, weights, grid, bound=None)
+    assert torch.equal(found, loops.in_steps(before, grid, weights, bound=None).sum(0))
+    assert torch.equal(values, before)
+
+
+# layouts
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 3), (15, 17), (16, 16), (37, 100), (64, 333)])
+def test_samples_are_turned_into_lanes_and_back(count, size, threads, always_threads):
+    torch.set_num_threads(threads)
+    values = samples(count, size)
+    lanes = in_lanes(values, count + 5)
+    assert torch.equal(lanes[:count], values)
+    assert not lanes[count:].any()
+    assert lanes.stride(0) == 1
+    back = loops.rows_first(lanes[:count])
+    assert back.is_contiguous()
+    assert torch.equal(back, values)
+    cube = loops.rows_first(in_lanes(values.view(count, size, 1).expand(-1, -1, 2), count))
+    assert torch.equal(cube, values[:, :, None].expand(-1, -1, 2))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("positions", "inputs", "outputs"), [(1, 1, 1), (3, 5, 7), (20, 33, 6), (2, 16, 4)])
+def test_gradients_over_positions_are_the_documented_sums_in_every_place(positions, inputs, outputs, threads):
+    torch.set_num_threads(threads)
+
+    def gradients(a, e):
+        steps = np.arange(positions)
+        sides = [
+            Side(values, np.arange(positions * size), positions * size, np.arange(size), steps * size)
+            for values, size in ((e, outputs), (a, inputs))
+        ]
+        return Pairs(*sides).gradients(slice(0, len(a)))
+
+    a, e = samples(21, positions * inputs), samples(21, positions * outputs, seed=5)
+    found = gradients(a, e)
+    assert found.is_contiguous()
+    wide_a, wide_e = a.view(21, positions, inputs).double(), e.view(21, positions, outputs).double()
+    exact, size = wide_e.mT @ wide_a, wide_e.abs().mT @ wide_a.abs()
+    assert ((found.view_as(exact) - exact).abs() <= positions * 2.0**-24 * size).all()
+    assert same(gradients(beside_each_other(a), beside_each_other(e)), found)
+    among, places = in_other_places(a)
+    errors = samples(len(among), positions * outputs, seed=9)
+    errors[places] = e
+    assert same(gradients(among, errors)[places], found)
+    assert same(torch.cat([gradients(a[n : n + 1], e[n : n + 1]) for n in range(21)]), found)
+
+
+def test_a_single_sample_or_entry_has_no_lanes_to_read():
+    assert lanes_of(torch.zeros(1, 5)) is None
+    assert lanes_of(torch.zeros(5, 1)) is None
+    assert lanes_of(torch.zeros(5, 4)) is None
+    assert lanes_of(torch.zeros(4, 5).t()) is not None
 
 
 # other processors

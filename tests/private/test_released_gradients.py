@@ -117,6 +117,27 @@ def test_a_closure_is_refused(private, points, named):
     assert not torch.equal(made.model.weight, before)
 
 
+def test_hooks_of_others_run_before_the_gradients_are_looked_at(private):
+    """One that leaves them alone does no harm, whenever it was registered."""
+    made, seen = private(), []
+
+    def meddle(*_):
+        made.model.bias.grad.add_(1.0)
+
+    made.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    made.step(next(iter(made.loader)))
+    assert seen == [1]
+    meddling = made.optimizer.register_step_pre_hook(meddle)
+    with pytest.raises(InvalidParameter, match=NOT_RELEASED):
+        made.step(next(iter(made.loader)))
+    meddling.remove()
+    made.optimizer.zero_grad()
+    made.backward(next(iter(made.loader)))
+    made.optimizer.register_step_pre_hook(meddle)
+    with pytest.raises(InvalidParameter, match="step hook was registered after"):
+        made.optimizer.step()
+
+
 def test_parameters_that_are_put_into_the_optimizer_later_are_looked_at_too(private, points):
     """Another name for the model's memory, with a gradient of its own."""
     made = released(private())

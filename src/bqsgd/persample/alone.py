@@ -19,6 +19,7 @@ from bqsgd.persample.factors import Dense, Piece
 from bqsgd.persample.generators import generators_kept
 from bqsgd.persample.interrupts import StopNow
 from bqsgd.persample.program import Form, Whole
+from bqsgd.persample.repeatable import repeatable
 
 
 @contextmanager
@@ -73,7 +74,7 @@ class AloneRoad:
         own = whole.copied()
         values = [parameter for parameter in own.parameters() if parameter.requires_grad]
         copies = [leaf.clone() for leaf in leaves]
-        with _kept(whole.model), torch.enable_grad():
+        with _kept(whole.model), repeatable, torch.enable_grad():
             found = own(*copies, structure=self._structure, trained=values)
         return [
             torch.zeros_like(value).reshape(1, -1) if gradient is None else gradient.detach().reshape(1, -1)

@@ -23,7 +23,9 @@ from torch import Tensor, fx
 from bqsgd.persample import program as programs
 from bqsgd.persample._kernels import loops as kernels
 from bqsgd.persample._kernels.grid import Grid
-from bqsgd.persample._kernels.loops import Steps
+from bqsgd.persample._kernels.loops import Steps, rows_first
+from bqsgd.persample._kernels.pairs import Pairs, Side
+from bqsgd.persample._kernels.vectors import LANES
 
 SCRATCH_BYTES = 64 << 20
 """Per-sample gradients held at once where they must be built."""
@@ -36,7 +38,7 @@ class Factor(Protocol):
     """
 
     def bounds(self) -> Tensor:
-        """(batch,) float64 upper bounds of max|g_b| and of every partial sum on the way to it; NaN stays NaN."""
+        """(batch,) float64 upper bounds of max|g_b|, infinite or NaN where a partial sum on the way to it overflows."""
 
     def take(self, index: Tensor) -> Factor:
         """The same for the samples `index` alone."""
@@ -71,19 +73,15 @@ def rows_of(values: Tensor, index: Tensor) -> Tensor:
     return values[:count] if count and int(index[-1]) == count - 1 else values[index]
 
 
-def max_norm(values: Tensor) -> Tensor:
-    """(batch,) float64 max-norm of each sample; NaN stays NaN."""
-    return kernels.largest(values)
-
-
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Gradients as they are: `values` is (batch, coordinates)."""
+    """Gradients as they are: `values` is (batch, coordinates), the coordinates of a sample beside each other."""
 
     values: Tensor
 
     @cached_property
-    def _norms(self) -> tuple[Tensor, Tensor]:
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """Largest magnitudes and sums of squares, in one go over the values."""
         return kernels.norms(self.values)
 
     def bounds(self) -> Tensor:
@@ -103,10 +101,10 @@ class Dense:
         return self.values.double().sum(dim=0)
 
     def max_norms(self) -> Tensor:
-        return self._norms[0]
+        return self.norms[0]
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
-        return self._norms[1] if bound is None else kernels.squared_norms(self.values, bound)
+        return self.norms[1] if bound is None else kernels.squared_norms(self.values, bound)
 
     def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
         total.add(self.values, weights, grid, bound=bound, at=at)
@@ -123,9 +121,6 @@ class Built:
     coordinates: int
     _built: Dense | None = None
 
-    def bounds(self) -> Tensor:
-        raise NotImplementedError
-
     def take(self, index: Tensor) -> Factor:
         raise NotImplementedError
 
@@ -139,7 +134,7 @@ class Built:
                 self._built = self._gradients(slice(0, self.batch))
             yield slice(0, self.batch), self._built
             return
-        size = max(1, size - size % kernels.AT_ONCE) if size >= kernels.AT_ONCE else size
+        size = max(1, size - size % LANES) if size >= LANES else size
         for start in range(0, self.batch, size):
             part = slice(start, min(self.batch, start + size))
             yield part, self._gradients(part)
@@ -151,10 +146,20 @@ class Built:
     def total(self) -> Tensor:
         return torch.stack([part.total() for _, part in self._parts()]).sum(dim=0)
 
+    @cached_property
+    def _norms(self) -> list[Tensor]:
+        """Largest magnitudes and sums of squares: both from gradients that are built once."""
+        return [torch.cat(each) for each in zip(*(part.norms for _, part in self._parts()), strict=True)]
+
+    def bounds(self) -> Tensor:
+        return self.max_norms()  # a partial sum that overflows stays infinite or becomes NaN
+
     def max_norms(self) -> Tensor:
-        return torch.cat([part.max_norms() for _, part in self._parts()])
+        return self._norms[0]
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
+        if bound is None:
+            return self._norms[1]
         return torch.cat([part.squared_norms(bound) for _, part in self._parts()])
 
     def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
@@ -186,14 +191,14 @@ class Outer(Built):
     def coordinates(self) -> int:  # type: ignore[override]
         return self.groups * self.outputs * self.inputs
 
-    def _pairs(self) -> kernels.Pairs:
+    def _pairs(self) -> Pairs:
         """The same for the CPU kernels."""
         raise NotImplementedError
 
     @cached_property
-    def pairs(self) -> kernels.Pairs | None:
+    def pairs(self) -> Pairs | None:
         """None where the kernels do not apply, or hold more than the scratch for as many samples as they take."""
-        fits = kernels.usable(self.a) and kernels.usable(self.e) and micro_batch(self.coordinates) >= kernels.AT_ONCE
+        fits = kernels.usable(self.a) and kernels.usable(self.e) and micro_batch(self.coordinates) >= LANES
         return self._pairs() if fits else None
 
     def patches(self, index: slice | Tensor) -> Tensor:
@@ -203,9 +208,6 @@ class Outer(Built):
     def errors(self, index: slice | Tensor) -> Tensor:
         """(samples, groups, positions, outputs)."""
         raise NotImplementedError
-
-    def bounds(self) -> Tensor:
-        return max_norm(self.a) * max_norm(self.e) * self.positions
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         return (self.errors(index).transpose(2, 3) @ self.patches(index)).flatten(1)
@@ -223,8 +225,9 @@ class LinearWeight(Outer):
     groups = 1
 
     def __init__(self, a: Tensor, e: Tensor) -> None:
-        self.a, self.e = a, e
         self.batch, self.positions, self.inputs, self.outputs = *a.shape, e.shape[2]
+        # Everything but `Pairs`, which sums over positions, reads one sample after another.
+        self.a, self.e = (rows_first(a), rows_first(e)) if self.positions == 1 else (a, e)
 
     def take(self, index: Tensor) -> LinearWeight:
         return LinearWeight(rows_of(self.a, index), rows_of(self.e, index))
@@ -235,12 +238,12 @@ class LinearWeight(Outer):
     def errors(self, index: slice | Tensor) -> Tensor:
         return self.e[index].unsqueeze(1)
 
-    def _pairs(self) -> kernels.Pairs:
-        def side(values: Tensor, size: int) -> kernels.Side:
+    def _pairs(self) -> Pairs:
+        def side(values: Tensor, size: int) -> Side:
             every, steps = np.arange(self.positions * size), np.arange(self.positions) * size
-            return kernels.Side(values, every, len(every), np.arange(size), steps)
+            return Side(values, every, len(every), np.arange(size), steps)
 
-        return kernels.Pairs(side(self.e, self.outputs), side(self.a, self.inputs))
+        return Pairs(side(self.e, self.outputs), side(self.a, self.inputs))
 
     def materialise(self, index: slice | Tensor) -> Tensor:
         if self.positions == 1:  # one product an entry
@@ -253,28 +256,28 @@ class LinearWeight(Outer):
     @cached_property
     def _input_norms(self) -> tuple[Tensor, Tensor]:
         """Largest magnitudes and sums of squares of the inputs of each sample, in one go over them."""
-        return kernels.norms(self.a.flatten(1))
+        return kernels.norms(self.a)
 
-    def bounds(self) -> Tensor:
-        return self._input_norms[0] * max_norm(self.e) * self.positions
+    @cached_property
+    def _error_norms(self) -> tuple[Tensor, Tensor]:
+        return kernels.norms(self.e)
 
     def max_norms(self) -> Tensor:
-        return self._input_norms[0] * max_norm(self.e) if self.positions == 1 else super().max_norms()
+        return self._input_norms[0] * self._error_norms[0] if self.positions == 1 else super().max_norms()
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
         if self.positions > 1:
             return super().squared_norms(bound)
         if bound is None:
-            return self._input_norms[1] * kernels.squared_norms(self.e[:, 0])
+            return self._input_norms[1] * self._error_norms[1]
         return kernels.clamped_outer_squares(self.a[:, 0], self.e[:, 0], bound)
 
     def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
         if self.positions > 1 or not kernels.usable(self.a):
             super().add_steps(grid, weights, total, at=at, bound=bound)
             return
-        matrix = total.exact(at, self.coordinates).view(self.outputs, self.inputs)
-        largest = self._input_norms[0]
-        kernels.outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound, largest_inputs=largest)
+        matrix, most = total.exact(at, self.coordinates).view(self.outputs, self.inputs), self._input_norms[0]
+        kernels.outer_steps(self.a[:, 0], self.e[:, 0], grid, weights, matrix, bound=bound, most=most)
 
 
 class ConvWeight(Outer):
@@ -312,7 +315,7 @@ class ConvWeight(Outer):
     def errors(self, index: slice | Tensor) -> Tensor:
         return self.e[index].reshape(-1, self.groups, self.outputs, self.positions).transpose(2, 3)
 
-    def _pairs(self) -> kernels.Pairs:
+    def _pairs(self) -> Pairs:
         base, offsets, group_stride = self.addresses
         space = self.a.shape[1:]
         padded = [space[0], *self.geometry.padded(space[1:])]
@@ -323,9 +326,9 @@ class ConvWeight(Outer):
             places = (places[:, None] + (np.arange(size) + before[axis]) * step).reshape(-1)
         sizes = self.groups * self.outputs * self.positions, int(np.prod(padded))
         rows, steps = np.arange(self.outputs) * self.positions, np.arange(self.positions)
-        return kernels.Pairs(
-            kernels.Side(self.e, np.arange(sizes[0]), sizes[0], rows, steps, self.outputs * self.positions),
-            kernels.Side(self.a, places, sizes[1], offsets, base, group_stride),
+        return Pairs(
+            Side(self.e, np.arange(sizes[0]), sizes[0], rows, steps, self.outputs * self.positions),
+            Side(self.a, places, sizes[1], offsets, base, group_stride),
             self.groups,
         )
 
@@ -370,7 +373,7 @@ class TableRows(Built):
         return dense.flatten(1)
 
     def max_norms(self) -> Tensor:
-        each = max_norm(self.values)
+        each = kernels.largest(self.values)
         return each.new_zeros(self.batch).scatter_reduce_(0, self.sample, each, "amax")
 
     def squared_norms(self, bound: float | None = None) -> Tensor:
@@ -384,7 +387,7 @@ class TableRows(Built):
         table.index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order
 
 
-def nodes_of(gradient: programs.Dense) -> tuple[fx.Node, ...]:
+def nodes_of(gradient: programs.Gradient) -> tuple[fx.Node, ...]:
     """The tensors of a program from which the factor of a gradient is made."""
     match gradient:
         case programs.Product(pairs=pairs):
@@ -397,7 +400,7 @@ def nodes_of(gradient: programs.Dense) -> tuple[fx.Node, ...]:
             return (gradient.node,)
 
 
-def factor_of(gradient: programs.Dense, values: Iterator[Tensor]) -> Factor:
+def factor_of(gradient: programs.Gradient, values: Iterator[Tensor]) -> Factor:
     """The factor of a gradient from the values of its nodes, each with the samples first."""
     found = [next(values) for _ in nodes_of(gradient)]
     match gradient:
@@ -410,7 +413,7 @@ def factor_of(gradient: programs.Dense, values: Iterator[Tensor]) -> Factor:
             errors = working(found[1]).reshape(len(found[1]), -1, found[1].shape[-1])
             return TableRows.of_lookups(found[0].flatten(1), errors, rows=rows, padding=padding)
         case _:
-            return Dense(working(found[0]).reshape(len(found[0]), -1))  # a parameter may have no dimension
+            return Dense(rows_first(working(found[0]).reshape(len(found[0]), -1)))  # a parameter may have no dimension
 
 
 def working(values: Tensor) -> Tensor:

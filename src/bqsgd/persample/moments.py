@@ -18,9 +18,8 @@ from torch import Tensor
 
 from bqsgd.params import check_int
 from bqsgd.persample._kernels.grid import MOST_SAMPLES, Grid
-from bqsgd.persample._kernels.loops import outer_steps, squared_norms, triangle_squares
+from bqsgd.persample._kernels.loops import largest, outer_steps, squared_norms, triangle_squares
 from bqsgd.persample.clips import L2, Dual
-from bqsgd.persample.factors import max_norm
 from bqsgd.persample.gradients import ClippedGradients
 
 CLASS_WEIGHT = math.sqrt(2)
@@ -67,7 +66,8 @@ def clipped_moments(
         x, scaled = _factors(inputs[group].to("cpu", torch.float32), labels[group].cpu(), classes=classes, reach=reach)
         dropped += len(inputs[group]) - len(x)
         if len(x):
-            outer_steps(x, scaled, grid, torch.ones(len(x), dtype=torch.float64), total, bound=bound)
+            ones = torch.ones(len(x), dtype=torch.float64)
+            outer_steps(x, scaled, grid, ones, total, bound=bound, most=largest(x))
     mean = torch.empty(dimension, dtype=torch.float64)
     rows, columns = triangle(features)
     mean[: len(rows)] = total[torch.from_numpy(rows), torch.from_numpy(columns)]
@@ -82,9 +82,9 @@ def _factors(inputs: Tensor, labels: Tensor, *, classes: int, reach: float) -> t
     Every figure is a function of one sample: copies, single IEEE operations, or loops over one sample. First x is
     brought to about 1 by a power of two, so that nothing overflows.
     """
-    largest = max_norm(inputs)
-    usable = ((labels >= 0) & (labels < classes) & (largest > 0) & largest.isfinite()).nonzero().flatten()
-    powers = torch.from_numpy(np.ldexp(1.0, -np.frexp(largest[usable].numpy())[1]))
+    most = largest(inputs)
+    usable = ((labels >= 0) & (labels < classes) & (most > 0) & most.isfinite()).nonzero().flatten()
+    powers = torch.from_numpy(np.ldexp(1.0, -np.frexp(most[usable].numpy())[1]))
     x = (inputs[usable].double() * powers[:, None]).float()
     lengths = (squared_norms(x).sqrt() * CLASS_WEIGHT).float()
     factors = torch.zeros(len(x), inputs.shape[1] + classes, dtype=torch.float64)

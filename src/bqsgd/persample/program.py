@@ -196,14 +196,14 @@ def refuse_mixing(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class Gradient:
     """The gradient as the program computes it."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Dense):
+class Product(Gradient):
     """gradient[o, i] = sum over positions p of e[p, o] a[p, i]; one pair of nodes for each use of the parameter."""
 
     pairs: tuple[tuple[fx.Node, fx.Node], ...]
@@ -230,7 +230,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, eq=False)
-class Convolution(Dense):
+class Convolution(Gradient):
     """The weights of a convolution of `a` whose outputs have the errors `e`, both with the batch of one in front."""
 
     a: fx.Node
@@ -239,7 +239,7 @@ class Convolution(Dense):
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Dense):
+class Table(Gradient):
     """Row index[p] of a table of `rows` rows gets e[p]; look-ups of row `padding` count for nothing."""
 
     index: fx.Node
@@ -269,7 +269,7 @@ class Program:
     given: list[fx.Node]
     leaves: list[fx.Node]
     shared: list[fx.Node]
-    gradients: list[Dense | None]
+    gradients: list[Gradient | None]
     draws: bool
 
     def prelude(self) -> fx.GraphModule:
@@ -465,13 +465,26 @@ def _pure(module: fx.GraphModule, arguments: tuple[Any, ...]) -> fx.GraphModule:
         if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+        elif node.target in _UNWRITTEN:  # what it would hold may be another sample's
+            node.target = _UNWRITTEN[node.target]
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
     return module
+
+
+_UNWRITTEN = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}
+"""Operations that return memory as they find it, and what is run instead."""
 
 
 def _program(module: fx.GraphModule, given: int) -> Program:
     nodes = list(module.graph.nodes)
     if any(_has_symbols(node.meta.get("val")) for node in nodes):
         raise NotTraceable("the model reads a number or a length out of a tensor")
+    for node in nodes:
+        _check_own(node)
     inputs = [node for node in nodes if node.op == "placeholder"]
     output = tree_flatten(nodes[-1].args[0], is_leaf=lambda value: value is None)[0]
     gradients = [None if node is None else _gradient(module.graph, node) for node in output]
@@ -481,6 +494,14 @@ def _program(module: fx.GraphModule, given: int) -> Program:
     shared = [node for node in module.graph.nodes if node in read and isinstance(node.meta.get("val"), Tensor)]
     draws = any(_draws(node) for node in module.graph.nodes)
     return Program(module, inputs[:given], inputs[given:], shared, gradients, draws)
+
+
+def _check_own(node: fx.Node) -> None:
+    """Raise for an operation that may keep state from one sample to the next."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
+        raise NotTraceable(f"{node.target} is not an operation of torch's own, and may keep state")
+    if node.kwargs.get("generator") is not None:
+        raise NotTraceable(f"{node.target} draws from a generator of the model's own")
 
 
 def _has_symbols(value: Any) -> bool:
@@ -511,7 +532,7 @@ def _fixed(module: fx.GraphModule, given: list[fx.Node]) -> set[fx.Node]:
 _TURNS = (aten.t.default, aten.numpy_T.default)
 
 
-def _gradient(graph: fx.Graph, node: Any) -> Dense:
+def _gradient(graph: fx.Graph, node: Any) -> Gradient:
     if (weights := _convolution(node)) is not None:
         return weights
     if node.target is aten.embedding_dense_backward.default:
@@ -519,7 +540,7 @@ def _gradient(graph: fx.Graph, node: Any) -> Dense:
         if not scaled:
             return Table(node, index, errors, int(rows), int(padding))
     pairs = _products(graph, node, False)
-    return Dense(node) if pairs is None else Product(node, tuple(pairs))
+    return Gradient(node) if pairs is None else Product(node, tuple(pairs))
 
 
 def _products(graph: fx.Graph, node: Any, turned: bool) -> list[tuple[fx.Node, fx.Node]] | None:

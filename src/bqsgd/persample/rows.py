@@ -5,8 +5,9 @@ reads across samples, and the result is traced into one flat graph. What is left
 kernel does to a row may depend on the shape of the pass, on the row's place in it and on its alignment in memory. So
 none of the three may depend on the other samples of the batch: all passes have the same number of rows in aligned
 buffers, and a sample stands in row (its number modulo the rows), in the first pass where that row is free. Empty rows
-are zeros. What is assumed: in one shape, a row's result does not depend on the contents of other rows; it is tried bit
-for bit on the running machine, and where it fails a pass takes one row. `docs/accounting.md`, claim 8.
+repeat a sample of the pass. What is assumed: in one shape, a row's result does not depend on the contents of other
+rows; it is tried bit for bit on the running machine, and where it fails a pass takes one row. `docs/accounting.md`,
+claim 8.
 
 A sample whose program is long fills the processor by itself: then a pass has one row, nothing is assumed of rows, and
 no row is ever empty.
@@ -33,6 +34,7 @@ from bqsgd.persample._kernels.loops import usable
 from bqsgd.persample.factors import Dense, Factor, Piece, factor_of, micro_batch, nodes_of, working
 from bqsgd.persample.generators import alone, generators_kept
 from bqsgd.persample.program import Program, Whole, shape_of
+from bqsgd.persample.repeatable import repeatable
 
 aten = torch.ops.aten
 MOST = 64
@@ -154,7 +156,7 @@ class RowsRoad:
         self, whole: Whole, leaves: Sequence[Tensor], numbers: npt.NDArray[np.int64] | None
     ) -> Iterator[tuple[int, int, list[Piece]]]:
         """(samples, how many of them were lost, pieces of the others' gradients), a pass at a time."""
-        with torch.no_grad():
+        with torch.no_grad(), repeatable:
             shared = self._prelude(*whole.given())
             for chunk in plan_chunks(len(leaves[0]), numbers, self.rows):
                 try:
@@ -167,7 +169,7 @@ class RowsRoad:
     def _one_by_one(
         self, shared: Sequence[Tensor], leaves: Sequence[Tensor], chunk: Chunk
     ) -> Iterator[tuple[int, int, list[Piece]]]:
-        """A pass in which a sample raised an error: each runs in its own row again, with the other rows empty."""
+        """A pass in which a sample raised an error: each runs in its own row again, and in all the others."""
         for place in range(len(chunk.rows)):
             own = Chunk(chunk.rows[place : place + 1], chunk.members[place : place + 1])
             try:
@@ -179,8 +181,10 @@ class RowsRoad:
     def _factors(self, shared: Sequence[Tensor], leaves: Sequence[Tensor], chunk: Chunk) -> list[Piece]:
         laid_out = []
         for leaf in leaves:
+            members = leaf[chunk.members.to(leaf.device)]
             buffer = aligned_zeros(self.rows, leaf)
-            buffer[chunk.rows.to(leaf.device)] = leaf[chunk.members.to(leaf.device)]
+            buffer[:] = members[:1]  # not zeros: an operation may refuse those, and the pass with them
+            buffer[chunk.rows.to(leaf.device)] = members
             laid_out.append(buffer if self.rows == 1 else buffer.unsqueeze(1))
         found = self._pass(*shared, *laid_out)
         values = iter([value[None] for value in found] if self.rows == 1 else found)
@@ -289,7 +293,7 @@ class Factored:
     """A gradient that is made of smaller tensors."""
 
     parameters: slice
-    gradient: programs.Dense
+    gradient: programs.Gradient
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -317,7 +321,7 @@ def _outputs(program: Program, *, rows: int) -> list[Flat | Factored]:
     return found
 
 
-def _stays_factored(gradient: programs.Dense, rows: int) -> bool:
+def _stays_factored(gradient: programs.Gradient, rows: int) -> bool:
     """Whether norms and sums are cheaper to have from the factors than from the gradient itself."""
     coordinates = shape_of(gradient.node).numel()
     match gradient:

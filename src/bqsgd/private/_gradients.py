@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from bqsgd.errors import InvalidParameter
 _released: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> a copy of what was released into its `.grad`. Kept by parameter, so that private training of one model
 with two data sets, each with a ledger of its own, may take turns."""
-_Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
 class Gradients:
@@ -30,13 +29,9 @@ class Gradients:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        handle = optimizer.register_step_pre_hook(_refusing(weakref.ref(model)))
-        # The optimizer keeps the hook, which therefore knows the model only as long as others do.
-        self._removed = weakref.finalize(self, handle.remove)
-
-    def close(self) -> None:
+        self._guard = _Guard(model, optimizer)
+        self.close = weakref.finalize(self, self._guard.leave)
         """Let the optimizer step on anything again."""
-        self._removed()
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """What was released into each of these parameters and not cleared since.
@@ -60,7 +55,8 @@ class Gradients:
     ) -> None:
         """Make `update`, flat, the gradient of these parameters: in new tensors, whatever the old ones hold by now.
 
-        Other gradients are cleared: only code that ran during the step can have made them.
+        Other gradients are cleared: only code that ran during the step can have made them. The optimizer looks at the
+        gradients after all hooks that it has by now.
 
         onto: what `held` gave before the step, to which the update is added.
         """
@@ -74,21 +70,43 @@ class Gradients:
             _released[parameter] = own if before is None else before + own
             parameter.grad = _released[parameter].clone()
             start = stop
+        self._guard.come_last(self._optimizer)
 
 
-def _refusing(model: weakref.ref[nn.Module]) -> _Hook:
-    """What an optimizer runs before each of its steps."""
+class _Guard:
+    """What an optimizer runs before each of its steps.
 
-    def refuse(optimizer: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    The optimizer keeps it, so it knows the model only as long as others do.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._on_guard = weakref.ref(model), True
+        self._handle = optimizer.register_step_pre_hook(self)
+
+    def come_last(self, optimizer: Optimizer) -> None:
+        """Run after all other hooks of the optimizer: one that ran later could change what was looked at."""
+        self._handle.remove()
+        if self._on_guard:
+            self._handle = optimizer.register_step_pre_hook(self)
+
+    def leave(self) -> None:
+        """Run no more."""
+        self._on_guard = False
+        self._handle.remove()
+
+    def __call__(self, optimizer: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         closure = given[1] if len(given) > 1 else named.get("closure")
         if closure is not None:
             raise InvalidParameter(
                 "optimizer.step(closure) computes gradients that nothing makes private: call private.backward(batch), "
                 "then optimizer.step() without a closure"
             )
-        _check(optimizer, model())
-
-    return refuse
+        if not isinstance(next(reversed(optimizer._optimizer_step_pre_hooks.values())), _Guard):
+            raise InvalidParameter(
+                "a step hook was registered after the gradients were released, and could change them: register it "
+                "before private.backward(batch)"
+            )
+        _check(optimizer, self._model())
 
 
 def _check(optimizer: Optimizer, model: nn.Module | None) -> None:

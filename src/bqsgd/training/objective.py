@@ -23,7 +23,7 @@ from bqsgd.models import dimension_of, trainable
 from bqsgd.persample import BatchMean, Clip, clipped_gradients
 from bqsgd.persample._kernels.threads import check_ieee
 from bqsgd.persample.generators import alone, generators_kept, states
-from bqsgd.persample.gradients import road_of
+from bqsgd.persample.gradients import Road, road_of
 from bqsgd.persample.interrupts import StopNow
 from bqsgd.persample.program import Form, Forward, LossFunction, inputs_then_target
 from bqsgd.privacy.guarantee import Guarantee
@@ -65,12 +65,13 @@ class Objective:
         if unit is Unit.CLIENT:
             self._check_whole(data)
         else:
-            self._road(Form.of(data), batch_size, packed)
+            road = self._road(Form.of(data), batch_size, packed)
+            self.draws |= road.draws
+            # Only here, of the public form: what a guarantee says must not depend on the records that were drawn.
+            self._assumes |= {road.assumes} - {""}
 
-    def _road(self, form: Form, batch_size: int, packed: bool) -> None:
-        road = road_of(self.model, self.loss, self.forward, form, batch_size=_power(batch_size), packed=packed)
-        self.draws |= road.draws
-        self._assumes |= {road.assumes} - {""}
+    def _road(self, form: Form, batch_size: int, packed: bool) -> Road:
+        return road_of(self.model, self.loss, self.forward, form, batch_size=_power(batch_size), packed=packed)
 
     def stated(self, guarantee: Guarantee) -> Guarantee:
         """The guarantee with what keeping this model's samples apart rests on; nothing for most models."""

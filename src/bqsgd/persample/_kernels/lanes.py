@@ -11,90 +11,68 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product as combinations
 from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import njit
 from numba.core import cgutils
-from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 
 from bqsgd.persample._kernels.threads import in_threads
-from bqsgd.persample._kernels.vectors import LANES, WORD, Emit
+from bqsgd.persample._kernels.vectors import LANES, WIDE, WORD, Emit, tile
 
 STRIP = 6
-MANY = 4 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2] else 1
+MANY = 4 if WIDE else 1
 """A tile of a product: 6 rows by 64 samples in 24 of 32 registers, or by 16 in 12 of 16."""
-DEPTH, GROUP = 256, 4
-"""Terms and vectors of samples whose values stay in a core's cache while the rows pass by."""
+DEPTH = 256
+"""Terms whose values stay in a core's cache while the rows pass by."""
 
 
-def _product_tile(vectors: int) -> Callable[..., None]:
-    @intrinsic
-    def tile(
-        typing: Any, rows: Any, row_at: Any, terms: Any, lanes: Any, lane_at: Any, places: Any, start: Any, stop: Any,
-        bias: Any, bias_at: Any, fresh: Any, out: Any, out_at: Any, out_stride: Any,
-    ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
-        """out[r, j] = fma(rows[terms[k], r], lanes[lane_at + places[k], j], out[r, j]) for k = start .. stop - 1, of a
-        strip's 6 rows r and 16 * vectors samples j; `fresh` begins with bias[r] instead."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit, kinds, width = Emit(context, builder), signature.args, ir.Constant(WORD, LANES * vectors)
-            zero = ir.Constant(WORD, 0)
-            left = emit.pointer(kinds[0], arguments[0], arguments[1])
-            term = emit.pointer(kinds[2], arguments[2], zero)
-            right = emit.pointer(kinds[3], arguments[3], builder.mul(arguments[4], width))
-            place = emit.pointer(kinds[5], arguments[5], zero)
-            shift = emit.pointer(kinds[8], arguments[8], arguments[9])
-            target = emit.pointer(kinds[11], arguments[11], arguments[12])
-            targets = [emit.at(target, builder.mul(arguments[13], ir.Constant(WORD, row))) for row in range(STRIP)]
-            sums = emit.registers(STRIP, vectors)
-            with builder.if_else(arguments[10]) as (begins, goes_on):
-                with begins:
-                    for row in range(STRIP):
-                        value = emit.broadcast(builder.load(emit.at(shift, row)))
-                        for register in sums[row]:
-                            builder.store(value, register)
-                with goes_on:
-                    for row in range(STRIP):
-                        for column, register in enumerate(sums[row]):
-                            builder.store(emit.load(targets[row], LANES * column), register)
-            one = ir.Constant(WORD, 1)
-            with cgutils.for_range_slice(builder, arguments[6], arguments[7], one, intp=WORD) as (index, _):
-                scalar = emit.at(left, builder.mul(builder.load(emit.at(term, index)), ir.Constant(WORD, STRIP)))
-                lane = emit.at(right, builder.mul(builder.load(emit.at(place, index)), width))
-                values = [emit.load(lane, LANES * column) for column in range(vectors)]
-                for row in range(STRIP):
-                    factor = emit.broadcast(builder.load(emit.at(scalar, row)))
-                    for value, register in zip(values, sums[row], strict=True):
-                        builder.store(emit.fma(factor, value, builder.load(register)), register)
+def _product_tile(
+    vectors: int, emit: Emit, rows: Any, row_at: Any, terms: Any, lanes: Any, lane_at: Any, places: Any, start: Any,
+    stop: Any, bias: Any, bias_at: Any, fresh: Any, out: Any, out_at: Any, out_stride: Any,
+) -> None:  # fmt: skip
+    """out[r, j] = fma(rows[terms[k], r], lanes[lane_at + places[k], j], out[r, j]) for k = start .. stop - 1, of a
+    strip's 6 rows r and 16 * vectors samples j; `fresh` begins with bias[r] instead."""
+    builder, sums = emit.builder, emit.registers(STRIP, vectors)
+    left, right = emit.at(rows, row_at), emit.at(lanes, lane_at, LANES * vectors)
+    targets = [emit.at(emit.at(out, out_at), out_stride, row) for row in range(STRIP)]
+    with builder.if_else(fresh) as (begins, goes_on):
+        with begins:
+            for row in range(STRIP):
+                value = emit.broadcast(builder.load(emit.at(emit.at(bias, bias_at), row)))
+                for register in sums[row]:
+                    builder.store(value, register)
+        with goes_on:
             for row in range(STRIP):
                 for column, register in enumerate(sums[row]):
-                    emit.store(builder.load(register), targets[row], LANES * column)
-            return context.get_dummy_value()
+                    builder.store(emit.load(targets[row], LANES * column), register)
+    with cgutils.for_range_slice(builder, start, stop, ir.Constant(WORD, 1), intp=WORD) as (index, _):
+        scalar = emit.at(left, builder.load(emit.at(terms, index)), STRIP)
+        lane = emit.at(right, builder.load(emit.at(places, index)), LANES * vectors)
+        values = [emit.load(lane, LANES * column) for column in range(vectors)]
+        for row in range(STRIP):
+            factor = emit.broadcast(builder.load(emit.at(scalar, row)))
+            for value, register in zip(values, sums[row], strict=True):
+                builder.store(emit.fma(factor, value, builder.load(register)), register)
+    for row in range(STRIP):
+        for column, register in enumerate(sums[row]):
+            emit.store(builder.load(register), targets[row], LANES * column)
 
-        kinds = (rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh)
-        return types.void(*kinds, out, out_at, out_stride), generate
 
-    return tile  # type: ignore[no-any-return]
+_four, _two, _one = (tile(partial(_product_tile, min(MANY, vectors))) for vectors in (4, 2, 1))
 
 
-_four, _two, _one = _product_tile(MANY), _product_tile(min(MANY, 2)), _product_tile(1)
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _run_tile(  # type: ignore[no-untyped-def]
-    vectors, rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride
-):
+@njit(nogil=True, cache=True)
+def _run_tile(vectors: int, *given: Any) -> None:
     if vectors == 4:
-        _four(rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride)
+        _four(*given)
     elif vectors == 2:
-        _two(rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride)
+        _two(*given)
     else:
-        _one(rows, row_at, terms, lanes, lane_at, places, start, stop, bias, bias_at, fresh, out, out_at, out_stride)
+        _one(*given)
 
 
 @njit(nogil=True, cache=True)
@@ -106,88 +84,65 @@ def _block(vectors: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def _pack(x: Any, stride: int, samples: int, low: int, start: int, stop: int, width: int, packed: Any) -> None:
-    """Entries start..stop of samples low.. of x, `width` of them beside each other, zeros beyond the last sample."""
+def _pack(x: Any, stride: int, low: int, start: int, stop: int, width: int, packed: Any, to: int) -> None:
+    """Entries start..stop of the samples low .. low + width of x, one after another."""
     for entry in range(start, stop):
         for first in range(0, width, LANES):
-            at, to = entry * stride + low + first, (entry - start) * width + first
-            target = packed[to : to + LANES]
-            if low + first + LANES <= samples:  # a loop of known length is one instruction
-                source = x[at : at + LANES]
-                for lane in range(LANES):
-                    target[lane] = source[lane]
-            else:
-                for lane in range(LANES):
-                    target[lane] = x[at + lane] if low + first + lane < samples else np.float32(0)
+            at, into = entry * stride + low + first, to + entry * width + first
+            source, target = x[at : at + LANES], packed[into : into + LANES]
+            for lane in range(LANES):  # a loop of known length is one instruction
+                target[lane] = source[lane]
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips(w: Any, rows: int, terms: int, start: int, stop: int, strips: Any) -> None:
-    """w[row * terms + term] -> strips start..stop of (terms / 256, rows / 6, 256, 6), zeros beyond the last row."""
-    for strip in range(start, stop):
-        for begin in range(0, terms, DEPTH):
-            part, depth = strips[begin // DEPTH, strip], min(DEPTH, terms - begin)
-            for row in range(STRIP):
-                if strip * STRIP + row < rows:
-                    own = w[(strip * STRIP + row) * terms + begin : (strip * STRIP + row) * terms + begin + depth]
-                    for term in range(depth):
-                        part[term, row] = own[term]
-                else:
-                    for term in range(depth):
-                        part[term, row] = 0
+def _pack_tiles(x: Any, stride: int, terms: int, start: int, stop: int, packed: Any) -> None:
+    """Terms start..stop of x (terms, samples) for each tile of samples, so that it reads them in order."""
+    done, vectors = 0, stride // LANES
+    while done < vectors:
+        count = _block(vectors - done)
+        _pack(x, stride, done * LANES, start, stop, count * LANES, packed, done * LANES * terms)
+        done += count
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips_across(w: Any, rows: int, terms: int, start: int, stop: int, strips: Any) -> None:
-    """The same of w[term * rows + row]."""
+def _fill_strips(w: Any, start: int, stop: int, strips: Any) -> None:
+    """w (rows, terms) -> strips start..stop of (terms / 256, rows / 6, 256, 6), zeros beyond the last row."""
+    rows, terms = w.shape
     for begin in range(0, terms, DEPTH):
         for strip in range(start, stop):
-            part, full = strips[begin // DEPTH, strip], strip * STRIP + STRIP <= rows
+            part, used = strips[begin // DEPTH, strip], min(STRIP, rows - strip * STRIP)
             for term in range(min(DEPTH, terms - begin)):
-                at = (begin + term) * rows + strip * STRIP
                 for row in range(STRIP):
-                    part[term, row] = w[at + row] if full or strip * STRIP + row < rows else np.float32(0)
+                    part[term, row] = w[strip * STRIP + row, begin + term] if row < used else np.float32(0)
 
 
 @njit(nogil=True, cache=True)
-def _run_product(
-    strips: Any, terms: int, x: Any, stride: int, samples: int, bias: Any, start: int, stop: int, out: Any
-) -> None:
-    """Rows of strips start..stop of out = bias + w x, from strips (terms / 256, rows / 6, 256, 6)."""
-    flat, target, wide = strips.reshape(-1), out.reshape(-1), out.shape[1]
-    panel, order = np.empty(DEPTH * LANES * GROUP, np.float32), np.arange(DEPTH)
-    vectors = (samples + LANES - 1) // LANES
-    for done in range(0, vectors, GROUP):
-        group = min(GROUP, vectors - done)
+def _run_product(strips: Any, terms: int, packed: Any, bias: Any, start: int, stop: int, out: Any) -> None:
+    """Rows of strips start..stop of out = bias + w x, from strips (terms / 256, rows / 6, 256, 6) and packed x."""
+    flat, target, wide, order = strips.reshape(-1), out.reshape(-1), out.shape[1], np.arange(DEPTH)
+    done, vectors = 0, wide // LANES
+    while done < vectors:
+        count = _block(vectors - done)
         for begin in range(0, terms, DEPTH):
-            depth, at = min(DEPTH, terms - begin), 0
-            while at < group:
-                count = _block(group - at)
-                part = panel[at * LANES * DEPTH :]
-                _pack(x, stride, samples, (done + at) * LANES, begin, begin + depth, count * LANES, part)
-                at += count
+            lane_at = done * terms // count + begin  # in vectors of the tile
             for strip in range(start, stop):
-                row_at, at = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP, 0
-                while at < group:
-                    count = _block(group - at)
-                    out_at = strip * STRIP * wide + (done + at) * LANES
-                    _run_tile(count, flat, row_at, order, panel, at * DEPTH // count, order, 0, depth, bias, strip * STRIP, begin == 0, target, out_at, wide)  # fmt: skip  # noqa: E501
-                    at += count
+                row_at, out_at = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP, strip * STRIP * wide
+                _run_tile(count, flat, row_at, order, packed, lane_at, order, 0, min(DEPTH, terms - begin), bias, strip * STRIP, begin == 0, target, out_at + done * LANES, wide)  # fmt: skip  # noqa: E501
+        done += count
 
 
 def product(w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """(rows, lanes) bias + w x of (rows, terms) weights, which may be transposed in memory, and (terms, lanes) x."""
-    (rows, terms), count = w.shape, -(-w.shape[0] // STRIP)
-    strips = np.empty((-(-terms // DEPTH), count, DEPTH, STRIP), np.float32)
-    fill, flat = (_fill_strips, w) if w.flags.c_contiguous else (_fill_strips_across, np.ascontiguousarray(w.T))
-    flat = flat.reshape(-1)
-    in_threads(lambda start, stop: fill(flat, rows, terms, start, stop, strips), count, each=terms * STRIP)
-    shift = np.zeros(count * STRIP, np.float32)
+    (rows, terms), lanes, count = w.shape, x.shape[1], -(-len(w) // STRIP)
+    strips, packed = np.empty((-(-terms // DEPTH), count, DEPTH, STRIP), np.float32), np.empty(x.size, np.float32)
+    w = w if w.flags.c_contiguous or w.flags.f_contiguous else np.ascontiguousarray(w)
+    in_threads(lambda start, stop: _fill_strips(w, start, stop, strips), count, each=terms * STRIP)
+    flat, shift = x.reshape(-1), np.zeros(count * STRIP, np.float32)
+    in_threads(lambda start, stop: _pack_tiles(flat, lanes, terms, start, stop, packed), terms, each=lanes)
     if bias is not None:
         shift[:rows] = bias
-    out = np.empty((count * STRIP, x.shape[1]), np.float32)
-    fixed = strips, terms, x.reshape(-1), x.shape[1], x.shape[1], shift
-    in_threads(lambda start, stop: _run_product(*fixed, start, stop, out), count, each=terms * STRIP * x.shape[1])
+    out, fixed = np.empty((count * STRIP, lanes), np.float32), (strips, terms, packed, shift)
+    in_threads(lambda start, stop: _run_product(*fixed, start, stop, out), count, each=terms * STRIP * lanes)
     return out[:rows]
 
 
@@ -205,16 +160,12 @@ class Reading:
     places: np.ndarray
 
 
+Axes = tuple[int, ...]
+
+
 @lru_cache(maxsize=256)
 def reading(
-    channels: int,
-    space: tuple[int, ...],
-    kernel: tuple[int, ...],
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    backward: bool,
+    channels: int, space: Axes, kernel: Axes, size: Axes, stride: Axes, padding: Axes, dilation: Axes, backward: bool
 ) -> Reading:
     """Forward, position p reads p * stride + tap * dilation - padding; backward it reads q of p = q * stride + ...
 
@@ -265,22 +216,9 @@ def _axis(
 
 @njit(nogil=True, cache=True)
 def _run_convolution(
-    x: Any,
-    stride: int,
-    samples: int,
-    entries: int,
-    base: Any,
-    kind: Any,
-    starts: Any,
-    terms: Any,
-    places: Any,
-    strips: Any,
-    outputs: int,
-    bias: Any,
-    start: int,
-    stop: int,
-    out: Any,
-) -> None:
+    x: Any, stride: int, entries: int, base: Any, kind: Any, starts: Any, terms: Any, places: Any, strips: Any,
+    outputs: int, bias: Any, start: int, stop: int, out: Any,
+) -> None:  # fmt: skip
     """Vectors start..stop of samples of out (groups, outputs, positions, samples) from x (entries, samples).
 
     strips (groups, outputs / 6, terms, 6), bias (groups, outputs filled up to whole strips).
@@ -293,7 +231,7 @@ def _run_convolution(
     while done < stop:
         vectors = _block(stop - done)
         width = vectors * LANES
-        _pack(x, stride, samples, done * LANES, 0, entries, width, packed)
+        _pack(x, stride, done * LANES, 0, entries, width, packed, 0)
         for item in range(groups * count):
             group, strip = item // count, item % count
             used, lane_at = min(STRIP, outputs - strip * STRIP), group * (entries // groups)
@@ -321,8 +259,8 @@ def convolution(x: np.ndarray, read: Reading, weights: np.ndarray, bias: np.ndar
         shift[:, :outputs] = bias.reshape(groups, outputs)
     (entries, lanes), flat = x.shape, x.reshape(-1)
     out = np.empty((groups * outputs * len(read.base), lanes), np.float32)
-    fixed = (flat, lanes, lanes, entries, read.base, read.kind, read.starts, read.terms, read.places, strips)
-    rest = (outputs, shift.reshape(-1))
+    fixed = flat, lanes, entries, read.base, read.kind, read.starts, read.terms, read.places
+    rest = strips, outputs, shift.reshape(-1)
     in_threads(lambda start, stop: _run_convolution(*fixed, *rest, start, stop, out), lanes // LANES)
     return out
 
@@ -383,47 +321,33 @@ def _exp(x: Any, out: Any) -> None:
         out[at] = v if v != v else found
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _log(x: Any, out: Any) -> None:
-    for at in range(x.size):
-        out[at] = np.float32(math.log(np.float64(x[at]))) if x[at] > 0 else np.float32(np.log(x[at]))
+def _rounded(function: Any) -> Callable[..., None]:
+    """A loop that computes in float64."""
+
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def loop(x: Any, out: Any) -> None:
+        for at in range(x.size):
+            out[at] = np.float32(function(np.float64(x[at])))
+
+    return loop  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _log1p(x: Any, out: Any) -> None:
-    for at in range(x.size):
-        out[at] = np.float32(math.log1p(np.float64(x[at]))) if x[at] > -1 else np.float32(np.log1p(x[at]))
+def _entrywise(loop: Callable[..., None]) -> Callable[..., np.ndarray]:
+    """A loop over entries as a function of arrays: every entry is one fixed function of theirs."""
 
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _erf(x: Any, out: Any) -> None:
-    for at in range(x.size):
-        out[at] = np.float32(math.erf(np.float64(x[at])))
-
-
-def _entrywise(loop: Callable[..., None]) -> Callable[[np.ndarray], np.ndarray]:
-    """A loop over entries as a function of an array: every entry is one fixed function of itself."""
-
-    def function(x: np.ndarray) -> np.ndarray:
-        x = np.ascontiguousarray(x)
-        out = np.empty_like(x)
-        flat, found = x.reshape(-1), out.reshape(-1)
-        in_threads(lambda start, stop: loop(flat[start:stop], found[start:stop]), x.size, each=1)
+    def function(*given: np.ndarray) -> np.ndarray:
+        out = np.empty(given[0].shape, np.float32)
+        flat = *(np.ascontiguousarray(x).reshape(-1) for x in given), out.reshape(-1)
+        in_threads(lambda start, stop: loop(*(part[start:stop] for part in flat)), out.size, each=1)
         return out
 
     return function
 
 
-tanh, exp, log, log1p, erf = (_entrywise(loop) for loop in (_tanh, _exp, _log, _log1p, _erf))
-
-
-def tanh_backward(error: np.ndarray, output: np.ndarray) -> np.ndarray:
-    """error (1 - output^2)."""
-    error, output = np.ascontiguousarray(error), np.ascontiguousarray(output)
-    out = np.empty_like(error)
-    flat = error.reshape(-1), output.reshape(-1), out.reshape(-1)
-    in_threads(lambda start, stop: _tanh_backward(*(part[start:stop] for part in flat)), error.size, each=1)
-    return out
+tanh, exp = _entrywise(_tanh), _entrywise(_exp)
+log, log1p, erf = (_entrywise(_rounded(function)) for function in (np.log, np.log1p, math.erf))
+tanh_backward = _entrywise(_tanh_backward)
+"""(error, output) -> error (1 - output^2)."""
 
 
 @njit(nogil=True, cache=True)
@@ -446,41 +370,6 @@ def sums(x: np.ndarray) -> np.ndarray:
     return out
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _mean_pool(x: Any, kernel: Any, stride: Any, out: Any) -> None:
-    """Windows are added line by line, of (planes, height, width, samples)."""
-    share = np.float32(kernel[0] * kernel[1])
-    planes, rows, columns, samples = out.shape
-    for plane in range(planes):
-        for row in range(rows):
-            for column in range(columns):
-                sums = out[plane, row, column]
-                sums[:] = x[plane, row * stride[0], column * stride[1]]
-                for at in range(1, kernel[0] * kernel[1]):
-                    more = x[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
-                    for lane in range(samples):
-                        sums[lane] += more[lane]
-                for lane in range(samples):
-                    sums[lane] /= share
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _mean_pool_backward(error: Any, kernel: Any, stride: Any, out: Any) -> None:
-    share = np.float32(kernel[0] * kernel[1])
-    planes, rows, columns, samples = error.shape
-    out[:] = 0
-    parts = np.empty(samples, np.float32)
-    for plane in range(planes):
-        for row in range(rows):
-            for column in range(columns):
-                for lane in range(samples):
-                    parts[lane] = error[plane, row, column, lane] / share
-                for at in range(kernel[0] * kernel[1]):
-                    sums = out[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
-                    for lane in range(samples):
-                        sums[lane] += parts[lane]
-
-
 @njit(nogil=True, cache=True)
 def _max_pool(x: Any, kernel: Any, stride: Any, out: Any, chosen: Any) -> None:
     """The largest of each window and its place in the window; the first of equals, and NaN above all."""
@@ -501,7 +390,8 @@ def _max_pool(x: Any, kernel: Any, stride: Any, out: Any, chosen: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _max_pool_backward(error: Any, chosen: Any, kernel: Any, stride: Any, out: Any) -> None:
+def _spread(error: Any, chosen: Any, kernel: Any, stride: Any, out: Any) -> None:
+    """Adds each error to the chosen place of its window."""
     planes, rows, columns, samples = error.shape
     out[:] = 0
     for plane in range(planes):
@@ -517,30 +407,38 @@ def _max_pool_backward(error: Any, chosen: Any, kernel: Any, stride: Any, out: A
 Pair = tuple[int, int]
 
 
-def pooled(x: np.ndarray, kernel: Pair, stride: Pair) -> list[int]:
+def _pooled(x: np.ndarray, kernel: Pair, stride: Pair) -> list[int]:
     """The shape of windows that lie inside each of the (planes, height, width, samples)."""
     inside = [(x.shape[1 + axis] - kernel[axis]) // stride[axis] + 1 for axis in range(2)]
     return [len(x), *inside, x.shape[3]]
 
 
+def _windows(x: np.ndarray, kernel: Pair, stride: Pair) -> list[np.ndarray]:
+    """For each place of a window, line by line, what all windows have there."""
+    _, rows, columns, _ = _pooled(x, kernel, stride)
+    return [
+        x[:, i : i + rows * stride[0] : stride[0], j : j + columns * stride[1] : stride[1]]
+        for i, j in combinations(*map(range, kernel))
+    ]
+
+
 def mean_pool(x: np.ndarray, kernel: Pair, stride: Pair) -> np.ndarray:
-    out = np.empty(pooled(x, kernel, stride), np.float32)
-    in_threads(lambda start, stop: _mean_pool(x[start:stop], kernel, stride, out[start:stop]), len(x))
-    return out
+    out = np.zeros(_pooled(x, kernel, stride), np.float32)
+    for place in _windows(x, kernel, stride):
+        out += place
+    return out / np.float32(kernel[0] * kernel[1])
 
 
 def mean_pool_backward(error: np.ndarray, shape: Sequence[int], kernel: Pair, stride: Pair) -> np.ndarray:
-    out = np.empty(shape, np.float32)
-    in_threads(lambda start, stop: _mean_pool_backward(error[start:stop], kernel, stride, out[start:stop]), len(error))
+    out, share = np.zeros(shape, np.float32), error / np.float32(kernel[0] * kernel[1])
+    for place in _windows(out, kernel, stride):
+        place += share
     return out
 
 
 def max_pool(x: np.ndarray, kernel: Pair, stride: Pair) -> tuple[np.ndarray, np.ndarray]:
-    shape = pooled(x, kernel, stride)
-    out, chosen = np.empty(shape, np.float32), np.empty(shape, np.int32)
-    in_threads(
-        lambda start, stop: _max_pool(x[start:stop], kernel, stride, out[start:stop], chosen[start:stop]), len(x)
-    )
+    out, chosen = (np.empty(_pooled(x, kernel, stride), kind) for kind in (np.float32, np.int32))
+    in_threads(lambda low, high: _max_pool(x[low:high], kernel, stride, out[low:high], chosen[low:high]), len(x))
     return out, chosen
 
 
@@ -548,8 +446,5 @@ def max_pool_backward(
     error: np.ndarray, chosen: np.ndarray, shape: Sequence[int], kernel: Pair, stride: Pair
 ) -> np.ndarray:
     out = np.empty(shape, np.float32)
-    in_threads(
-        lambda start, stop: _max_pool_backward(error[start:stop], chosen[start:stop], kernel, stride, out[start:stop]),
-        len(error),
-    )
+    in_threads(lambda low, high: _spread(error[low:high], chosen[low:high], kernel, stride, out[low:high]), len(out))
     return out

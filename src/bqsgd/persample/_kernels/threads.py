@@ -68,15 +68,6 @@ def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
 _kept = threading.local()
 
 
-def scratch(name: str, *shape: int) -> np.ndarray:
-    """float32 memory for one use at a time, kept by each thread: the system takes its time to hand out so much anew."""
-    size = int(np.prod(shape))
-    if getattr(_kept, name, np.empty(0)).size < size:
-        setattr(_kept, name, np.empty(size, np.float32))
-    found: np.ndarray = getattr(_kept, name)[:size].reshape(shape)
-    return found
-
-
 MAPPED = 32 << 20
 """Bytes from which on the C library takes memory from the system and gives it back at once, page by page."""
 MOST_BLOCKS, LARGEST_BLOCK = 4, 1 << 30
@@ -105,14 +96,10 @@ def recycled(shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> np
 
 def recycled_zeros(size: int, dtype: type[np.generic]) -> np.ndarray:
     """(size,) zeros, in memory that an earlier array has used if nothing refers to it."""
-    if not MAPPED <= size * np.dtype(dtype).itemsize <= LARGEST_BLOCK:
-        return np.zeros(size, dtype)
+    if size * np.dtype(dtype).itemsize < MAPPED:
+        return np.zeros(size, dtype)  # pages that nobody writes to cost nothing
     found = recycled((size,), dtype)
-
-    def clear(start: int, stop: int) -> None:
-        found[start:stop] = 0
-
-    in_threads(clear, size, each=1)
+    found[:] = 0
     return found
 
 
