@@ -405,7 +405,7 @@ def factor_of(gradient: programs.Gradient, values: Iterator[Tensor]) -> Factor:
     found = [next(values) for _ in nodes_of(gradient)]
     match gradient:
         case programs.Product():
-            e, a = (torch.cat(found[side::2], 1) if len(found) > 2 else found[side] for side in (0, 1))
+            e, a = (_joined(found[side::2]) for side in (0, 1))
             return LinearWeight(working(a), working(e))
         case programs.Convolution(geometry=geometry):
             return ConvWeight(working(found[0][:, 0]), working(found[1][:, 0]), geometry)
@@ -414,6 +414,15 @@ def factor_of(gradient: programs.Gradient, values: Iterator[Tensor]) -> Factor:
             return TableRows.of_lookups(found[0].flatten(1), errors, rows=rows, padding=padding)
         case _:
             return Dense(rows_first(working(found[0]).reshape(len(found[0]), -1)))  # a parameter may have no dimension
+
+
+def _joined(uses: list[Tensor]) -> Tensor:
+    """The positions of all uses of a parameter, (samples, positions, entries), in the layout that the uses have."""
+    if len(uses) == 1:
+        return uses[0]
+    if uses[0].stride(0) == 1:  # over lanes the samples lie last
+        return torch.cat([use.movedim(0, -1) for use in uses]).movedim(-1, 0)
+    return torch.cat(uses, 1)
 
 
 def working(values: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bqsgd.persample._kernels import lanes as kernels
 from bqsgd.persample._kernels.contiguous import rows_product
-from bqsgd.persample._kernels.loops import in_lanes
+from bqsgd.persample._kernels.pairs import in_lanes
 from bqsgd.persample._kernels.vectors import LANES
 
 aten = torch.ops.aten
@@ -114,8 +114,11 @@ def _pad(x: Array, sides: Sequence[int], value: float = 0) -> Array:
 
 
 def _full(x: Array, sizes: Sequence[int] | None, value: float, dtype: Any = None, **_: Any) -> Array:
-    shape = (*(x.shape[:-1] if sizes is None else sizes), 1)
-    return np.full(shape, value, x.dtype if dtype is None else _dtype(dtype))
+    """As many lanes as `x` has where it has the shape of `x`: what is drawn in its place is drawn for every lane."""
+    kind = x.dtype if dtype is None else _dtype(dtype)
+    if sizes is None:
+        return np.broadcast_to(np.asarray(value, kind), x.shape)
+    return np.full((*sizes, 1), value, kind)
 
 
 # One IEEE operation an entry.

@@ -15,7 +15,6 @@ from torch import Tensor
 from bqsgd.persample._kernels import contiguous
 from bqsgd.persample._kernels.contiguous import BLOCK_SAMPLES, PANEL, STRIP, SUM_BLOCK
 from bqsgd.persample._kernels.grid import Grid, held_to
-from bqsgd.persample._kernels.pairs import in_lanes as in_lanes
 from bqsgd.persample._kernels.pairs import lanes_of, transpose
 from bqsgd.persample._kernels.threads import in_threads, recycled, recycled_zeros
 
