@@ -214,7 +214,7 @@ def first_messages(folder: Path) -> Reader:
     from bqsgd.engines.torch_distributed._transport import read_reply, reply_to_greeting
 
     corpus = [json.loads(reply_to_greeting(samples=600))]
-    return Reader(corpus, _document(json_text), lambda content: read_reply(memoryview(content)))
+    return Reader(corpus, _document(json_text), lambda content: read_reply(memoryview(content), whole_client=False))
 
 
 def rosters(folder: Path) -> Reader:

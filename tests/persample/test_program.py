@@ -26,8 +26,8 @@ from bqsgd.persample.gradients import road_of
 from bqsgd.persample.lanes import LanesRoad
 from bqsgd.persample.program import (
     Convolution,
-    Dense,
     Form,
+    Gradient,
     NotTraceable,
     Product,
     Program,
@@ -119,9 +119,9 @@ def test_a_program_that_draws_says_so() -> None:
 @pytest.mark.parametrize(
     ("build", "kinds"),
     [
-        (lambda: nn.Linear(4, 3), (Product, Dense)),
-        (lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 4), nn.Flatten()), (Convolution, Dense)),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, bias=False)), (Product, Dense, Dense)),
+        (lambda: nn.Linear(4, 3), (Product, Gradient)),
+        (lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 4), nn.Flatten()), (Convolution, Gradient)),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, bias=False)), (Product, Gradient, Gradient)),
     ],
     ids=["linear", "convolution", "norm"],
 )

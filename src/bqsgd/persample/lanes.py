@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bqsgd.persample import program as programs
 from bqsgd.persample._kernels.vectors import LANES
 from bqsgd.persample.factors import SCRATCH_BYTES, Piece, factor_of, nodes_of
+from bqsgd.persample.generators import generators_kept
 from bqsgd.persample.program import Program, Whole, shape_of
 from bqsgd.persample.rules import Array, Leaf, NotLanes, rule_of
 
@@ -45,8 +46,8 @@ class LanesRoad:
         body = _decomposed(program.body(wanted))
         _check_sizes(program)
         self._steps = _steps(body)
-        largest = max(shape_of(node).numel() for node in (*program.leaves, *wanted) if node not in program.leaves)
-        self._most = max(FEWEST_LANES, min(MOST_LANES, ENTRIES // largest))
+        largest = max((shape_of(node).numel() for node in wanted if node not in program.leaves), default=1)
+        self._most = max(FEWEST_LANES, min(MOST_LANES, ENTRIES // max(1, largest)))
         self._constants = {n: operator.attrgetter(str(n.target))(body) for n in body.graph.nodes if n.op == "get_attr"}
         shared, leaves = (
             [torch.zeros(shape_of(node), dtype=node.meta["val"].dtype) for node in nodes]
@@ -55,7 +56,8 @@ class LanesRoad:
         if any(node.meta["val"].device.type != "cpu" for node in (*program.shared, *program.leaves)):
             raise NotLanes("the loops run on the CPU")
         try:  # what a rule cannot take it refuses here, whatever the data are
-            self._run(shared, leaves)
+            with generators_kept():
+                self._run(shared, leaves)
         except NotLanes:
             raise
         except Exception as error:  # a form of arguments that no rule foresees
