@@ -34,6 +34,18 @@ def words(most: int, length: int) -> Tensor:
     return torch.randint(0, most, (SAMPLES, length))
 
 
+class Centred(nn.Module):
+    """The mean of the batch is taken away, which leaves nothing of a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        return self.out(torch.tanh(hidden - hidden.mean(dim=0)) + x)
+
+
 class Calls(nn.Module):
     """A forward given as a function of the layers and the inputs."""
 

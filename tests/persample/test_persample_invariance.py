@@ -31,7 +31,7 @@ from bqsgd.persample.program import Form
 from bqsgd.persample.rows import RowsRoad, plan_chunks, rows_are_apart, rows_for
 from bqsgd.training.objective import Objective
 from bqsgd.training.samples import Part
-from persample_models import EVERY, Build, case_of
+from persample_models import EVERY, Build, Centred, case_of
 
 CLIPS: list[Clip] = [Scale(0.01), Clamp(0.003), L2(0.2), Dual(0.1, 0.01), Dual(0.01, 0.1)]
 TELLING: list[tuple[Build, torch.dtype]] = [
@@ -331,18 +331,6 @@ class Moody(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.out(x if self.calls == 1 else torch.sigmoid(x))
-
-
-class Centred(nn.Module):
-    """The mean of the batch is taken away, which leaves nothing of a batch of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.inner(x)
-        return self.out(torch.tanh(hidden - hidden.mean(dim=0)) + x)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from bqsgd.errors import InvalidParameter
-from bqsgd.persample.factors import Dense, Piece
+from bqsgd.persample.factors import Dense, Piece, working
 from bqsgd.persample.generators import generators_kept
 from bqsgd.persample.interrupts import StopNow
-from bqsgd.persample.program import Form, Whole
+from bqsgd.persample.program import Form, Whole, fails_on_made_up
 from bqsgd.persample.repeatable import repeatable
 
 
@@ -63,11 +63,7 @@ class AloneRoad:
             except InvalidParameter:
                 raise
             except Exception as error:
-                shapes = ", ".join(str(tuple(shape)) for shape, _, _ in form.leaves)
-                raise InvalidParameter(
-                    f"the model or the loss fails on samples of the shapes {shapes}, so nothing was spent: "
-                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-                ) from error
+                raise fails_on_made_up(error, form.shapes) from error
 
     def _gradients(self, whole: Whole, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of one sample, a row for each trained tensor."""
@@ -75,10 +71,10 @@ class AloneRoad:
         values = [parameter for parameter in own.parameters() if parameter.requires_grad]
         copies = [leaf.clone() for leaf in leaves]
         with _kept(whole.model), repeatable, torch.enable_grad():
-            found = own(*copies, structure=self._structure, trained=values)
+            gradients = own(*copies, structure=self._structure, trained=values)
         return [
             torch.zeros_like(value).reshape(1, -1) if gradient is None else gradient.detach().reshape(1, -1)
-            for value, gradient in zip(values, found, strict=True)
+            for value, gradient in zip(values, gradients, strict=True)
         ]
 
     def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
@@ -89,9 +85,9 @@ class AloneRoad:
         """
         for sample in range(len(leaves[0])):
             try:
-                found = self._gradients(whole, [leaf[sample : sample + 1] for leaf in leaves])
-                flat = torch.cat([values.float() for values in found], dim=1)
-                pieces = [Piece(slice(0, len(found)), Dense(flat))]
+                gradients = self._gradients(whole, [leaf[sample : sample + 1] for leaf in leaves])
+                flat = torch.cat([working(values) for values in gradients], dim=1)
+                pieces = [Piece(slice(0, len(gradients)), Dense(flat))]
             except StopNow:
                 raise
             except BaseException:

@@ -42,7 +42,7 @@ class LanesRoad:
         self._gradients, self.draws, self.assumes = program.gradients, program.draws, ""
         self._prelude = program.prelude()
         wanted = [node for gradient in program.gradients if gradient is not None for node in nodes_of(gradient)]
-        self._shared, self._leaves = len(program.shared), len(program.leaves)
+        self._shared = len(program.shared)
         body = _decomposed(program.body(wanted))
         _check_sizes(program)
         self._steps = _steps(body)

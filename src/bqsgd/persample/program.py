@@ -16,7 +16,7 @@ import logging
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,11 @@ class Form:
         """The form of the samples of a batch, whose tensors all have the sample dimension first."""
         leaves, structure = tree_flatten(batch)
         return cls(structure, tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves))
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of each leaf."""
+        return [shape for shape, _, _ in self.leaves]
 
     def zeros(self, rows: int) -> list[Tensor]:
         """The leaves of `rows` made-up samples."""
@@ -103,20 +108,20 @@ class Whole(nn.Module):
         """The same with random parameters: weights that hide a difference, such as zeros, must pass no test."""
         buffers, generator = dict(self.named_buffers()), torch.Generator().manual_seed(0)
         trained, held = self.tensors()
-        found = []
+        values = []
         for name, tensor in (trained | held).items():
             if name not in buffers and tensor.is_floating_point():
                 scale = max(1, tensor[0].numel() if tensor.dim() > 1 else 1) ** -0.5
                 tensor = (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device, tensor.dtype)
-            found.append(tensor)
-        return found
+            values.append(tensor)
+        return values
 
     def copied(self) -> Whole:
         """A copy that shares nothing with the model: whatever is written to it, whenever, stays in it."""
         try:
-            found = copy.deepcopy(self)
-            found._known |= {id(parameter) for parameter in found.parameters()}
-            return found
+            twin = copy.deepcopy(self)
+            twin._known |= {id(parameter) for parameter in twin.parameters()}
+            return twin
         except Exception as error:
             raise InvalidParameter(
                 f"the model cannot be copied, and its forward must run on a copy: {type(error).__name__}: {error}"
@@ -133,8 +138,8 @@ class Whole(nn.Module):
         values = {name: tensor.detach().requires_grad_() for name, tensor in trained.items()}
         named = {"structure": structure, "trained": list(values.values())}
         with torch.enable_grad():
-            found: tuple[Tensor | None, ...] = functional_call(self, {**held, **values}, tuple(leaves), named)
-        return found
+            gradients: tuple[Tensor | None, ...] = functional_call(self, {**held, **values}, tuple(leaves), named)
+        return gradients
 
 
 def _leaves(root: Any) -> set[int]:
@@ -170,6 +175,14 @@ def check_losses(losses: Any, batch: int) -> Tensor:
             "average what is left of each sample"
         )
     return losses
+
+
+def fails_on_made_up(error: BaseException, shapes: Iterable[Sequence[int]]) -> InvalidParameter:
+    """What to raise where model or loss fail on a made-up sample: then no sample of these shapes could go through."""
+    return InvalidParameter(
+        f"the model or the loss fails on samples of the shapes {', '.join(str(tuple(shape)) for shape in shapes)}, so "
+        f"nothing was spent: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    )
 
 
 def refuse_mixing(model: nn.Module) -> None:

@@ -52,10 +52,11 @@ Numbers = Tensor | npt.NDArray[np.int64]
 def rows_for(batch_size: int, entries: int, *, packed: bool) -> int:
     """Rows of a pass, from the *public* batch size and the size of the program alone: a power of two up to 64.
 
-    With rows of their own, a batch drawn at random fills few rows more evenly than many: about 16 samples a row.
+    With rows of their own, a batch drawn at random fills few rows more evenly than many: about 16 samples a row, and
+    one row where a sample is work enough. Packed rows are all taken, so as many as there may be.
     """
-    fair = batch_size if packed else batch_size // 16
-    return 1 << (max(1, min(MOST, fair, ENTRIES // max(1, entries))).bit_length() - 1)
+    fair = batch_size if packed else min(batch_size // 16, ENTRIES // max(1, entries))
+    return 1 << (max(1, min(MOST, fair)).bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,10 @@ class RowsRoad:
     def _try(self, program: Program, shared: Sequence[Tensor]) -> None:
         """Run a pass on a made-up sample: what raises here would raise for every sample."""
         try:
-            with torch.no_grad(), alone, generators_kept():
+            with torch.no_grad(), alone, generators_kept(), repeatable:
                 self._pass(*shared, *(_made_up(node, 1)[0] for node in program.leaves))
         except Exception as error:
-            raise InvalidParameter(
-                "the model or the loss fails on a made-up sample, so nothing was spent: "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            ) from error
+            raise programs.fails_on_made_up(error, [shape_of(node)[1:] for node in program.leaves]) from error
 
     @property
     def assumes(self) -> str:
@@ -250,7 +248,7 @@ def rows_are_apart(
 
     any_row: whether a sample also comes out the same in every row.
     """
-    with torch.no_grad(), alone, generators_kept():
+    with torch.no_grad(), alone, generators_kept(), repeatable:
         torch.manual_seed(0)  # the same draws each time
         first = run(*shared, *leaves)
         for parity in (0, 1):

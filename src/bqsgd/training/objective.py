@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bqsgd.errors import InvalidParameter
 from bqsgd.models import dimension_of, trainable
 from bqsgd.persample import BatchMean, Clip, clipped_gradients
 from bqsgd.persample._kernels.threads import check_ieee
 from bqsgd.persample.generators import alone, generators_kept, states
 from bqsgd.persample.gradients import Road, road_of
 from bqsgd.persample.interrupts import StopNow
-from bqsgd.persample.program import Form, Forward, LossFunction, inputs_then_target
+from bqsgd.persample.program import Form, Forward, LossFunction, fails_on_made_up, inputs_then_target
 from bqsgd.privacy.guarantee import Guarantee
 from bqsgd.release import Unit
 from bqsgd.training.samples import Part
@@ -89,10 +88,7 @@ class Objective:
                 assert mean is not None
                 torch.autograd.grad(mean, trainable(model), allow_unused=True)
             except Exception as error:
-                raise InvalidParameter(
-                    "the model or the loss fails on samples of this form, so nothing was spent: "
-                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-                ) from error
+                raise fails_on_made_up(error, Form.of(data).shapes) from error
             self.draws |= states() != before
 
     def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
