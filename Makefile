@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: install requirements demo test test-all lint types layers bench bench-persample bench-distributed bench-scattering bench-scaling bench-clients docs docs-serve notebooks clean bench-secure
+.PHONY: install requirements demo test test-all lint types layers bench docs docs-serve notebooks dist release clean
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -41,29 +41,9 @@ test: lint types layers
 test-all: lint types layers
 	HYPOTHESIS_PROFILE=fresh $(BIN)/pytest -n 2 -m 'slow or not slow'
 
+# `make bench` lists the names, `make bench NAME=persample` runs one.
 bench: install
-	$(BIN)/python -m benchmarks.mechanism
-
-bench-persample: install
-	$(BIN)/python -m benchmarks.persample
-
-bench-accountant: install
-	$(BIN)/python -m benchmarks.accountant
-
-bench-distributed: install
-	$(BIN)/python -m benchmarks.distributed
-
-bench-scattering: install
-	$(BIN)/python -m benchmarks.scattering
-
-bench-scaling: install
-	$(BIN)/python -m benchmarks.scaling
-
-bench-clients: install
-	$(BIN)/python -m benchmarks.clients
-
-bench-secure: install
-	$(BIN)/python -m benchmarks.secure
+	$(BIN)/python -m benchmarks $(NAME)
 
 docs: install
 	$(BIN)/mkdocs build --strict
@@ -74,6 +54,14 @@ docs-serve: install
 notebooks: install
 	cd notebooks && ../$(BIN)/jupyter-execute --inplace --NotebookClient.record_timing=False --NotebookClient.coalesce_streams=True *.ipynb
 	rm -f notebooks/*.ledger
+
+# The sdist and the wheel in dist/, each installed into an empty environment and run there.
+dist: install
+	$(BIN)/python .ci/release.py dist
+
+# The same for a final version, and then the tag. Nothing is pushed or uploaded.
+release: install
+	$(BIN)/python .ci/release.py release
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

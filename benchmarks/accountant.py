@@ -1,7 +1,4 @@
-"""Time and memory of the accountant and planner, each case in a fresh process; writes results/accountant.json.
-
-python -m benchmarks.accountant
-"""
+"""Time and memory of the accountant and planner, each case in a fresh process."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from bqsgd.privacy.guarantee import rounded_up
+import benchmarks
+from bqsgd._src.privacy.guarantee import rounded_up
+from bqsgd._src.release import Release, Terms
 
-RESULTS = Path(__file__).parent / "results" / "accountant.json"
 CASES: dict[str, dict[str, Any]] = {
     "LeNet-5, s=1 m=251": {"levels": 1, "trials": 251, "dimension": 61_706, "batch_size": 32, "rounds": 1000},
     "LeNet-5, s=2 m=251": {"levels": 2, "trials": 251, "dimension": 61_706, "batch_size": 32, "rounds": 1000},
@@ -79,21 +76,21 @@ TARGETS = {"LeNet": (10.0, 2048.0), "L2": (10.0, 512.0), "plan": (30.0, 512.0)}
 
 def one(name: str) -> dict[str, Any]:
     """Run one case here: cold, then again from the cache."""
-    from bqsgd.params import Mechanism
-    from bqsgd.planner.plan import Budget, ClientSetting
-    from bqsgd.planner.search import make_plan
-    from bqsgd.privacy.accountant import Accountant
+    from bqsgd._src.params import Mechanism
+    from bqsgd._src.planner.plan import Budget
+    from bqsgd._src.planner.search import make_plan
+    from bqsgd._src.privacy.accountant import Accountant
 
     case = {"dataset_size": 15_000, **CASES[name]}
     rounds = case.pop("rounds")
     started = time.process_time()
     if case.pop("plan", False):
-        plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), ClientSetting(**case), rounds=rounds)
+        plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), Terms.of_batch(**case), rounds=rounds)
         assert plan.guarantee is not None
         release, guarantee = plan.release, plan.guarantee
     else:
         mechanism = Mechanism(levels=case.pop("levels"), trials=case.pop("trials"))
-        release = ClientSetting(**case).release(mechanism)
+        release = Release(mechanism=mechanism, terms=Terms.of_batch(**case))
         guarantee = Accountant().compose(release, rounds).guarantee(delta=1e-5)
     cold = time.process_time() - started
     started = time.process_time()
@@ -110,19 +107,22 @@ def one(name: str) -> dict[str, Any]:
 
 def main() -> int:
     """All cases, the table, and 1 when a case misses its target."""
-    if len(sys.argv) == 2:
-        print(json.dumps(one(sys.argv[1])))
+    parser = benchmarks.parser("accountant", __doc__)
+    parser.add_argument("--case", choices=CASES, help="only print one case")
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(one(options.case)))
         return 0
     rows = []
     for name in CASES:
-        command = [sys.executable, "-m", "benchmarks.accountant", name]
+        command = [sys.executable, "-m", "benchmarks", "accountant", "--case", name]
         rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
         row = rows[-1]
         print(
             f"{name:34} epsilon {rounded_up(row['guarantee']['epsilon']):10} {row['cpu_seconds']:7.2f} s CPU, "
             f"{row['cpu_seconds_cached'] * 1e3:.2f} ms cached, peak {row['peak_mib']:.0f} MiB"
         )
-    RESULTS.write_text(json.dumps({"delta": 1e-5, "rows": rows}, indent=1) + "\n")
+    benchmarks.write(options.output, {"delta": 1e-5, "rows": rows})
     missed = [
         row["case"]
         for row in rows
@@ -131,7 +131,3 @@ def main() -> int:
     ]
     print(f"beyond their targets: {', '.join(missed) or 'none'}")
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,12 +4,11 @@ Each row is a process of its own with n clients of 128 made-up images (28 x 28, 
 Poisson batches of 64 on average, L2 clip, 8 bits, noise from the operating system, and a durable register of ledgers.
 Every client is asked at least once. One worker, one thread.
 
-    make bench-clients        # writes benchmarks/results/clients.json and its table in docs/scaling.md
+Writes its section of the pages as well.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -24,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.many_clients import write_pages
 
-RESULTS = Path(__file__).parent / "results" / "clients.json"
+import benchmarks
+from experiments import pages
+
 SIZES = {10: (10, 30), 100: (100, 3), 1_000: (100, 10), 10_000: (1_000, 10)}
 """Clients -> (asked in a round, rounds)."""
 SAMPLES, BATCH = 128, 64
@@ -52,10 +52,10 @@ def one(clients: int, *, down_bits: int | None) -> dict[str, Any]:
     """One run: what it took."""
     import torch
 
-    from bqsgd import models
-    from bqsgd.run import Run
-    from bqsgd.training.settings import Config
-    from bqsgd.training.task import Task
+    from bqsgd._src import models
+    from bqsgd._src.run import Run
+    from bqsgd._src.settings.config import Config
+    from bqsgd._src.tasks.task import Task
 
     torch.set_num_threads(1)
     asked, rounds = SIZES[clients]
@@ -124,7 +124,7 @@ def one(clients: int, *, down_bits: int | None) -> dict[str, Any]:
 
 def main() -> None:
     """Each row in a process of its own; without arguments all rows, written to the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmarks.parser("clients", __doc__)
     parser.add_argument("--one", type=int)
     parser.add_argument("--down-bits", type=int)
     asked = parser.parse_args()
@@ -134,14 +134,10 @@ def main() -> None:
     rows = []
     for clients in SIZES:
         for bits in ([], ["--down-bits", "4"]) if clients < 10_000 else ([],):
-            command = [sys.executable, "-m", "benchmarks.clients", "--one", str(clients), *bits]
+            command = [sys.executable, "-m", "benchmarks", "clients", "--one", str(clients), *bits]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             rows.append(json.loads(done.stdout.splitlines()[-1]) | {"load": round(os.getloadavg()[0], 1)})
             print(json.dumps(rows[-1]), flush=True)
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    write_pages()
-
-
-if __name__ == "__main__":
-    main()
+    if benchmarks.write(asked.output, {"machine": machine, "rows": rows}):
+        pages.write()

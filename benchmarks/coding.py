@@ -1,30 +1,26 @@
 """Which coder for the codes: constriction's ANS, zstandard and fixed width, on one core, in one run.
 
-python -m benchmarks.coding [--output benchmarks/results/coding.json]
-
 For each (levels, trials) and law of the values, at the size of LeNet-5 and at 2 * 10^6: how far each coder's bytes are
 above the empirical entropy of the codes, and how many million codes a second it encodes and decodes. "ours" is what
-`bqsgd.wire.entropy` writes. Times are the least of interleaved repeats.
+`bqsgd._src.wire.entropy` writes. Times are the least of interleaved repeats.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import constriction
 import numpy as np
 import zstandard
 
-from bqsgd.params import Mechanism
-from bqsgd.wire import entropy
-from bqsgd.wire.entropy import best_binning, histogram, write_counts
-from bqsgd.wire.fixed import Codes, FixedWidth
+import benchmarks
+from bqsgd._src.params import Mechanism
+from bqsgd._src.wire import entropy
+from bqsgd._src.wire.entropy import best_binning, histogram, write_counts
+from bqsgd._src.wire.fixed import Codes, FixedWidth
 
 CASES = [(1, 251), (2, 251), (52, 16279), (8, 4079), (4, 60), (1024, 1 << 20), (127, 0), (7, 0), (1, 0)]
 DIMENSIONS = [61_706, 2_000_000]
@@ -108,9 +104,9 @@ def measure(mechanism: Mechanism, dimension: int, rng: np.random.Generator) -> d
             start = time.perf_counter()
             data = encode()
             middle = time.perf_counter()
-            found = decode(data)
+            decoded = decode(data)
             stop = time.perf_counter()
-            assert np.array_equal(found, codes), name
+            assert np.array_equal(decoded, codes), name
             best[name] = [min(best[name][0], middle - start), min(best[name][1], stop - middle)]
             size[name] = len(data)
     table = write_counts(best_binning(histogram(codes, mechanism.code_count), entropy.MAX_BINS).counts)
@@ -136,9 +132,7 @@ def measure(mechanism: Mechanism, dimension: int, rng: np.random.Generator) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "coding.json")
-    output = parser.parse_args().output
+    output = benchmarks.parser("coding", __doc__).parse_args().output
     rng, rows = np.random.default_rng(1), []
     for dimension in DIMENSIONS:
         for levels, trials in CASES:
@@ -158,8 +152,4 @@ def main() -> None:
         "versions": versions,
         "rows": rows,
     }
-    output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    benchmarks.write(output, result)

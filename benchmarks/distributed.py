@@ -1,6 +1,6 @@
 """What a round over torch.distributed costs beyond the model's own work: LeNet-5, four ranks on loopback, gloo.
 
-`python -m benchmarks.distributed` starts the ranks, prints the table, writes benchmarks/results/distributed.json and
+`python -m benchmarks distributed` starts the ranks, prints the table, writes benchmarks/results/distributed.json and
 exits with 1 if the target is missed. "carry" rounds do everything but the gradients, which are a fixed vector: write,
 send, check and read the model, spend in the ledger, encode, send, check, decode, aggregate, step. "train" rounds do it
 all.
@@ -9,7 +9,6 @@ Wall time: ranks wait for one another, so a busy machine shows; the load average
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -27,15 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from bqsgd import models
-from bqsgd.engines.torch_distributed import join, torch_distributed
-from bqsgd.engines.torch_distributed.client import Answering, answer_rounds, joined_run
-from bqsgd.run import Run, run_round
-from bqsgd.training.client import Client, Declined
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+import benchmarks
+from bqsgd._src import models
+from bqsgd._src.client.client import Client
+from bqsgd._src.engines.torch_distributed import join, torch_distributed
+from bqsgd._src.engines.torch_distributed.client import Answering, answer_rounds, joined_run
+from bqsgd._src.run import Run, run_round
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
+from bqsgd._src.wire.reply import Reply
 
-RESULTS = Path(__file__).parent / "results" / "distributed.json"
 RANKS, BATCH, SAMPLES, TARGET_MS = 4, 64, 1024, 10.0
 WARM = 20
 
@@ -58,7 +58,7 @@ def settings(rounds: int) -> Config:
 
 def without_model_work(client: Client) -> None:
     """The client's gradient is a fixed vector from now on."""
-    values = np.random.default_rng(client.client).normal(0, 1e-3, client.setting.dimension).astype(np.float32)
+    values = np.random.default_rng(client.client).normal(0, 1e-3, client.terms.dimension).astype(np.float32)
     client._values = lambda model, round: values  # type: ignore[method-assign]
 
 
@@ -80,7 +80,7 @@ def counting(client: Client, cpu: list[float], rounds: int) -> Answering:
     """The client's answer; `cpu` gets this process's CPU seconds of one round after the warm ones."""
     asked = []
 
-    def answer(message: memoryview) -> bytearray | Declined:
+    def answer(message: memoryview) -> Reply:
         asked.append(time.process_time())
         if len(asked) == rounds:
             cpu[:] = [(asked[-1] - asked[WARM]) / (rounds - 1 - WARM)]
@@ -113,7 +113,7 @@ def over_ranks(kind: str, rounds: int) -> dict[str, Any]:
         port = probe.getsockname()[1]
         probe.close()
         place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.distributed", "--rank", kind, "--rounds", str(rounds)]
+        command = [sys.executable, "-m", "benchmarks", "distributed", "--rank", kind, "--rounds", str(rounds)]
         started = [
             subprocess.Popen([*command, "--folder", folder], env={**os.environ, **place, "RANK": str(number)})
             for number in range(RANKS)
@@ -139,8 +139,8 @@ def in_process(kind: str, rounds: int) -> dict[str, Any]:
             for client in run.engine.clients.values():
                 without_model_work(client)
         cpu: list[float] = []
-        found = figures(timed_rounds(run, cpu))
-        return found | {"cpu_ms": 1e3 * cpu[0]}
+        times = figures(timed_rounds(run, cpu))
+        return times | {"cpu_ms": 1e3 * cpu[0]}
 
 
 def figures(seconds: list[float]) -> dict[str, float]:
@@ -155,7 +155,7 @@ def figures(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmarks.parser("distributed", __doc__)
     parser.add_argument("--rank", choices=("carry", "train"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rounds", type=int, default=300)
@@ -166,12 +166,12 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the ranks are ended as well
     before = os.getloadavg()
-    found: dict[str, Any] = {
+    kinds: dict[str, Any] = {
         kind: {"ranks": over_ranks(kind, rounds), "in_process": in_process(kind, rounds)}
         for kind, rounds in (("carry", arguments.rounds), ("train", WARM + 60))
     }
     dimension = sum(parameter.numel() for parameter in task().make_model().parameters())
-    met = found["carry"]["ranks"]["median_ms"] <= TARGET_MS
+    met = kinds["carry"]["ranks"]["median_ms"] <= TARGET_MS
     result = {
         "what": __doc__.splitlines()[0],
         "dimension": dimension,
@@ -179,21 +179,17 @@ def main() -> int:
         "batch_size": BATCH,
         "target_median_ms": TARGET_MS,
         "target_met": met,
-        **found,
+        **kinds,
         "load_average_before": before,
         "load_average_after": os.getloadavg(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")},
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    for kind, entry in found.items():
+    benchmarks.write(arguments.output, result)
+    for kind, entry in kinds.items():
         for place, row in entry.items():
             shown = "  ".join(f"{name} {value:.2f}" for name, value in row.items())
             print(f"{kind:6} {place:11} {shown}")
     print(f"target: median of carry over ranks <= {TARGET_MS:g} ms: {'met' if met else 'MISSED'}; load {before[0]:.1f}")
     return 0 if met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

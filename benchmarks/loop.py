@@ -1,7 +1,7 @@
 """An existing loop made private: Opacus' own MNIST example beside ours, in one run.
 
-`python -m benchmarks.loop` prints the figures, writes benchmarks/results/loop.json and exits with 1 unless our step is
-ahead of Opacus' with hooks and with ghost clipping. `--page` only writes docs/coming_from_opacus.md again from it.
+`python -m benchmarks loop` prints the figures, writes benchmarks/results/loop.json and exits with 1 unless our step is
+ahead of Opacus' with hooks and with ghost clipping. `python -m experiments.pages` writes the page again.
 
 Time: one thread, CPU time, rivals taking turns in one process. A step is everything from `zero_grad` to the optimiser's
 step, on Poisson batches with a mean of 256 images; reading the batch is timed apart. Lines: what `train_opacus` and
@@ -12,14 +12,11 @@ accountant, ours the proven bound. Without clipping that rate diverges, so the l
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import inspect
-import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -33,14 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import benchmarks
 import bqsgd
-from bqsgd import data
-from bqsgd.privacy.guarantee import as_given, rounded_up
+from bqsgd._src import data
+from bqsgd._src.privacy.guarantee import as_given, rounded_up
+from experiments import pages
 
-RESULTS = Path(__file__).parent / "results" / "loop.json"
-PAGE = Path(__file__).parents[1] / "docs" / "coming_from_opacus.md"
-BEGIN, END = "<!-- measured: python -m benchmarks.loop --page -->\n", "<!-- end of measured -->\n"
-"""What stands between them on the page is written by `measured`."""
 BATCH, DELTA, CLIP, LEARNING_RATE, PLAIN_LEARNING_RATE = 256, 1e-5, 1.0, 0.25, 0.05
 EPSILON, EPOCHS = 3.0, 3
 MEAN, DEVIATION = 0.1307, 0.3081
@@ -91,7 +86,7 @@ def train_opacus(model: Any, optimizer: Any, loader: Any, epochs: int, folder: P
 
 def train_ours(model: Any, optimizer: Any, loader: Any, epochs: int, folder: Path) -> str:
     private = bqsgd.make_private(
-        model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"), epsilon=EPSILON, delta=DELTA,
+        model, optimizer, loader, loss_fn=nn.CrossEntropyLoss(reduction="none"), epsilon=EPSILON, delta=DELTA,
         clip_norm=CLIP, epochs=epochs, ledger=folder / "me.ledger",
     )  # fmt: skip
     for _ in range(epochs):
@@ -117,10 +112,10 @@ def lines_added(loop: Callable[..., str]) -> dict[str, int]:
 
 def images() -> tuple[TensorDataset, tuple[Tensor, Tensor]]:
     """MNIST as Opacus' example normalises it: training set, and test images with their labels."""
-    found = data.load("mnist")
+    mnist = data.load("mnist")
     train, test = (
         ((torch.as_tensor(part.inputs).reshape(-1, 1, 28, 28).float() - MEAN) / DEVIATION, torch.as_tensor(part.labels))
-        for part in (found.train, found.test)
+        for part in (mnist.train, mnist.test)
     )
     return TensorDataset(*train), test
 
@@ -187,7 +182,7 @@ def plain_turn(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataL
 
 def our_turn(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], folder: Path) -> Turn:
     private = bqsgd.make_private(
-        model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"), epsilon=1e3, delta=DELTA, epochs=1000,
+        model, optimizer, loader, loss_fn=nn.CrossEntropyLoss(reduction="none"), epsilon=1e3, delta=DELTA, epochs=1000,
         clip_norm=CLIP, ledger=folder / "speed.ledger", mechanism=bqsgd.Mechanism(levels=3, trials=249), range=0.05,
     )  # fmt: skip
 
@@ -203,13 +198,13 @@ def opacus_turn(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Data
 
     asked: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": CLIP, "grad_sample_mode": mode}
     loss: Any = nn.CrossEntropyLoss()
-    found: Any = PrivacyEngine().make_private(
+    private: Any = PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=loss, **asked
     )
     if mode == "ghost":
-        model, optimizer, loss, loader = found
+        model, optimizer, loss, loader = private
     else:
-        model, optimizer, loader = found
+        model, optimizer, loader = private
 
     def step(batch: Any) -> int:
         optimizer.zero_grad()
@@ -227,20 +222,20 @@ def speed(turns: int, samples: int, folder: Path) -> dict[str, Any]:
     for _ in range(turns):
         for name, turn in steps.items():
             measured.setdefault(name, []).append(turn())
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, values in measured.items():
         kept = [value for value in values[3:] if value[2]]
-        found[name] = {
+        figures[name] = {
             "step_ms": 1e3 * statistics.median(step * BATCH / count for _, step, count in kept),
             "reading_ms": 1e3 * statistics.median(reading * BATCH / count for reading, _, count in kept),
         }
-    return found
+    return figures
 
 
 def accuracy(epochs: int, repeats: int, names: list[str]) -> dict[str, Any]:
     """Test accuracy of each loop, from the same initial models."""
     train, (inputs, targets) = images()
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name in names:
         reached, epsilon = [], ""
         for repeat in range(repeats):
@@ -254,11 +249,11 @@ def accuracy(epochs: int, repeats: int, names: list[str]) -> dict[str, Any]:
             with torch.no_grad():
                 reached.append(float((model(inputs).argmax(dim=1) == targets).float().mean()))
             print(f"  {name}: {reached[-1]:.2%}", flush=True)
-        found[name] = {"accuracies": reached, "mean": statistics.mean(reached), "epsilon": epsilon}
-    return found
+        figures[name] = {"accuracies": reached, "mean": statistics.mean(reached), "epsilon": epsilon}
+    return figures
 
 
-def measured(result: dict[str, Any]) -> str:
+def section(result: dict[str, Any]) -> str:
     """The section of the page that compares the two, from the JSON."""
     times, lines, reached = result["times"], result["lines"], result["accuracy"]
 
@@ -275,7 +270,7 @@ def measured(result: dict[str, Any]) -> str:
     table = f"""## Measured side by side
 
 Opacus' MNIST example, its network and batches of {result["batch_size"]} on average, one thread, each in turn in one run
-([loop.json](../benchmarks/results/loop.json), `python -m benchmarks.loop`). Opacus {result["versions"]["opacus"]}.
+([loop.json](../benchmarks/results/loop.json), `make bench NAME=loop`). Opacus {result["versions"]["opacus"]}.
 
 | | Opacus | bqsgd |
 |---|---|---|
@@ -285,34 +280,24 @@ Opacus' MNIST example, its network and batches of {result["batch_size"]} on aver
     if "ours" in reached:
         table += f"""| test accuracy after {reached["epochs"]} epochs at epsilon {as_given(reached["epsilon"])}, mean of {len(reached["ours"]["accuracies"])}; {100 * reached["plain"]["mean"]:.2f} % without privacy | {accuracy("opacus")} | {accuracy("ours")} |
 """  # noqa: E501
-    return table + "\n"
-
-
-def write_page(result: dict[str, Any]) -> None:
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(before + BEGIN + measured(result) + END + rest.split(END)[1], encoding="utf-8")
+    return table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmarks.parser("loop", __doc__)
     parser.add_argument("--turns", type=int, default=60, help="steps of each rival")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="for the accuracies; 0 leaves them out")
     parser.add_argument("--repeats", type=int, default=3, help="initial models for the accuracies")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="only write docs/coming_from_opacus.md again")
-    given = parser.parse_args()
-    if given.page:
-        write_page(json.loads(RESULTS.read_text(encoding="utf-8")))
-        return 0
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus|torch")
     with tempfile.TemporaryDirectory() as folder:
-        times = speed(given.turns, 20 * BATCH, Path(folder))
+        times = speed(options.turns, 20 * BATCH, Path(folder))
     for name, figures in times.items():
         print(f"{name:>14}: {figures['step_ms']:7.1f} ms per step, {figures['reading_ms']:5.1f} ms reading")
     lines = {name: lines_added(loop) for name, loop in LOOPS.items() if name != "plain"}
     print(f"lines: {lines}")
-    reached = accuracy(given.epochs, given.repeats, list(LOOPS)) if given.epochs else {}
+    reached = accuracy(options.epochs, options.repeats, list(LOOPS)) if options.epochs else {}
     ahead = all(times["ours"]["step_ms"] < times[f"opacus, {mode}"]["step_ms"] for mode in ("hooks", "ghost"))
     result = {
         "model": "SampleConvNet of Opacus' MNIST example, 26,010 parameters",
@@ -324,7 +309,7 @@ def main() -> int:
         "accuracy": {
             "epsilon": EPSILON,
             "delta": DELTA,
-            "epochs": given.epochs,
+            "epochs": options.epochs,
             "learning_rate": LEARNING_RATE,
             "learning_rate_without_privacy": PLAIN_LEARNING_RATE,
             "clip_norm": CLIP,
@@ -333,10 +318,7 @@ def main() -> int:
         "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": {name: version(name) for name in ("bqsgd", "torch", "opacus", "numpy")},
     }
-    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"ahead of Opacus' hooks and ghost clipping: {ahead}; written to {given.out}")
+    if benchmarks.write(options.output, result):
+        pages.write()
+    print(f"ahead of Opacus' hooks and ghost clipping: {ahead}; written to {options.output}")
     return 0 if ahead else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,12 @@
 """Speed and memory of encode -> frame -> accumulate against naive NumPy and torch's Gaussian noise, on one core.
 
-`python -m benchmarks.mechanism` prints the table, writes benchmarks/results/mechanism.json and exits with 1 if a target
+`python -m benchmarks mechanism` prints the table, writes benchmarks/results/mechanism.json and exits with 1 if a target
 is missed. Rivals take turns in one process and each keeps its best time. Times are CPU time of the process: every rival
 runs on one thread, so on a quiet machine that is the wall time, and on a busy one it leaves out the waiting.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -21,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from bqsgd.codec import Accumulator, encode_frame
-from bqsgd.noise import privacy_rng
-from bqsgd.params import Mechanism
+import benchmarks
+from bqsgd._src.codec import Accumulator, encode_frame
+from bqsgd._src.noise import privacy_rng
+from bqsgd._src.params import Mechanism
 
-RESULTS = Path(__file__).parent / "results" / "mechanism.json"
 DIMENSION = 10**7
 GROWTH = [10**4, 10**5, 10**6, 10**7, 10**8]
 MEMORY_DIMENSION = 10**8
@@ -196,14 +195,13 @@ def targets(seconds: dict[str, float], memory: dict[str, int], rows: list[dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmarks.parser("mechanism", __doc__)
     parser.add_argument("--extra-memory", action="store_true", help="only print the extra memory of one encode")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.extra_memory:
         extra_memory()
         return 0
-    command = [sys.executable, "-m", "benchmarks.mechanism", "--extra-memory"]
+    command = [sys.executable, "-m", "benchmarks", "mechanism", "--extra-memory"]
     memory = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     seconds, scaling = against_rivals(), growth()
     fixed, rows = scaling["fixed_seconds"], scaling["rows"]
@@ -229,9 +227,5 @@ def main() -> int:
         "growth": scaling,
         "extra_memory_bytes": memory,
     }
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    benchmarks.write(options.output, record)
     return 0 if all(line["passed"] for line in table) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from bqsgd.models import MLP, AlexNet28, LeNet5
+from bqsgd._src.models import MLP, AlexNet28, LeNet5
 
 EVERY_CLIP = ("L2", "Scale", "Clamp", "Dual", "BatchMean")
 TWO_CLIPS = ("L2", "Dual")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from benchmarks.persample_models import Case
-from bqsgd.persample import L2, BatchMean, Clamp, Clip, Dual, Scale, clipped_gradients
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Scale, clipped_gradients
 
 NORM, BOUND = 0.5, 0.0015
 CLIPS: dict[str, Clip] = {

@@ -1,4 +1,4 @@
-"""Where a round's time goes on LeNet-5, and what a thousand clients in one process need: `python -m benchmarks.rounds`.
+"""Where a round's time goes on LeNet-5, and what a thousand clients in one process need.
 
 Overhead: 4 clients x 32 samples of MNIST-shaped random data on one core, with ledgers on disk; everything but forward,
 backward and clipping (which is one fused stage) against the whole round. Each figure is the least over the rounds.
@@ -11,20 +11,17 @@ import json
 import os
 import platform
 import resource
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from bqsgd import models
-from bqsgd.run import Run, run_round
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
-
-RESULT = Path(__file__).parent / "results" / "rounds.json"
+import benchmarks
+from bqsgd._src import models
+from bqsgd._src.run import Run, run_round
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 
 def task_of(clients: int, samples: int) -> Task:
@@ -84,17 +81,15 @@ def thousand() -> dict[str, object]:
 
 
 def main() -> None:
+    parser = benchmarks.parser("rounds", __doc__)
+    parser.add_argument("--rounds", type=int, default=200, help="over which the least time of each stage is taken")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     result = {
-        "overhead": overhead(int(sys.argv[1]) if len(sys.argv) > 1 else 200),
+        "overhead": overhead(options.rounds),
         "thousand_clients": thousand(),
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
         "torch": torch.__version__,
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    benchmarks.write(options.output, result)
     print(json.dumps(result, indent=2))
-
-
-if __name__ == "__main__":
-    main()

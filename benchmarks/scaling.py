@@ -1,6 +1,6 @@
 """Bytes and seconds of one round by dimension and number of clients: measured on one core, then extrapolated.
 
-`python -m benchmarks.scaling` writes benchmarks/results/scaling.json and prints the tables of docs/scaling.md;
+`python -m benchmarks scaling` writes benchmarks/results/scaling.json and prints the tables of docs/scaling.md;
 `--tables` prints them from the stored figures. Measured: client and server work on synthetic vectors, without a network
 and without the model's own work; CPU time of one thread, best of several turns; the server's peak memory. On paper:
 n clients and a link are arithmetic on those figures.
@@ -8,7 +8,6 @@ n clients and a link are arithmetic on those figures.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -17,19 +16,18 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bqsgd.codec import encode_frame
-from bqsgd.noise import privacy_rng
-from bqsgd.params import Mechanism
-from bqsgd.training.server import Server
-from bqsgd.training.settings import Config
-from bqsgd.wire.model_message import read_model
+import benchmarks
+from bqsgd._src.codec import encode_frame
+from bqsgd._src.noise import privacy_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.server.server import Server
+from bqsgd._src.settings.config import Config
+from bqsgd._src.wire.model_message import read_model
 
-RESULTS = Path(__file__).parent / "results" / "scaling.json"
 CLIENTS = {60_000: (4, 16, 64), 4_000_000: (4, 16), 60_000_000: (4,)}
 ON_PAPER = (4, 100, 1_000, 10_000)
 MECHANISM = Mechanism(levels=16, trials=203)
@@ -55,8 +53,8 @@ def frame_of(values: np.ndarray, client: int) -> bytearray:
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     started = time.process_time()
-    found = work()
-    return time.process_time() - started, found
+    result = work()
+    return time.process_time() - started, result
 
 
 def one_round(dimension: int, clients: int, values: np.ndarray) -> dict[str, float]:
@@ -190,7 +188,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmarks.parser("scaling", __doc__)
     parser.add_argument("--tables", action="store_true", help="print the tables from the stored figures")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -207,10 +205,6 @@ def main() -> int:
             "machine": platform.machine(),
             "versions": {"python": platform.python_version(), "numpy": version("numpy")},
         }
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(tables(json.loads(RESULTS.read_text())))
+        benchmarks.write(arguments.output, result)
+    print(tables(json.loads(arguments.output.read_text(encoding="utf-8"))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

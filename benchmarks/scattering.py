@@ -1,7 +1,4 @@
-"""CPU time of one image's scattering features on one thread, ours and kymatio's; writes results/scattering.json
-and the table of docs/features.md.
-
-python -m benchmarks.scattering
+"""CPU time of one image's scattering features on one thread, ours and kymatio's.
 
 Random 28 x 28 images; both sides end with the same constants and norms. Interleaved, the smallest of the repeats
 counts: CPU time of the process, which a busy machine disturbs less than the clock on the wall. kymatio gets its best
@@ -10,7 +7,6 @@ batch.
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import time
@@ -22,10 +18,10 @@ import numpy as np
 import scipy.special
 import torch
 
-from bqsgd.data.scattering import constants, each_position, features
+import benchmarks
+from bqsgd._src.data.scattering import constants, each_position, features
 
-RESULTS = Path(__file__).parent / "results" / "scattering.json"
-PAGE = Path(__file__).parent.parent / "docs" / "features.md"
+PAGE = Path(__file__).parent.parent / "docs" / "data.md"
 IMAGES, REPEATS = 512, 9
 BATCHES = (8, 64, 512)
 LEAST_RATIO = 4.0
@@ -41,9 +37,9 @@ def kymatio() -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda pixels: each_position((transform(pixels) - means) / deviations)
 
 
-def page_with(found: dict[str, Any]) -> str:
+def page_with(result: dict[str, Any]) -> str:
     """The page with the figures of this run in its table."""
-    times = dict(found["cpu_microseconds_per_image"])
+    times = dict(result["cpu_microseconds_per_image"])
     ours, theirs = times.pop("bqsgd"), min(times.values())
     text = re.sub(r"(?m)^\| this \| .*$", f"| this | {ours:.0f} |", PAGE.read_text())
     return re.sub(r"(?m)^(\| kymatio [^|]*) \| .*$", rf"\1 | {theirs:.0f} |", text)
@@ -51,6 +47,7 @@ def page_with(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Both sides, the table, and 1 when the target is missed or the features differ."""
+    output = benchmarks.parser("scattering", __doc__).parse_args().output
     torch.set_num_threads(1)
     images = np.random.default_rng(0).random((IMAGES, 28, 28), dtype=np.float32)
     pixels, theirs = torch.from_numpy(images), kymatio()
@@ -65,7 +62,7 @@ def main() -> int:
             run()
             best[name] = min(best[name], (time.process_time() - started) / IMAGES)
     ratio = min(seconds for name, seconds in best.items() if name != "bqsgd") / best["bqsgd"]
-    found = {
+    result = {
         "cpu_microseconds_per_image": {name: seconds * 1e6 for name, seconds in best.items()},
         "ratio": ratio,
         "least_ratio": LEAST_RATIO,
@@ -76,13 +73,9 @@ def main() -> int:
         "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,
     }
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-    PAGE.write_text(page_with(found))
+    if benchmarks.write(output, result):
+        PAGE.write_text(page_with(result))
     for name, seconds in best.items():
         print(f"{name:26} {seconds * 1e6:8.0f} us an image")
     print(f"{ratio:.1f} times kymatio (target {LEAST_RATIO:g}); features differ by at most {difference:.1e}")
     return int(ratio < LEAST_RATIO or difference > 1e-3)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,8 +1,6 @@
 """Secure sums: masking beside Flower's SecAgg+, a client's and the server's work, and bytes; one core, one run.
 
-python -m benchmarks.secure [--output benchmarks/results/secure.json]
-
-masking: one LeNet-5 vector masked with 99 neighbours, by `bqsgd.secure.masks` (AES-128-CTR) and by Flower's own mask
+masking: one LeNet-5 vector masked with 99 neighbours, by our masks (AES-128-CTR) and by Flower's own mask
 code (NumPy's generator on a seed folded to 32 bits), keys given. client: one of each number of clients, step by step,
 beside a plain encode; a round's share of keys and shares is that of a later batch of 20 rounds. server: processor time
 of a round, from masked vectors to the sum. bytes: of one client and round, measured on real messages. sharing: beside
@@ -11,13 +9,11 @@ pycryptodome's. Times are the least of repeats, of a client's steps over all cli
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +22,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.common.secure_aggregation.ndarrays_arithmetic import parameters_addition, parameters_mod
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
-from bqsgd.codec import encode_frame
-from bqsgd.noise import privacy_rng
-from bqsgd.params import Mechanism
-from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.client import SumClient
-from bqsgd.secure.graph import FULL_GRAPH, Thresholds, thresholds
-from bqsgd.secure.masks import add_mask, scratch_for
-from bqsgd.secure.noise_shares import encode_base
-from bqsgd.secure.roster import Roster, public_key
-from bqsgd.secure.server import SumServer
-from bqsgd.secure.sharing import combine, split
-from bqsgd.wire.model_message import write_model
+import benchmarks
+from bqsgd._src.codec import encode_frame
+from bqsgd._src.noise import privacy_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.graph import FULL_GRAPH, Thresholds, thresholds
+from bqsgd._src.secure.masks import add_mask, scratch_for
+from bqsgd._src.secure.noise_shares import encode_base
+from bqsgd._src.secure.roster import Roster, public_key
+from bqsgd._src.secure.server import SumServer
+from bqsgd._src.secure.sharing import combine, split
+from bqsgd._src.wire.model_message import write_model
 
 LENET5 = 61_706
 WIDTH = 16
@@ -75,8 +72,8 @@ def masking() -> dict[str, Any]:
             vector = parameters_addition(vector, pseudo_rand_gen(key + key, 1 << WIDTH, [(LENET5,)]))
         parameters_mod(vector, 1 << WIDTH)
 
-    found = least_seconds(ours=ours, flower=theirs)
-    return {"dimension": LENET5, "masks": 99, "seconds": found, "times_faster": found["flower"] / found["ours"]}
+    seconds = least_seconds(ours=ours, flower=theirs)
+    return {"dimension": LENET5, "masks": 99, "seconds": seconds, "times_faster": seconds["flower"] / seconds["ours"]}
 
 
 class Federation:
@@ -225,9 +222,7 @@ def by_clients(n: int, f: int, t: int, *, encode: float, frame_bytes: int, model
 
 def main() -> None:
     """Run everything and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/secure.json"))
-    arguments = parser.parse_args()
+    output = benchmarks.parser("secure", __doc__).parse_args().output
     encode, frame_bytes, model_bytes = plain_encode()
     results = {
         "versions": {name: version(name) for name in ("cryptography", "flwr", "numpy", "pycryptodome")},
@@ -241,9 +236,5 @@ def main() -> None:
         ],
         "sharing_30_of_which_20": sharing(),
     }
-    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+    benchmarks.write(output, results)
     print(json.dumps(results, indent=2))
-
-
-if __name__ == "__main__":
-    main()

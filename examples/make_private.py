@@ -7,10 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
-from bqsgd import data
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-images = data.load("mnist")
+images = bqsgd.data.load("mnist")
 train = TensorDataset(torch.as_tensor(images.train.inputs).float(), torch.as_tensor(images.train.labels))
 test = torch.as_tensor(images.test.inputs).float(), torch.as_tensor(images.test.labels)
 
@@ -24,8 +23,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
 loader = DataLoader(train, batch_size=256, shuffle=True)
 
 private = bqsgd.make_private(
-    model, optimizer, loader, loss=nn.CrossEntropyLoss(reduction="none"), epsilon=3, delta=1e-5, bits=8, epochs=epochs,
-    ledger=sys.argv[2] if len(sys.argv) > 2 else "make_private.ledger",
+    model, optimizer, loader, loss_fn=nn.CrossEntropyLoss(reduction="none"), epsilon=3, delta=1e-5, bits=8,
+    epochs=epochs, ledger=sys.argv[2] if len(sys.argv) > 2 else "make_private.ledger",
 )  # fmt: skip
 for epoch in range(epochs):
     for batch in private.loader:

@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd import Config, Run, Task
 
 
 def data(samples, rng):
@@ -23,7 +21,7 @@ task = Task(
     make_model=lambda: nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)),
     shares=[data(3000, rng) for _ in range(4)],
     test=data(1000, rng),
-    loss=nn.CrossEntropyLoss(reduction="none"),  # one loss per sample: each is clipped on its own
+    loss_fn=nn.CrossEntropyLoss(reduction="none"),  # one loss per sample: each is clipped on its own
 )
 config = Config.of(
     clients=4, rounds=60, batch_size=300, clip_norm=1.0, clip_bound=0.5, bits=8, epsilon=3.0, delta=1e-5,

@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,19 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+# Tests run beside each other, one a core, so a second thread of a library only gets in the way: numpy's takes a third
+# more processor time for the accountant's sums, and torch's spin while they wait for work. Read when they are loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+# A shell that starts a job in the background has it ignore Ctrl-C, and a process hands that on to its children. Tests
+# of interrupts would then wait for ever, here and in the processes they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd import errors
-from bqsgd.codec import Accumulator, decode_frame, encode_frame
-from bqsgd.errors import FrameError, InvalidParameter, NonFiniteInput, OutOfRange
-from bqsgd.mechanism.encoder import decode, encode
-from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.params import Coarsening, Mechanism, parameters_digest
-from bqsgd.wire.fixed import FixedWidth
-from bqsgd.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
+from bqsgd._src import errors
+from bqsgd._src.codec import Accumulator, decode_frame, encode_frame
+from bqsgd._src.errors import FrameError, InvalidParameter, NonFiniteInput, OutOfRange
+from bqsgd._src.mechanism.encoder import decode, encode
+from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Coarsening, Mechanism, parameters_digest
+from bqsgd._src.wire.fixed import FixedWidth
+from bqsgd._src.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
 
 # 8 and 16 bits direct, 10 and 14 bits packed, mixed radix (213, 3), 32-bit codes.
 MECHANISMS = [(2, 251), (1, 251), (4, 1015), (52, 16279), (6, 200), (1, 0), (100, 65335), (1 << 17, 1 << 17)]

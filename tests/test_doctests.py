@@ -12,7 +12,7 @@ MODULES = [
     "bqsgd",
     *sorted(module.name for module in pkgutil.walk_packages(bqsgd.__path__, "bqsgd.", onerror=lambda name: None)),
 ]
-EXTRAS = ("bqsgd.flower", "bqsgd.engines.flower")
+EXTRAS = ("bqsgd._src.flower",)
 
 
 def load(name):
@@ -28,5 +28,9 @@ def test_examples(name):
 
 def test_there_are_examples_to_run():
     finder = doctest.DocTestFinder()
-    found = sum(bool(test.examples) for name in ("bqsgd.params", "bqsgd.tasks") for test in finder.find(load(name)))
+    found = sum(
+        bool(test.examples)
+        for name in ("params", "tasks.named", "data.dataset")
+        for test in finder.find(load(f"bqsgd._src.{name}"))
+    )
     assert found >= 3

@@ -1,9 +1,11 @@
-"""`import bqsgd`: a dozen names, loaded when used, documented with an example, and the same answers as the commands."""
+"""The public API: loaded when used, documented with an example on the reference pages, and all that examples use."""
 
 import ast
 import doctest
+import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import bqsgd
-from bqsgd.cli import app
+from bqsgd._src.cli import app
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"dimension": 5, "batch_size": 32, "dataset_size": 1000, "rounds": 3, "delta": 1e-3}
 
 
@@ -26,20 +29,77 @@ def as_options(values):
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
+MODULES = ("clips", "data", "distributed", "flower")
+MADE_BY = {
+    "AccountAnswer": "account",
+    "Plan": "plan",
+    "PlanAnswer": "plan",
+    "PoissonLoader": "make_private",
+    "Private": "make_private",
+    "SumPlanAnswer": "plan_secure",
+}
+"""What a function returns: its docstring has the example."""
+USERS = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("examples/*")),
+    *sorted(ROOT.glob("notebooks/*.ipynb")),
+    *sorted(ROOT.glob("src/bqsgd/_src/flower/template/*")),
+]
+"""What people copy from."""
+
+
+def public_names() -> set[str]:
+    """Every public name, as `bqsgd.name` or `bqsgd.module.name`."""
+    found = {f"bqsgd.{name}" for name in bqsgd.__all__}
+    for name in MODULES:
+        if name == "flower":
+            pytest.importorskip("flwr", reason="needs the extra `flower`")
+        module = importlib.import_module(f"bqsgd.{name}")
+        found |= {f"bqsgd.{name}.{each}" for each in module.__all__}
+    return found
+
+
 def test_every_name_is_there_and_stays_the_same_object():
     for name in bqsgd.__all__:
         assert getattr(bqsgd, name) is getattr(bqsgd, name)
         assert name in dir(bqsgd)
-    assert len(bqsgd.__all__) <= 15
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         bqsgd.nothing  # noqa: B018
+
+
+def test_the_public_modules_are_those_outside_of_src():
+    package = Path(bqsgd.__file__).parent
+    assert {path.stem for path in package.glob("*.py")} == {"__init__", "__main__", *MODULES}
+    assert bqsgd.data is importlib.import_module("bqsgd.data")
+
+
+def test_the_reference_pages_document_the_public_names_and_no_others():
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    documented = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.M)]
+    assert sorted(documented) == sorted(public_names())
+
+
+def test_every_public_name_has_a_docstring():
+    for name in public_names():
+        module, _, last = name.rpartition(".")
+        assert inspect.getdoc(getattr(importlib.import_module(module), last)), name
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: path.name)
+def test_what_people_copy_from_imports_public_names_only(path):
+    """Prose may name an internal module; code that a reader copies imports none."""
+    assert re.findall(r"(?:from|import) bqsgd\._src.*", path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("name", bqsgd.__all__)
 def test_every_name_has_an_example(name):
     """`test_doctests` runs it; here it is checked to be on the name itself, not on a method of it."""
+    shown = MADE_BY.get(name, name)
+    if isinstance(getattr(bqsgd, name), type) and issubclass(getattr(bqsgd, name), bqsgd.BqsgdError):
+        return  # an error needs no example: it says what it is when it is raised
     (found,) = [
-        test for test in doctest.DocTestFinder(recurse=False).find(getattr(bqsgd, name), name) if test.name == name
+        test for test in doctest.DocTestFinder(recurse=False).find(getattr(bqsgd, shown), shown) if test.name == shown
     ]
     assert found.examples
 
@@ -48,9 +108,11 @@ def test_what_type_checkers_see_is_what_is_loaded():
     """The imports under TYPE_CHECKING, the table of homes and `__all__` name the same things."""
     tree = ast.parse(Path(bqsgd.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = {alias.name: node.module for node in block.body for alias in node.names}
-    assert typed == bqsgd._HOMES
-    assert sorted(typed) == sorted(bqsgd.__all__)
+    typed = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
+    assert {home: sorted(names) for home, names in typed.items()} == {
+        home: sorted(names) for home, names in bqsgd._HOMES.items()
+    }
+    assert sorted(name for names in typed.values() for name in names) == sorted(bqsgd.__all__)
 
 
 def test_asking_needs_no_torch():
@@ -100,7 +162,7 @@ def test_plan_answers_as_the_command_does(asked, capsys, monkeypatch):
 def test_questions_have_the_words_of_the_commands(name, questions):
     """Every keyword is an option and every option a keyword, besides how the command prints and which it asks."""
     own = set().union(*(inspect.signature(getattr(bqsgd, question)).parameters for question in questions))
-    assert own == set(inspect.signature(getattr(app, name)).parameters) - {"nominal", "json", "secure"}
+    assert own == set(inspect.signature(getattr(app, name)).parameters) - {"json", "secure"}
 
 
 def test_bad_words_are_refused_with_those_that_are_known():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bqsgd import models
-from bqsgd.errors import InvalidParameter
+from bqsgd._src import models
+from bqsgd._src.errors import InvalidParameter
 
 
 def size(model):

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.encoder import Encoding
-from bqsgd.noise import (
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.mechanism.encoder import Encoding
+from bqsgd._src.noise import (
     NOISE_BITS,
     REFINE_BITS,
     AliasTable,
@@ -28,7 +28,7 @@ from bqsgd.noise import (
     sampler_tv_distance,
     seeded_rng,
 )
-from bqsgd.params import MAX_TRIALS, Mechanism
+from bqsgd._src.params import MAX_TRIALS, Mechanism
 
 GOLDEN = ["0x65c004b237171286", "0x2271267fdc36b62f"]
 PAPER_TRIALS = [0, 1, 2, 7, 64, 80, 81, 82, 251, 1003, 4079]

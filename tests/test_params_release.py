@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.params import (
+from bqsgd._src.errors import BqsgdError, InvalidParameter
+from bqsgd._src.params import (
     MAX_LEVELS,
     MAX_TRIALS,
     Coarsening,
@@ -22,7 +22,7 @@ from bqsgd.params import (
     check_range,
     parameters_digest,
 )
-from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Trust, Unit
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms, Trust, Unit
 
 mechanisms = st.builds(Mechanism, levels=st.integers(1, MAX_LEVELS), trials=st.integers(0, MAX_TRIALS))
 
@@ -44,13 +44,15 @@ def releases(draw: st.DrawFn) -> Release:
     trust = draw(st.sampled_from(Trust))
     return Release(
         mechanism=draw(mechanisms if trust is Trust.SUMS_ONLY else mechanisms | coarse_mechanisms()),
-        dimension=draw(st.integers(1, 2**53)),
-        sensitivity=Sensitivity(
-            linf=draw(st.floats(1e-9, 2)), l2=draw(st.none() | st.floats(1e-9, 1e6)), relation=relation
+        terms=Terms(
+            dimension=draw(st.integers(1, 2**53)),
+            sensitivity=Sensitivity(
+                linf=draw(st.floats(1e-9, 2)), l2=draw(st.none() | st.floats(1e-9, 1e6)), relation=relation
+            ),
+            sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else draw(st.floats(1e-9, 1))),
+            unit=draw(st.sampled_from(Unit)),
+            trust=trust,
         ),
-        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else draw(st.floats(1e-9, 1))),
-        unit=draw(st.sampled_from(Unit)),
-        trust=trust,
     )
 
 
@@ -183,23 +185,25 @@ def test_coarse_codes_are_never_accounted_as_sums() -> None:
     with pytest.raises(InvalidParameter, match="sum of coarse codes"):
         coarse.summed(3)
     with pytest.raises(InvalidParameter, match="sum of coarse codes"):
-        replace(coarse, trust=Trust.SUMS_ONLY)
+        replace(coarse, terms=replace(coarse.terms, trust=Trust.SUMS_ONLY))
 
 
 @given(releases())
 def test_shifts_are_the_sensitivity_in_steps_and_consistent(release: Release) -> None:
-    assert release.shift == release.mechanism.levels * release.sensitivity.linf
-    assert release.shift_l2 <= math.sqrt(release.dimension) * release.shift
-    if release.sensitivity.l2 is not None:
-        assert release.shift_l2 <= release.mechanism.levels * release.sensitivity.l2
+    assert release.shift == release.mechanism.levels * release.terms.sensitivity.linf
+    assert release.shift_l2 <= math.sqrt(release.terms.dimension) * release.shift
+    if release.terms.sensitivity.l2 is not None:
+        assert release.shift_l2 <= release.mechanism.levels * release.terms.sensitivity.l2
 
 
 def example(**changes: object) -> dict:
     release = Release(
         mechanism=Mechanism(levels=2, trials=251),
-        dimension=61_706,
-        sensitivity=Sensitivity(linf=1 / 32),
-        sampling=Sampling.of_batch("poisson", batch_size=32, dataset_size=15_000),
+        terms=Terms(
+            dimension=61_706,
+            sensitivity=Sensitivity(linf=1 / 32),
+            sampling=Sampling.of_batch("poisson", batch_size=32, dataset_size=15_000),
+        ),
     )
     return {**release.to_dict(), **changes}
 
@@ -208,8 +212,8 @@ def test_a_release_by_hand() -> None:
     release = Release.from_dict(example())
     assert release.shift == 1 / 16
     assert release.shift_l2 == pytest.approx(math.sqrt(61_706) / 16)
-    assert release.sampling.rate == 32 / 15_000
-    assert (release.unit, release.trust) == (Unit.SAMPLE, Trust.EACH_CLIENT)
+    assert release.terms.sampling.rate == 32 / 15_000
+    assert (release.terms.unit, release.terms.trust) == (Unit.SAMPLE, Trust.EACH_CLIENT)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import BudgetExhausted, Infeasible
-from bqsgd.flower.settings import Node
-from bqsgd.ledger import Ledger
-from bqsgd.params import Mechanism
-from bqsgd.planner.plan import Budget, ClientSetting
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
-from bqsgd.release import Relation, Scheme, Trust, Unit
-from bqsgd.training.client_plan import plan_release
-from bqsgd.training.settings import Config
+from bqsgd._src.errors import BudgetExhausted, Infeasible
+from bqsgd._src.flower.settings import Node
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.params import Mechanism
+from bqsgd._src.planner.plan import Budget
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
+from bqsgd._src.release import Relation, Release, Scheme, Terms, Trust, Unit
+from bqsgd._src.settings.client_plan import plan_release
+from bqsgd._src.settings.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
@@ -124,13 +124,13 @@ def test_a_guarantee_in_words():
 
 
 def test_a_plan_that_fails_names_what_was_spent():
-    setting = ClientSetting(dimension=6, dataset_size=60, batch_size=20, scheme=Scheme.NONE)
+    terms = Terms.of_batch(dimension=6, dataset_size=60, batch_size=20, scheme=Scheme.NONE)
     seen = []
     for trials in range(2000, 2008):
-        release = setting.release(Mechanism(levels=4, trials=trials))
+        release = Release(mechanism=Mechanism(levels=4, trials=trials), terms=terms)
         spent = Accountant().compose(release, 3).epsilon(1e-5)
         with pytest.raises(Infeasible) as caught:
-            plan_release(setting, Budget(bits=12, epsilon=spent / 2, delta=1e-5), rounds=5, spent=((release, 3),))
+            plan_release(terms, Budget(bits=12, epsilon=spent / 2, delta=1e-5), rounds=5, spent=((release, 3),))
         words = str(caught.value).split()
         assert spent <= float(words[words.index("epsilon") + 1]) <= spent * 1.0011
         assert float(words[-1]) == spent / 2  # the budget as given
@@ -139,12 +139,13 @@ def test_a_plan_that_fails_names_what_was_spent():
 
 
 def test_a_spent_budget_is_named_as_given(tmp_path):
-    release = ClientSetting(dimension=6, dataset_size=60, batch_size=20, scheme=Scheme.NONE).release(
-        Mechanism(levels=4, trials=200)
+    release = Release(
+        mechanism=Mechanism(levels=4, trials=200),
+        terms=Terms.of_batch(dimension=6, dataset_size=60, batch_size=20, scheme=Scheme.NONE),
     )
     with (
         Ledger.open(tmp_path / "one", client=1, budget_epsilon=0.00010000049, budget_delta=1e-5) as ledger,
-        pytest.raises(BudgetExhausted, match=r"budget of epsilon 0\.00010000049 at delta"),
+        pytest.raises(BudgetExhausted, match=r"budget of client 1 \(epsilon 0\.00010000049 at delta"),
     ):
         ledger.spend(release, run="a", round=0, seeded=False)
 
@@ -157,7 +158,7 @@ def test_a_node_names_both_limits_as_given():
 
 def test_the_page_of_the_paper_settings_bounds_from_the_right_side():
     results = json.loads((ROOT / "experiments" / "results" / "privacy_table.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / "privacy_table.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| (?:Fashion-)?MNIST, .*\| ([0-9.]+) \(delta [0-9.]+\) \|.*\| ≥ ([0-9.]+) \|$", text, re.M)
     assert len(table) == len(results["rows"])
     for row, (total, lower) in zip(results["rows"], table, strict=True):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.errors import FolderInUse, NotWritten, UnsafeFile
-from bqsgd.storage import Appended, one_writer, open_regular, private_folder, read_regular, write_atomic
+from bqsgd._src.errors import FolderInUse, NotWritten, UnsafeFile
+from bqsgd._src.storage import Appended, one_writer, open_regular, private_folder, read_regular, write_atomic
 
 TRAPS = {
     "a link to a file": lambda path, other: path.symlink_to(other),
@@ -73,7 +73,7 @@ def test_a_full_disk_is_a_documented_error_and_leaves_no_half_file(tmp_path) -> 
     assert (tmp_path / "state").read_bytes() == b"old"
     with full_disk(), Appended(tmp_path / "lines") as lines:
         lines.append(b"a" * 39 + b"\n")
-        with pytest.raises(NotWritten, match="it is as it was"):
+        with pytest.raises(NotWritten, match="it is unchanged"):
             lines.append(b"b" * 39 + b"\n")
         lines.append(b"c\n")
     assert (tmp_path / "lines").read_bytes() == b"a" * 39 + b"\nc\n"
@@ -117,7 +117,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_not_followed(tmp_path, other)
 
 def test_what_a_killed_writer_left_is_taken_over_by_the_next(tmp_path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom bqsgd import storage\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom bqsgd._src import storage\n"
         "storage.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
         "storage.write_atomic(Path(sys.argv[1]), b'half')\n"
     )

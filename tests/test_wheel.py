@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -53,8 +54,20 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert inside == here
     assert "bqsgd/py.typed" in inside
-    assert any(name.startswith("bqsgd/reports/templates/") for name in inside)
-    assert any(name.startswith("bqsgd/flower/template/") for name in inside)
+    assert any(name.startswith("bqsgd/_src/reports/templates/") for name in inside)
+    assert any(name.startswith("bqsgd/_src/flower/template/") for name in inside)
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Byte for byte, where neither the checkout nor git is."""
+    hatchling = (sys.executable, "-m", "hatchling", "build", "--target")
+    run(*hatchling, "sdist", "--directory", tmp_path / "sdist", folder=ROOT)
+    (sdist,) = (tmp_path / "sdist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (tree,) = (tmp_path / "unpacked").iterdir()
+    run(*hatchling, "wheel", "--directory", tmp_path / "again", folder=tree)
+    assert (tmp_path / "again" / wheel.name).read_bytes() == wheel.read_bytes()
 
 
 def check_the_installed_package(environment: Path) -> None:

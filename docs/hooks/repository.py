@@ -1,7 +1,7 @@
 """Pages of the site that lie outside docs/, and links to other files of the repository.
 
 The documents are read in the repository as well as on the site, so a link is written as the repository has it
-(`../examples/own_model.py`, `docs/training.md`). Here README.md becomes the home page, CONTRIBUTING.md and CHANGELOG.md
+(`../examples/own_model.py`, `docs/training.md`). Here README.md becomes the home page, the other files of `PAGES`
 become pages, and every other file that a page links to is copied into the site under `repository/`: no link leads
 away from the site.
 """
@@ -17,7 +17,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
+}
 """Files outside docs/ that are pages, and what they are called there."""
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 

@@ -1,13 +1,15 @@
 """bqsgd: private, compressed distributed learning.
 
 Ask first, without data: `account` and `plan`. Train with a loop of your own: `make_private`. Train across clients:
-`Task`, `Config`, `Run` and `train`. The parts: `Mechanism`, `Guarantee`, `Ledger`, `encode_frame`, `decode_frame`.
+`Task`, `Config`, `Run` and `train`. The parts: `Mechanism`, `encode_frame`, `decode_frame`, `Guarantee`, `Ledger`.
 
 >>> import bqsgd
 >>> bqsgd.Mechanism(levels=2, trials=251).bits_per_coordinate
 8.0
 
-Every name is loaded when it is first used: importing bqsgd loads neither torch nor Flower.
+The public API is the names of this module and of `bqsgd.clips`, `bqsgd.data`, `bqsgd.distributed` and `bqsgd.flower`.
+Everything in `bqsgd._src` is internal and may change in any release. A name is loaded when it is first used: importing
+bqsgd loads neither torch nor Flower.
 """
 
 from __future__ import annotations
@@ -16,27 +18,80 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bqsgd.answers import account, plan, plan_secure
-    from bqsgd.codec import decode_frame, encode_frame
-    from bqsgd.errors import BudgetExhausted
-    from bqsgd.ledger import Ledger
-    from bqsgd.noise import privacy_rng
-    from bqsgd.params import Mechanism
-    from bqsgd.privacy.guarantee import Guarantee
-    from bqsgd.private import make_private
-    from bqsgd.run import Run, train
-    from bqsgd.training.settings import Config
-    from bqsgd.training.task import Task
+    from bqsgd._src.answers import AccountAnswer, PlanAnswer, SumPlanAnswer, account, plan, plan_secure
+    from bqsgd._src.codec import Accumulator, decode_frame, encode_frame
+    from bqsgd._src.errors import (
+        AccountingError,
+        BqsgdError,
+        BudgetExhausted,
+        DataUnavailable,
+        FolderInUse,
+        FrameError,
+        Infeasible,
+        InvalidParameter,
+        LedgerError,
+        NonFiniteInput,
+        NotWritten,
+        OutOfRange,
+        SecureSumError,
+        UnsafeFile,
+    )
+    from bqsgd._src.ledger import Ledger
+    from bqsgd._src.noise import privacy_rng, seeded_rng
+    from bqsgd._src.params import Mechanism
+    from bqsgd._src.planner.plan import Budget, Plan
+    from bqsgd._src.planner.search import PlanningTooLong
+    from bqsgd._src.privacy.accountant import Accountant
+    from bqsgd._src.privacy.guarantee import Guarantee
+    from bqsgd._src.private import PoissonLoader, Private, SecureRanks, make_private
+    from bqsgd._src.records.checkpoint import CheckpointError
+    from bqsgd._src.records.record import RunFolderError
+    from bqsgd._src.release import Release, Terms
+    from bqsgd._src.run import Run, train
+    from bqsgd._src.settings.config import Config
+    from bqsgd._src.settings.outlook import CannotLearn
+    from bqsgd._src.tasks.named import NamedTask
+    from bqsgd._src.tasks.task import Task
 
-__version__ = "0.2.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
+    "AccountAnswer",
+    "Accountant",
+    "AccountingError",
+    "Accumulator",
+    "BqsgdError",
+    "Budget",
     "BudgetExhausted",
+    "CannotLearn",
+    "CheckpointError",
     "Config",
+    "DataUnavailable",
+    "FolderInUse",
+    "FrameError",
     "Guarantee",
+    "Infeasible",
+    "InvalidParameter",
     "Ledger",
+    "LedgerError",
     "Mechanism",
+    "NamedTask",
+    "NonFiniteInput",
+    "NotWritten",
+    "OutOfRange",
+    "Plan",
+    "PlanAnswer",
+    "PlanningTooLong",
+    "PoissonLoader",
+    "Private",
+    "Release",
     "Run",
+    "RunFolderError",
+    "SecureRanks",
+    "SecureSumError",
+    "SumPlanAnswer",
     "Task",
+    "Terms",
+    "UnsafeFile",
     "account",
     "decode_frame",
     "encode_frame",
@@ -44,36 +99,88 @@ __all__ = [
     "plan",
     "plan_secure",
     "privacy_rng",
+    "seeded_rng",
     "train",
 ]
 
 _HOMES = {
-    "BudgetExhausted": "bqsgd.errors",
-    "Config": "bqsgd.training.settings",
-    "Guarantee": "bqsgd.privacy.guarantee",
-    "Ledger": "bqsgd.ledger",
-    "Mechanism": "bqsgd.params",
-    "Run": "bqsgd.run",
-    "Task": "bqsgd.training.task",
-    "account": "bqsgd.answers",
-    "decode_frame": "bqsgd.codec",
-    "encode_frame": "bqsgd.codec",
-    "make_private": "bqsgd.private",
-    "plan": "bqsgd.answers",
-    "plan_secure": "bqsgd.answers",
-    "privacy_rng": "bqsgd.noise",
-    "train": "bqsgd.run",
+    "bqsgd._src.answers": (
+        "AccountAnswer",
+        "PlanAnswer",
+        "SumPlanAnswer",
+        "account",
+        "plan",
+        "plan_secure",
+    ),
+    "bqsgd._src.codec": (
+        "Accumulator",
+        "decode_frame",
+        "encode_frame",
+    ),
+    "bqsgd._src.errors": (
+        "AccountingError",
+        "BqsgdError",
+        "BudgetExhausted",
+        "DataUnavailable",
+        "FolderInUse",
+        "FrameError",
+        "Infeasible",
+        "InvalidParameter",
+        "LedgerError",
+        "NonFiniteInput",
+        "NotWritten",
+        "OutOfRange",
+        "SecureSumError",
+        "UnsafeFile",
+    ),
+    "bqsgd._src.ledger": ("Ledger",),
+    "bqsgd._src.noise": (
+        "privacy_rng",
+        "seeded_rng",
+    ),
+    "bqsgd._src.params": ("Mechanism",),
+    "bqsgd._src.planner.plan": (
+        "Budget",
+        "Plan",
+    ),
+    "bqsgd._src.planner.search": ("PlanningTooLong",),
+    "bqsgd._src.privacy.accountant": ("Accountant",),
+    "bqsgd._src.privacy.guarantee": ("Guarantee",),
+    "bqsgd._src.private": (
+        "PoissonLoader",
+        "Private",
+        "SecureRanks",
+        "make_private",
+    ),
+    "bqsgd._src.records.checkpoint": ("CheckpointError",),
+    "bqsgd._src.records.record": ("RunFolderError",),
+    "bqsgd._src.release": (
+        "Release",
+        "Terms",
+    ),
+    "bqsgd._src.run": (
+        "Run",
+        "train",
+    ),
+    "bqsgd._src.settings.config": ("Config",),
+    "bqsgd._src.settings.outlook": ("CannotLearn",),
+    "bqsgd._src.tasks.named": ("NamedTask",),
+    "bqsgd._src.tasks.task": ("Task",),
 }
-"""Name -> the module it is loaded from."""
+"""Module -> the names that are loaded from it."""
+_MODULES = ("clips", "data", "distributed", "flower")
+"""The other public modules; each is imported when it is first used."""
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(home), name)
-    return found
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

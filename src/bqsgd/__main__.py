@@ -2,7 +2,7 @@
 
 import sys
 
-from bqsgd.cli.app import main
+from bqsgd._src.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,9 @@ from neighbours import EXACT, LOSS, RANGE
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
+from tiny_task import make_client, settings
 
+__all__ = ["make_client", "private", "settings"]
 torch.set_num_threads(1)
 
 
@@ -23,7 +25,7 @@ def private(tmp_path):
         optimizer = torch.optim.SGD(trained, lr=1.0) if optimizer is None else optimizer
         if "seed" not in settings and "ledger" not in settings:
             settings["seed"] = 0
-        asked = {"loss": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": EXACT, "range": RANGE}
+        asked = {"loss_fn": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": EXACT, "range": RANGE}
         made.append(bqsgd.make_private(model, optimizer, loader, **{"ledger": None} | asked | settings))
         return made[-1]
 

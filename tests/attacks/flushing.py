@@ -11,9 +11,9 @@ import torch
 from neighbours import LOSS, assert_apart
 from torch import nn
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import L2, clipped_gradients
-from bqsgd.persample._kernels.loops import in_threads
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import L2, clipped_gradients
+from bqsgd._src.persample._kernels.loops import in_threads
 
 REFUSED = "refused"
 SAMPLES = 128

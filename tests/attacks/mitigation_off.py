@@ -2,7 +2,7 @@
 
 import torch
 
-from bqsgd.persample import ClippedGradients, clipped_gradients
+from bqsgd._src.persample import ClippedGradients, clipped_gradients
 
 
 def rows_as_they_come(model, loss_fn, batch, *, indices, clip, batch_size):

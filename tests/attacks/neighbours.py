@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bqsgd.params import Mechanism
-from bqsgd.persample import L2, ClippedGradients, clipped_gradients
+from bqsgd._src.params import Mechanism
+from bqsgd._src.persample import L2, ClippedGradients, clipped_gradients
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 CLIP = L2(1.0)

@@ -15,12 +15,12 @@ from neighbours import LOSS, assert_apart
 from torch import nn
 from torch.utils.data import Dataset
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import L2, Clamp, Dual, Scale, clipped_gradients
-from bqsgd.persample.gradients import road_of
-from bqsgd.persample.program import Form
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import L2, Clamp, Dual, Scale, clipped_gradients
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.program import Form
 
-pytestmark = pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 SAMPLES, FEATURES = 64, 9
 
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import bqsgd
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import L2, clipped_gradients
-from bqsgd.training.client import Client
-from bqsgd.training.settings import Config
+from bqsgd._src.client.client import Client
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import L2, clipped_gradients
+from bqsgd._src.settings.config import Config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SAMPLE = (torch.zeros(4), 0)
@@ -145,7 +145,7 @@ def client(samples, **settings):
     """One client; what it is given besides its data is the same for all."""
     made_up = {"sample": SAMPLE} if isinstance(samples, Dataset) else {}
     config = Config.of(**SETTINGS | settings)
-    return Client(client=0, model=linear(), loss=LOSS, samples=samples, config=config, ledger=None, **made_up)
+    return Client(client=0, model=linear(), loss_fn=LOSS, samples=samples, config=config, ledger=None, **made_up)
 
 
 @pytest.mark.parametrize("unit", ["sample", "client"])
@@ -153,9 +153,9 @@ def client(samples, **settings):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_client_with_a_damaged_record_answers_all_the_same(damage, place, unit):
     settings = {"sampling": "none"} | (WHOLE if unit == "client" else {})
-    usual = client(Files(), **settings).update(MODEL, 0)
+    usual = client(Files(), **settings).update(MODEL, 0).frame
     with nothing_escapes():
-        found = client(Files(place, DAMAGES[damage]), **settings).update(MODEL, 0)
+        found = client(Files(place, DAMAGES[damage]), **settings).update(MODEL, 0).frame
     assert isinstance(found, bytearray)
     assert len(found) == len(usual)
 
@@ -165,7 +165,7 @@ def test_a_client_that_is_hidden_as_a_whole_does_not_show_how_many_samples_it_ha
     stated = []
     for samples in (7, 8, 9, 32):
         asked = client(points(samples), sampling=sampling, **WHOLE)
-        stated.append((len(asked.update(MODEL, 0)), asked.setting))
+        stated.append((len(asked.update(MODEL, 0).frame), asked.terms))
     assert len({str(each) for each in stated}) == 1
 
 
@@ -173,17 +173,17 @@ def test_a_node_that_is_hidden_as_a_whole_joins_without_a_number_of_samples(tmp_
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from flwr.app import Message, MessageType
 
-    from bqsgd.engines.flower.messages import MODEL as MODEL_KIND
-    from bqsgd.engines.flower.messages import pack
-    from bqsgd.flower import client_app
-    from bqsgd.training.task import Task
+    from bqsgd._src.flower import client_app
+    from bqsgd._src.flower.messages import MODEL as MODEL_KIND
+    from bqsgd._src.flower.messages import pack
+    from bqsgd._src.tasks.task import Task
     from engines.loop_grid import LoopGrid
 
     config = Config.of(**SETTINGS | WHOLE)
     settings = {name: value for name, value in config.flat().items() if value is not None and name != "budgets"}
     joined = []
     for samples in (7, 8, 32):
-        task = Task(make_model=linear, shares=[points(samples)], test=None, loss=LOSS)
+        task = Task(make_model=linear, shares=[points(samples)], test=None, loss_fn=LOSS)
         node = {
             "client": 0,
             "ledger-folder": str(tmp_path),
@@ -227,7 +227,7 @@ def test_what_a_record_makes_the_model_or_the_loss_raise_costs_that_record(priva
 
     model = Looking(react if place == "forward" else lambda x, y: None)
     with nothing_escapes():
-        made = private(model, (x, y), loss=loss if place == "loss" else LOSS)
+        made = private(model, (x, y), loss_fn=loss if place == "loss" else LOSS)
     found = released(made)
     assert (made.steps, made.dropped) == (1, 1)
     kept = [number for number in range(32) if number != 5]
@@ -266,12 +266,12 @@ def test_after_a_real_interrupt_a_client_answers_the_next_round(tmp_path):
     config = Config.of(**SETTINGS | {"sampling": "none", "seed": None, "trials": 2000, "epsilon": 1e4})
     with bqsgd.Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e4, budget_delta=1e-5) as ledger:
         asked = Client(
-            client=0, model=linear(), loss=LOSS, samples=Interrupted(), config=config, ledger=ledger, sample=SAMPLE
+            client=0, model=linear(), loss_fn=LOSS, samples=Interrupted(), config=config, ledger=ledger, sample=SAMPLE
         )
         with pytest.raises(KeyboardInterrupt):
             asked.update(MODEL, 0)
-        assert isinstance(asked.update(MODEL, 0), bytearray)  # the round that was interrupted
-        assert isinstance(asked.update(MODEL, 1), bytearray)
+        assert isinstance(asked.update(MODEL, 0).frame, bytearray)  # the round that was interrupted
+        assert isinstance(asked.update(MODEL, 1).frame, bytearray)
 
 
 class Convolutional(nn.Module):

@@ -12,8 +12,8 @@ from neighbours import LOSS, assert_apart, gradients_one_by_one, mean_of_clipped
 from torch import nn
 from torch.nn import functional as F
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import L2, clipped_gradients
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import L2, clipped_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 USUAL = 1e4

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bqsgd.audit import AuditResult, EncoderRuns, Inputs, audit, canary_inputs, worst_case_inputs
-from bqsgd.audit.encoder import Encode, code_laws, loss_tables, uniforms
-from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.encoder import encode as encode_values
-from bqsgd.noise import NoiseSource, privacy_rng, seeded_rng
-from bqsgd.params import Coarsening, Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.audit import AuditResult, EncoderRuns, Inputs, audit, canary_inputs, worst_case_inputs
+from bqsgd._src.audit.encoder import Encode, code_laws, loss_tables, uniforms
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.mechanism.encoder import encode as encode_values
+from bqsgd._src.noise import NoiseSource, privacy_rng, seeded_rng
+from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms
 
 Values = npt.NDArray[np.float64]
 BATCH, DIMENSION = 16, 256
@@ -31,9 +31,11 @@ def release_of(*, levels: int = 4, trials: int = 60, dimension: int = DIMENSION,
     """A per-sample clamp at 1 and a mean over the public batch size: linf = 1 / BATCH."""
     return Release(
         mechanism=Mechanism(levels=levels, trials=trials),
-        dimension=dimension,
-        sensitivity=Sensitivity(linf=1 / BATCH),
-        sampling=Sampling(scheme=Scheme.POISSON, rate=rate) if rate < 1 else Sampling(scheme=Scheme.NONE),
+        terms=Terms(
+            dimension=dimension,
+            sensitivity=Sensitivity(linf=1 / BATCH),
+            sampling=Sampling(scheme=Scheme.POISSON, rate=rate) if rate < 1 else Sampling(scheme=Scheme.NONE),
+        ),
     )
 
 
@@ -141,9 +143,11 @@ def test_faults_are_caught_through_sampling_and_rounds() -> None:
 def test_a_batch_mean_clip_accounted_as_such_passes() -> None:
     release = Release(
         mechanism=Mechanism(levels=1, trials=60),
-        dimension=1,
-        sensitivity=Sensitivity(linf=2.0, relation=Relation.REPLACE),
-        sampling=Sampling(scheme=Scheme.NONE),
+        terms=Terms(
+            dimension=1,
+            sensitivity=Sensitivity(linf=2.0, relation=Relation.REPLACE),
+            sampling=Sampling(scheme=Scheme.NONE),
+        ),
     )
     result = audit_encoder(release, samples=20_000, seed=6)
     assert not result.violated
@@ -155,9 +159,7 @@ def test_the_worst_case_pair_attains_the_shift() -> None:
     assert np.all(pair.with_record - pair.without == 1 / BATCH)
     wide = Release(
         mechanism=RELEASE.mechanism,
-        dimension=9,
-        sensitivity=Sensitivity(linf=1.5, l2=3.0),
-        sampling=Sampling(scheme=Scheme.NONE),
+        terms=Terms(dimension=9, sensitivity=Sensitivity(linf=1.5, l2=3.0), sampling=Sampling(scheme=Scheme.NONE)),
     )
     pair = worst_case_inputs(wide)
     assert (pair.with_record - pair.without).tolist() == [1.5] * 4 + [0.0] * 5

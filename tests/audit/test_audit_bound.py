@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from bqsgd.audit.bound import Event, at_least, at_most, check_curve, epsilon_lower_bound
-from bqsgd.errors import InvalidParameter
+from bqsgd._src.audit.bound import Event, at_least, at_most, check_curve, epsilon_lower_bound
+from bqsgd._src.errors import InvalidParameter
 
 
 @pytest.mark.parametrize(("successes", "samples"), [(0, 10), (3, 10), (10, 10), (57, 1000)])
@@ -106,5 +106,5 @@ def test_events_split_the_runs() -> None:
 
 @pytest.mark.parametrize("scores", [np.array([1.0]), np.array([1.0, np.nan, 2.0])])
 def test_unusable_scores_are_refused(scores: np.ndarray) -> None:
-    with pytest.raises(InvalidParameter, match="finite scores"):
+    with pytest.raises(InvalidParameter, match="at least 2 scores in each world, all finite"):
         epsilon_lower_bound(scores, scores, delta=0.0, confidence=0.9)

@@ -16,20 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bqsgd.errors import BqsgdError, BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, OutOfRange
-from bqsgd.ledger import Ledger
-from bqsgd.mechanism import encoder
-from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.params import Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.errors import BqsgdError, BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, OutOfRange
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.mechanism import encoder
+from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharp_edges.md"
 RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=1,
-    sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.NONE),
+    terms=Terms(dimension=1, sensitivity=Sensitivity(linf=0.125), sampling=Sampling(scheme=Scheme.NONE)),
 )
 
 
@@ -78,8 +76,8 @@ def ledger_forked(folder: Path) -> None:
 
 def _gradients(*, normalised: bool, reduction: str) -> None:
     torch = pytest.importorskip("torch")
-    from bqsgd.persample import clipped_gradients
-    from bqsgd.persample.clips import Clamp
+    from bqsgd._src.persample import clipped_gradients
+    from bqsgd._src.persample.clips import Clamp
 
     layers = [torch.nn.Linear(3, 4), *([torch.nn.BatchNorm1d(4)] if normalised else []), torch.nn.Linear(4, 2)]
     batch = torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
@@ -89,8 +87,8 @@ def _gradients(*, normalised: bool, reduction: str) -> None:
 
 def flushed_denormals() -> None:
     torch = pytest.importorskip("torch")
-    from bqsgd.persample.clips import L2
-    from bqsgd.training.objective import Objective
+    from bqsgd._src.client.objective import Objective
+    from bqsgd._src.persample.clips import L2
 
     if not torch.set_flush_denormal(True):
         raise InvalidParameter("this processor cannot flush denormal numbers")
@@ -104,9 +102,9 @@ def flushed_denormals() -> None:
 
 def no_ledger(folder: Path) -> None:
     pytest.importorskip("torch")
-    from bqsgd.ledger.spending import Spending
+    from bqsgd._src.ledger.spending import Charge, Spending
 
-    Spending(None, run="a", seeded=False).spend(RELEASE, round=0, last_round=3)
+    Spending(None, run="a", seeded=False).spend(Charge(release=RELEASE, round=0, last_round=3))
 
 
 def budget_passed(folder: Path) -> None:
@@ -127,8 +125,11 @@ def ledger_edited(folder: Path) -> None:
 def sampling_mismatch(folder: Path) -> None:
     replace(
         RELEASE,
-        sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE),
-        sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+        terms=replace(
+            RELEASE.terms,
+            sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE),
+            sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+        ),
     )
 
 
@@ -141,7 +142,7 @@ def round_again(folder: Path) -> None:
 def wrong_release(folder: Path) -> None:
     with open_ledger(folder) as ledger:
         ledger.reserve(RELEASE, run="a", first_round=0, rounds=2, seeded=False)
-        ledger.spend(replace(RELEASE, dimension=2), run="a", round=0, seeded=False)
+        ledger.spend(replace(RELEASE, terms=replace(RELEASE.terms, dimension=2)), run="a", round=0, seeded=False)
 
 
 def round_twice(folder: Path) -> None:
@@ -151,20 +152,27 @@ def round_twice(folder: Path) -> None:
 
 def local_steps(folder: Path) -> None:
     pytest.importorskip("torch")
-    from bqsgd.training.settings import Config
+    from bqsgd._src.settings.config import Config
 
     Config.of(local_steps=2, unit="sample")
 
 
+def with_secure_sums(**settings: str) -> None:
+    pytest.importorskip("torch")
+    from bqsgd._src.settings.config import Config
+
+    Config.of(clients=8, rate=0.1, secure=True, **settings)
+
+
 def training_loss(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    from bqsgd.training.client import Client
-    from bqsgd.training.settings import Config
+    from bqsgd._src.client.client import Client
+    from bqsgd._src.settings.config import Config
 
     Client(
         client=0,
         model=torch.nn.Linear(2, 2),
-        loss=torch.nn.CrossEntropyLoss(reduction="none"),
+        loss_fn=torch.nn.CrossEntropyLoss(reduction="none"),
         samples=(np.zeros((8, 2), np.float32), np.zeros(8, np.int64)),
         config=Config.of(batch_size=4, private_metrics=True),
         ledger=None,
@@ -173,13 +181,13 @@ def training_loss(folder: Path) -> None:
 
 def raw_gradients(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    from bqsgd.private import make_private
+    from bqsgd._src.private import make_private
 
     model, data = torch.nn.Linear(2, 2), (torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.CrossEntropyLoss(reduction="none")
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=4)
     settings = {"epsilon": 8.0, "delta": 1e-5, "epochs": 1, "mechanism": Mechanism(levels=4, trials=60), "range": 0.5}
-    private = make_private(model, optimizer, loader, loss=loss, ledger=None, seed=0, **settings)
+    private = make_private(model, optimizer, loader, loss_fn=loss, ledger=None, seed=0, **settings)
     private.backward(next(iter(private.loader)))
     loss(model(data[0]), data[1]).sum().backward()
     optimizer.step()
@@ -208,6 +216,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "ledger-forked": (ledger_forked, LedgerError),
     "local-steps": (local_steps, InvalidParameter),
     "raw-gradients": (raw_gradients, InvalidParameter),
+    "entropy-coding": (lambda _: with_secure_sums(coding="entropy"), InvalidParameter),
+    "robust-rules": (lambda _: with_secure_sums(aggregation="median"), InvalidParameter),
     "training-loss": (training_loss, InvalidParameter),
     "reused-run-name": (round_again, LedgerError),
 }
@@ -241,7 +251,7 @@ CAUGHT = {
 def test_the_audit_is_said_to_catch_what_a_planted_fault_shows() -> None:
     pytest.importorskip("torch")
     sys.path.insert(0, str(PAGE.parents[1]))
-    from experiments.audit_faults import FAULTS
+    from experiments.assurance.audit_faults import FAULTS
 
     edges = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     said = {
@@ -257,7 +267,9 @@ def test_what_is_marked_is_marked() -> None:
     quiet = replace(RELEASE, mechanism=Mechanism(levels=1, trials=0))
     assert Accountant().compose(quiet).epsilon(1e-5) == float("inf")
     assert "no privacy claim" in str(Accountant().compose(RELEASE).guarantee(delta=1e-5, seeded=True))
-    replaced = replace(RELEASE, sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE))
+    replaced = replace(
+        RELEASE, terms=replace(RELEASE.terms, sensitivity=Sensitivity(linf=0.125, relation=Relation.REPLACE))
+    )
     mixed = Accountant().compose(RELEASE).compose(replaced).guarantee(delta=1e-5)
     assert mixed.relation is Relation.ADD_REMOVE
     assert mixed.epsilon >= Accountant().compose(RELEASE).guarantee(delta=1e-5).epsilon

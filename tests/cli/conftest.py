@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bqsgd.cli.app import main
+from bqsgd._src.cli.app import main
 
 
 @dataclass

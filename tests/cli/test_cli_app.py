@@ -8,7 +8,7 @@ import pytest
 import typer.main
 
 from bqsgd import __version__
-from bqsgd.cli.app import OPTIONS, app
+from bqsgd._src.cli.app import OPTIONS, app
 
 CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]
 
@@ -72,7 +72,7 @@ def test_bad_input_is_one_line_and_exit_code_2(bqsgd, arguments, says):
     [
         (["tradeoffs", "--out", "x"], "bqsgd paper tradeoffs"),
         (["reproduce", "table2"], "python -m experiments.reproduce"),
-        (["compare"], "python -m experiments.compare"),
+        (["compare"], "python -m experiments.reproduce compare"),
         (["plan", "--dim", 3], "--dimension"),
         (["plan", "--batch", 3], "--batch-size"),
         (["plan", "--method", "paper"], "bqsgd paper plan"),
@@ -80,7 +80,11 @@ def test_bad_input_is_one_line_and_exit_code_2(bqsgd, arguments, says):
         (["account", "--dim=3"], "--dimension"),
         (["account", "--method", "paper"], "bqsgd paper account"),
         (["account", "--nominal-dim", 3000], "bqsgd paper account --dimension"),
+        (["account", "--nominal"], "bqsgd paper account"),
+        (["plan", "--nominal"], "bqsgd paper account"),
+        (["train", "--nominal"], "bqsgd paper account"),
         (["audit", "--audit-dim", 3], "--audit-dimension"),
+        (["train", "--optimiser", "adam"], "--optimizer"),
         (["paper", "tradeoffs", "--nominal-dim", 3], "--nominal-dimension"),
     ],
     ids=lambda words: " ".join(map(str, words)) if isinstance(words, list) else None,
@@ -104,10 +108,25 @@ def test_every_old_option_belongs_to_a_command_that_lacks_it():
         assert all(new in known for new in options.values() if new.startswith("--")), path
 
 
+def test_train_has_about_forty_options_and_says_where_the_other_settings_are(bqsgd):
+    from bqsgd._src.tasks.named import ALL_GROUPS
+
+    train = typer.main.get_command(app).commands["train"]
+    options = {name for option in train.get_params(click.Context(train)) for name in option.opts}
+    assert len(options) <= 45
+    assert "docs/training.md" in bqsgd("train", "--help").out
+    for table, group in ALL_GROUPS.items():
+        for name, key in group.keys().items():
+            option = f"--{name.replace('_', '-')}"
+            if option not in options:
+                error = bqsgd("train", option, 1).err
+                assert f"{option} is not an option: set {key} under [{table}]" in error
+
+
 def test_help_loads_no_heavy_library():
     """What makes `bqsgd --help` quick: the numeric stack is imported by the command that needs it."""
     script = (
-        "import sys\nfrom bqsgd.cli.app import main\nmain(['--help'])\n"
+        "import sys\nfrom bqsgd._src.cli.app import main\nmain(['--help'])\n"
         "heavy = {'numpy', 'scipy', 'torch', 'flwr', 'matplotlib', 'numba', 'dp_accounting', 'sklearn'}\n"
         "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
     )
@@ -116,6 +135,6 @@ def test_help_loads_no_heavy_library():
 
 
 def test_installed_command_exits_with_the_code():
-    script = "import sys; from bqsgd.cli.app import main; sys.exit(main(['nonsense']))"
+    script = "import sys; from bqsgd._src.cli.app import main; sys.exit(main(['nonsense']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

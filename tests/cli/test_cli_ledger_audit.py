@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.ledger import Ledger
-from bqsgd.params import Mechanism
-from bqsgd.release import Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.params import Mechanism
+from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms
 
 RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=4,
-    sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+    terms=Terms(dimension=4, sensitivity=Sensitivity(linf=0.125), sampling=Sampling(scheme=Scheme.POISSON, rate=0.1)),
 )
 STATED = {"epsilon", "delta", "relation", "unit", "trust", "sampling", "method", "delta_floor", "seeded"}
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from bqsgd.paper.published import ROWS
-from bqsgd.paper.tradeoffs import Point
+from bqsgd._src.paper.published import ROWS
+from bqsgd._src.paper.tradeoffs import Point
 
 CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]
 CAVEAT = "as published; not a guarantee"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bqsgd.planner.plan import Plan
-from bqsgd.release import Release
+from bqsgd._src.planner.plan import Plan
+from bqsgd._src.release import Release
 
 CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]
 SMALL = ["--dimension", 5, "--batch-size", 32, "--dataset-size", 1000, "--rounds", 1, "--sampling", "none"]
@@ -29,21 +29,20 @@ def test_account_states_what_belongs_beside_epsilon(bqsgd):
     assert 0 <= guarantee["delta_floor"] < 1e-5
     assert fields["variance"] == pytest.approx(251 / 4 + 1 / 6)
     assert fields["code_count"] == 254
-    assert Release.from_dict(fields["release"]).dimension == 61706
+    assert Release.from_dict(fields["release"]).terms.dimension == 61706
     assert "nominal" not in fields
 
 
-def test_people_see_a_few_lines_and_the_nominal_figure_only_on_request(bqsgd):
+def test_people_see_a_few_lines_and_the_paper_s_figure_only_from_its_own_command(bqsgd):
     run = ["account", "--levels", 2, "--trials", 251, "--rounds", 10, "--delta", 1e-4, *CLIENT]
     shown = bqsgd(*run).out
     assert labels(shown) == ["guarantee", "attained", *BESIDE[1:]]
     assert "nominal" not in shown.lower()
     assert "3.97 times the range (standard deviation per coordinate)" in shown
-    asked = bqsgd(*run, "--nominal").out
-    assert labels(asked) == ["guarantee", "attained", *BESIDE[1:], "nominal"]
-    assert "epsilon 3.448 per round at delta 0.0001" in " ".join(asked.split())
+    asked = bqsgd("paper", *run).out
+    assert "per round epsilon 3.448 at delta 0.0001" in " ".join(asked.split())
     assert CAVEAT in " ".join(asked.split())
-    nominal = bqsgd(*run, "--nominal", "--json").json["nominal"]
+    nominal = bqsgd("paper", *run, "--json").json["nominal"]
     assert nominal["epsilon_per_round"] == pytest.approx(3.447, abs=1e-3)
     assert nominal["caveat"] == CAVEAT
 
@@ -82,7 +81,6 @@ def test_a_plan_ends_on_the_private_side(bqsgd):
     assert set(labels(shown)) >= {"mechanism", *BESIDE}
     assert f"levels {plan.mechanism.levels}, trials {plan.mechanism.trials}" in shown
     assert "nominal" not in shown
-    assert CAVEAT in " ".join(bqsgd(*asked, "--nominal").out.split())
 
 
 def test_few_bits_say_what_they_cost_in_error(bqsgd):
@@ -103,11 +101,11 @@ def test_plan_proposes_batch_rounds_and_clip_when_none_are_given(bqsgd):
     fields = bqsgd(*asked, "--json").json
     plan, proposal = Plan.from_dict(fields), fields["proposal"]
     assert 2.9 < plan.guarantee.epsilon <= 3
-    moved = proposal["clip_norm"] / (proposal["batch_size"] * proposal["range"])
+    l2, linf = (proposal[clip] / (proposal["batch_size"] * proposal["range"]) for clip in ("clip_norm", "clip_bound"))
     run = ["--levels", plan.mechanism.levels, "--trials", plan.mechanism.trials, "--rounds", proposal["rounds"]]
-    setup = ["--batch-size", proposal["batch_size"], "--linf", moved, "--l2", moved, *asked[5:]]
+    setup = ["--batch-size", proposal["batch_size"], "--linf", linf, "--l2", l2, *asked[5:]]
     accounted = bqsgd("account", *run, *setup, "--json").json["guarantee"]
     assert accounted["epsilon"] == pytest.approx(plan.guarantee.epsilon, rel=1e-6)
     shown = " ".join(bqsgd(*asked).out.split())
     assert f"train with bqsgd train --epsilon 3 --delta 1e-05 --bits 8 --rounds {proposal['rounds']}" in shown
-    assert f"--batch-size {proposal['batch_size']} --clip l2" in shown
+    assert f"--clients 4 --batch-size {proposal['batch_size']} --range {proposal['range']}" in shown

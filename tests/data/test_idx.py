@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bqsgd.data.dataset import parse_idx
-from bqsgd.errors import InvalidParameter
+from bqsgd._src.data.dataset import parse_idx
+from bqsgd._src.errors import InvalidParameter
 
 
 def written(array):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bqsgd import data
-from bqsgd.data import features as module
-from bqsgd.data.features import kept_features, whole_features
+from bqsgd._src import data
+from bqsgd._src.data import features as module
+from bqsgd._src.data.features import kept_features, whole_features
 
 
 @pytest.fixture

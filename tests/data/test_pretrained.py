@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from bqsgd.data import pretrained
-from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.data import pretrained
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
 WIDTHS = ((32, 16, 3), (16, 24, 3), (24, 24, 3), (24, 40, 5), (40, 40, 5), (40, 80, 3), (80, 80, 3), (80, 80, 3),
           (80, 112, 5), (112, 112, 5), (112, 112, 5), (112, 192, 5), (192, 192, 5), (192, 192, 5), (192, 192, 5),

@@ -10,12 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd import data
-from bqsgd.data.features import compute_features, features_shape
-from bqsgd.data.scattering import DEVIATIONS, MEANS, OPPONENTS, Scattering, features, kinds, low_pass, wavelet_spectra
-from bqsgd.errors import InvalidParameter, NonFiniteInput
-from bqsgd.run import Run
-from bqsgd.tasks import NamedTask, settings_of
+from bqsgd._src import data
+from bqsgd._src.data.features import compute_features, features_shape
+from bqsgd._src.data.scattering import (
+    DEVIATIONS,
+    MEANS,
+    OPPONENTS,
+    Scattering,
+    features,
+    kinds,
+    low_pass,
+    wavelet_spectra,
+)
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.run import Run
+from bqsgd._src.tasks.named import NamedTask, settings_of
 
 
 def images(count, *shape, seed=0):
@@ -258,7 +267,7 @@ def test_another_model_behind_the_features():
 @pytest.mark.parametrize("simulated", [False, True])
 def test_the_flower_app_has_the_same_shares_test_data_and_model(simulated):
     app: dict = {}
-    template = files("bqsgd.flower").joinpath("template", "task.py.in")
+    template = files("bqsgd._src.flower").joinpath("template", "task.py.in")
     exec(compile(template.read_text(), "task.py", "exec"), app)
     everybody, (named, config) = task_of(), chosen()
     options = vars(named)

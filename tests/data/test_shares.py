@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd import data
-from bqsgd.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src import data
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 99))
@@ -68,7 +68,7 @@ def test_unknown_names_and_broken_splits_are_refused():
     labels = np.zeros(2, np.int64)
     with pytest.raises(InvalidParameter, match="float32"):
         data.Split(inputs=np.zeros((2, 3)), labels=labels)
-    with pytest.raises(InvalidParameter, match="pair up"):
+    with pytest.raises(InvalidParameter, match="one label for each input"):
         data.Split(inputs=np.zeros((3, 3), np.float32), labels=labels)
     bad = data.Split(inputs=np.full((2, 3), np.nan, np.float32), labels=labels)
     with pytest.raises(NonFiniteInput):

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bqsgd.data import _cifar10 as cifar10
-from bqsgd.data import _sources as sources
-from bqsgd.data._catalogue import CATALOGUE, CatalogueEntry
-from bqsgd.data._sources import File, Published, fetched
-from bqsgd.data.dataset import load_entry
-from bqsgd.data.pretrained import WEIGHTS
-from bqsgd.errors import DataUnavailable, InvalidParameter
+from bqsgd._src.data import _cifar10 as cifar10
+from bqsgd._src.data import _sources as sources
+from bqsgd._src.data._catalogue import CATALOGUE, CatalogueEntry
+from bqsgd._src.data._sources import File, Published, fetched
+from bqsgd._src.data.dataset import load_entry
+from bqsgd._src.data.pretrained import WEIGHTS
+from bqsgd._src.errors import DataUnavailable, InvalidParameter
 
 IMAGES, TEST_IMAGES = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2), np.ones((1, 2, 2), np.uint8)
 CONTENT = {
@@ -277,7 +277,7 @@ def test_sheets_of_cifar_10_become_its_batches(monkeypatch):
     shown, labels = cifar10.parse_batch(batches[0].tobytes())
     np.testing.assert_array_equal(shown.reshape(4, -1), batches[0][:, 1:])
     np.testing.assert_array_equal(labels, batches[0][:, 0])
-    with pytest.raises(InvalidParameter, match="whole rows"):
+    with pytest.raises(InvalidParameter, match="a multiple of a row"):
         cifar10.parse_batch(bytes(3072))
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fault_book import BOOK_VARIABLE, FaultBook
 
-from bqsgd import data, models
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd._src import data, models
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 torch.set_num_threads(1)
 BASE = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from distributed_worker import recording
 
-from bqsgd import data, models
-from bqsgd.engines.torch_distributed import join, torch_distributed, work
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd._src import data, models
+from bqsgd._src.engines.torch_distributed import join, torch_distributed, work
+from bqsgd._src.run import Run
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 
 def digits_task(clients):

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from distributed_worker import points
 from torch.nn.parallel import DistributedDataParallel
 
-from bqsgd.codec import decode_frame, encode_frame
-from bqsgd.engines.torch_distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, join
-from bqsgd.ledger import Ledger
-from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.params import Mechanism
-from bqsgd.persample import Clamp, clipped_gradients
+from bqsgd._src.codec import decode_frame, encode_frame
+from bqsgd._src.engines.torch_distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, join
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.persample import Clamp, clipped_gradients
 
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")
 NOISY = Mechanism(levels=20, trials=200)
@@ -72,7 +72,7 @@ def is_private(rank, size, folder):
     model, clip = network(), Clamp(0.01)
     with Ledger.open(folder / f"{rank}.ledger", client=rank, budget_epsilon=1e4, budget_delta=1e-5) as ledger:
         private = PrivateSteps(
-            model=model, loss=LOSS, clip=clip, batch_size=32, dataset_size=640, ledger=ledger, run="hook"
+            model=model, loss_fn=LOSS, clip=clip, batch_size=32, dataset_size=640, ledger=ledger, run="hook"
         )
         state = BQHookState(NOISY, range=0.01, rng=privacy_rng(), private=private)
         ddp = wrapped(model, state)
@@ -162,7 +162,7 @@ def repeated(rank, folder, times=200):
         recorded() as sent,
     ):
         private = PrivateSteps(
-            model=model, loss=LOSS, clip=Clamp(0.01), batch_size=32, dataset_size=640, ledger=ledger, run="hook"
+            model=model, loss_fn=LOSS, clip=Clamp(0.01), batch_size=32, dataset_size=640, ledger=ledger, run="hook"
         )
         state = BQHookState(NOISY, range=0.01, rng=privacy_rng(), private=private)
 
@@ -210,7 +210,7 @@ def same_everywhere(rank, size):
         for parameter in model.parameters():
             parameter.fill_(0.25)
     private = PrivateSteps(
-        model=model, loss=LOSS, clip=Clamp(0.1), batch_size=32, dataset_size=640, ledger=None, run="seeded"
+        model=model, loss_fn=LOSS, clip=Clamp(0.1), batch_size=32, dataset_size=640, ledger=None, run="seeded"
     )
     state = BQHookState(NOISY, range=0.1, rng=seeded_rng(seed=rank), private=private)
     ddp = DistributedDataParallel(model)

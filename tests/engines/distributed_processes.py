@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
+FORKED_RANKS = Path(__file__).parent / "forked_ranks.py"
 SECONDS = 540
 
 
@@ -63,15 +65,13 @@ def run_ranks(folder, settings, *, mischief=None, resume=False, script=WORKER, r
     """Run the worker on every rank to its end; (exit code, output) by rank."""
     size, port = ranks or settings["clients"], free_port()
     asked = json.dumps({"folder": str(folder), "settings": settings, "resume": resume, "mischief": mischief or {}})
-    commands = [
-        (
-            [sys.executable, str(script), asked],
-            environment(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_PORT=str(port)),
-        )
-        for rank in range(size)
-    ]
-    with processes(commands) as started:
-        return finish(started)
+    with tempfile.TemporaryDirectory() as outputs:
+        command = [sys.executable, str(FORKED_RANKS), str(script), str(size), outputs, asked]
+        with processes([(command, environment(WORLD_SIZE=str(size), MASTER_PORT=str(port)))]) as started:
+            [(code, printed)] = finish(started)
+        assert code == 0, printed
+        said = [(Path(outputs) / f"{rank}.txt").read_text() for rank in range(size)]
+        return list(zip(json.loads(printed.splitlines()[-1]), said, strict=True))
 
 
 def lines(path):

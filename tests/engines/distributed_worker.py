@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from fault_book import write_down
 
-from bqsgd.codec import encode_frame
-from bqsgd.engines.torch_distributed import join, torch_distributed
-from bqsgd.engines.torch_distributed.client import answer_rounds, joined_run
-from bqsgd.noise import seeded_rng
-from bqsgd.params import Mechanism
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
-from bqsgd.wire.model_message import read_model
+from bqsgd._src.codec import encode_frame
+from bqsgd._src.engines.torch_distributed import join, torch_distributed
+from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
+from bqsgd._src.noise import seeded_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.run import Run
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
+from bqsgd._src.wire.model_message import read_model
+from bqsgd._src.wire.reply import Reply
 
 DIMENSION = 6
 
@@ -73,7 +74,7 @@ class Mischief:
     def __call__(self, message):
         round = read_model(message, dimension=DIMENSION).round
         what = self.plan.get(str(round))
-        frame = self.real(message)  # counted in the ledger from here on
+        frame = self.real(message).frame  # counted in the ledger from here on
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "late":
@@ -92,20 +93,25 @@ class Mischief:
             head = b"BQSD" + (18).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little")
             dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), 0)
         write_down(self.notes, round=round, frame_digest=hashlib.sha256(frame).hexdigest())
-        return frame
+        return Reply(client=self.client, frame=frame)
 
 
-def warm(config, size):
+def prepare():
     """One round in this process: what is done for the first time then falls in no round with a deadline."""
-    with tempfile.TemporaryDirectory() as folder, Run.start(task(size), config, folder=folder) as run:
+    settings = json.loads(sys.argv[1])["settings"]
+    if settings.get("deadline_seconds") is None:
+        return
+    config = Config.of(**settings).but(deadline_seconds=None)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Run.start(task(config.clients.count), config, folder=folder) as run,
+    ):
         next(run.rounds())
 
 
 def main():
     asked = json.loads(sys.argv[1])
     folder, config = Path(asked["folder"]), Config.of(**asked["settings"])
-    if config.server.deadline_seconds is not None:
-        warm(config.but(deadline_seconds=None), config.clients.count)
     with join(timeout_seconds=500) as group:
         plan = asked["mischief"].get(str(group.rank), {})
         if not group.serves:

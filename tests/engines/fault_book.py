@@ -1,6 +1,6 @@
 """What the fault tests saw on real processes: the line in the log, messages sent, rounds in the ledgers.
 
-`experiments/faults.py` runs those tests with BQSGD_FAULT_BOOK naming a file, and the rows end up in it.
+`experiments/assurance/faults.py` runs those tests with BQSGD_FAULT_BOOK naming a file, and the rows end up in it.
 """
 
 import json

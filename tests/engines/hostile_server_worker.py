@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from hostile_servers import LOSS, NETWORKS, NOT_FINITE, UNITS_AND_CLIPS, few_data_sets, finite_models, message, settings
 
-from bqsgd.engines.torch_distributed import RunDeclined, join, work
-from bqsgd.engines.torch_distributed._transport import MessageKind, greeting
-from bqsgd.ledger import Ledger
-from bqsgd.training.node_limits import NodeLimits
-from bqsgd.training.task import Task
+from bqsgd._src.engines.torch_distributed import RunDeclined, join, work
+from bqsgd._src.engines.torch_distributed._transport import greeting
+from bqsgd._src.engines.torch_distributed.ranks import MessageKind
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.settings.node_limits import NodeLimits
+from bqsgd._src.tasks.task import Task
 
 ANY_MODEL = replace(NodeLimits.unlimited(), largest_parameter=3.5e38)
-TASK = Task(make_model=NETWORKS["linear"], loss=LOSS)
+TASK = Task(make_model=NETWORKS["linear"], loss_fn=LOSS)
 MODELS = [*finite_models(8).values(), *(np.full(8, value, np.float32) for value in NOT_FINITE.values())]
 
 

@@ -9,10 +9,9 @@ import torch
 import xxhash
 from torch import nn
 
-from bqsgd.persample import SlowGradientsWarning
-from bqsgd.training.client import Declined
-from bqsgd.training.settings import Config
-from bqsgd.wire.frame import read_frame
+from bqsgd._src.persample import SlowGradientsWarning
+from bqsgd._src.settings.config import Config
+from bqsgd._src.wire.frame import read_frame
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 SAMPLES, FEATURES, CLASSES = 12, 3, 2
@@ -140,12 +139,12 @@ def message(model, *, round):
     return head + struct.pack("<Q", xxhash.xxh3_64(head + body).intdigest()) + body
 
 
-def seen(answer):
-    """All that the server can see of an answer, but for the codes, whose law is the mechanism's."""
-    if isinstance(answer, Declined):
-        return ("declined", answer.reason)
-    header = read_frame(bytes(answer)).header
-    return ("frame", len(answer), replace(header, checksum=0))  # the checksum follows from the codes
+def seen(reply):
+    """All that the server can see of a reply, but for the codes, whose law is the mechanism's."""
+    if reply.frame is None:
+        return ("declined", reply.reason)
+    header = read_frame(bytes(reply.frame)).header
+    return ("frame", len(reply.frame), replace(header, checksum=0))  # the checksum follows from the codes
 
 
 class Watch:

@@ -4,7 +4,7 @@ import ipaddress
 
 import psutil
 
-from bqsgd.flower.processes import MARK
+from bqsgd._src.flower.processes import MARK
 
 
 def marked(**variables):

@@ -1,6 +1,6 @@
 """One rank of a run with secure sums; it may be killed or late at any step. argv: JSON of {folder, settings, ...}.
 
-mischief: rank -> {"STEP:round": "kill" or "late"}; the steps are those of `bqsgd.secure.messages`, and MODEL.
+mischief: rank -> {"STEP:round": "kill" or "late"}; the steps are those of `bqsgd._src.secure.messages`, and MODEL.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 from distributed_worker import linear, points
 
-from bqsgd.engines.torch_distributed import join, torch_distributed
-from bqsgd.engines.torch_distributed.client import answer_rounds, joined_run
-from bqsgd.run import Run
-from bqsgd.secure.messages import is_sum_message, message_kind
-from bqsgd.secure.roster import Roster, public_key, write_identity
-from bqsgd.training.settings import Config
-from bqsgd.training.sums import _made, _seed
-from bqsgd.training.task import Task
+from bqsgd._src.client.sum_setup import _made, _seed
+from bqsgd._src.engines.torch_distributed import join, torch_distributed
+from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
+from bqsgd._src.run import Run
+from bqsgd._src.secure.messages import is_sum_message, message_kind
+from bqsgd._src.secure.roster import Roster, public_key, write_identity
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 SEED = 9
 
@@ -66,9 +66,9 @@ class Mischief:
         if what == "late":
             while not (self.rounds.exists() and f'"round": {round},' in self.rounds.read_text()):
                 time.sleep(0.05)
-        if isinstance(answer, (bytes, bytearray)):
+        if answer.frame is not None:
             with self.notes.open("a") as stream:
-                note = {"step": step, "round": round, "sha": hashlib.sha256(answer).hexdigest()}
+                note = {"step": step, "round": round, "sha": hashlib.sha256(answer.frame).hexdigest()}
                 stream.write(json.dumps(note) + "\n")
         return answer
 

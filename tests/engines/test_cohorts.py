@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from bqsgd.engines.engine import FEW
-from bqsgd.errors import InvalidParameter, LedgerError
-from bqsgd.ledger import Register
-from bqsgd.records.folder import read_history
-from bqsgd.records.record import Status
-from bqsgd.reports.page import write_report
-from bqsgd.run import Run
-from bqsgd.training.cohort import Cohorts
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd._src.engines.engine import FEW
+from bqsgd._src.errors import InvalidParameter, LedgerError
+from bqsgd._src.ledger import Register
+from bqsgd._src.records.folder import read_history
+from bqsgd._src.records.record import Status
+from bqsgd._src.reports.page import write_report
+from bqsgd._src.run import Run
+from bqsgd._src.server.cohort import Cohorts
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 CLIENTS = 120
 BASE = {
@@ -132,9 +132,9 @@ def test_the_plan_is_for_the_turns_of_a_client(tmp_path):
 def test_only_those_who_are_asked_take_memory():
     shares = Shares()
     run, records = done(Config.of(**{**BASE, "rounds": 2}), data=task(shares))
-    assert len(run.engine.clients) == CLIENTS > FEW
-    assert len(run.engine.clients.made) == len({client for some in asked(records) for client in some})
-    assert all(client.samples._held is None and client._last is None for client in run.engine.clients.made.values())
+    assert len(run.engine.samples) == CLIENTS > FEW
+    assert len(run.engine.clients) == len({client for some in asked(records) for client in some})
+    assert all(client.samples._held is None and client._last is None for client in run.engine.clients.values())
 
 
 @pytest.mark.parametrize("down_bits", [None, 7])
@@ -173,7 +173,7 @@ def test_a_function_chooses():
     assert asked(records) == [list(range(20))] * 2 + [list(range(20, 40))] * 2 + [list(range(40, 60))] * 2
     assert seen[4] == (4, 80, 20)
     for bad in (lambda *a: [CLIENTS], lambda *a: [1, 1], lambda *a: range(21), lambda *a: ["x"]):
-        with pytest.raises(InvalidParameter, match="choose must give"):
+        with pytest.raises(InvalidParameter, match="choose must return"):
             done(config, choose=bad)
     with pytest.raises(InvalidParameter, match="cohort"):
         done(config.but(cohort=None, turns=None), choose=first)
@@ -324,7 +324,7 @@ class TestChanges:
     def test_many_clients_of_one_process_hold_a_model_of_each_round_once(self, workers):
         run, records = done(Config.of(**{**BASE, "down_bits": 4, "rounds": 12, "workers": workers}))
         last = {client: record.round for record in records for client in asked([record])[0]}
-        clients = run.engine.clients.made
+        clients = run.engine.clients
         assert {number: client.held.round for number, client in clients.items()} == last
         kept = {id(client.held.model) for client in clients.values()}
         assert len(kept) == len(set(last.values())) if workers == 1 else len(kept) < len(clients) / 2

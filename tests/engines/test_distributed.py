@@ -13,30 +13,35 @@ import torch
 from distributed_processes import environment, finish, lines, processes
 from fault_book import counts, seen, together
 
-from bqsgd.cli.app import main
-from bqsgd.engines.torch_distributed import join
-from bqsgd.engines.torch_distributed._transport import (
-    PeerLost,
+from bqsgd._src.cli.app import main
+from bqsgd._src.engines.torch_distributed import join
+from bqsgd._src.engines.torch_distributed._transport import (
     SettingsDiffer,
-    as_tensor,
     greeting,
     read_greeting,
     read_reply,
     reply_to_greeting,
 )
-from bqsgd.errors import InvalidParameter
-from bqsgd.ledger import Ledger
-from bqsgd.records.checkpoint import load_checkpoint
-from bqsgd.tasks import NamedTask
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd._src.engines.torch_distributed.ranks import PeerLost, as_tensor
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.records.checkpoint import load_checkpoint
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.named import NamedTask
+from bqsgd._src.tasks.task import Task
 
 RANKS, ROUNDS = 4, 250
 SETTINGS = (
     *("--dataset", "digits", "--rounds", str(ROUNDS), "--batch-size", "32", "--levels", "17", "--trials", "220"),
-    *("--epsilon", "1000", "--seed", "5", "--checkpoint-every", "100000", "--evaluate-every", "1000"),
-    *("--weights", "equal"),
+    *("--epsilon", "1000", "--seed", "5", "--evaluate-every", "1000"),
 )
+
+
+def settings_file(folder, **server):
+    path = folder / "settings.toml"
+    lines = [f"{key} = {value}" for key, value in server.items()]
+    path.write_text("\n".join(["[run]", "checkpoint_every = 100000", "[server]", 'weights = "equal"', *lines]))
+    return "--config", str(path)
 
 
 def torchrun(*arguments, ranks=RANKS):
@@ -81,7 +86,7 @@ def received_and_counted(folder, rank):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
 def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_end(tmp_path, fault_book):
     folder = tmp_path / "ranks"
-    with processes([torchrun(*SETTINGS, "--out", str(folder))]) as started:
+    with processes([torchrun(*SETTINGS, *settings_file(tmp_path), "--out", str(folder))]) as started:
         wait_for_rounds(folder / "rounds.jsonl", 3, started[0])
         os.kill(rank_process(started[0].pid, 2), signal.SIGKILL)
         [(code, output)] = finish(started)
@@ -108,14 +113,14 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "server"),
     [
-        pytest.param((), id="all, whole models"),
-        pytest.param(("--cohort", "1", "--down-bits", "5", "--force"), id="cohort, changes", marks=pytest.mark.slow),
+        pytest.param((), {}, id="all, whole models"),
+        pytest.param(("--cohort", "1", "--force"), {"down_bits": 5}, id="cohort, changes", marks=pytest.mark.slow),
     ],
 )
-def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys, more):
-    settings = [*SETTINGS, "--rounds", "12", *more]
+def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys, more, server):
+    settings = [*SETTINGS, *settings_file(tmp_path, **server), "--rounds", "12", *more]
     with processes([torchrun(*settings, "--out", str(tmp_path / "ranks"), ranks=2)]) as started:
         [(code, output)] = finish(started)
     assert code == 0, output

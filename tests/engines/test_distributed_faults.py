@@ -9,10 +9,10 @@ from distributed_processes import lines, run_ranks
 from distributed_worker import recording, task
 from fault_book import counts, not_ok, seen, together, written_down
 
-from bqsgd.ledger import Ledger
-from bqsgd.records.checkpoint import load_checkpoint
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.records.checkpoint import load_checkpoint
+from bqsgd._src.run import Run
+from bqsgd._src.settings.config import Config
 
 ENGINE = "torch.distributed"
 SETTINGS = {

@@ -10,13 +10,14 @@ import pytest
 import torch
 from distributed_processes import run_ranks
 
-from bqsgd.engines.torch_distributed import BQHookState, PrivateSteps, bq_hook
-from bqsgd.errors import InvalidParameter
-from bqsgd.ledger import Ledger
-from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.params import Mechanism
-from bqsgd.persample import L2
-from bqsgd.release import Scheme
+from bqsgd._src.client.outlet import FrameOutlet
+from bqsgd._src.engines.torch_distributed import BQHookState, PrivateSteps, bq_hook
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.persample import L2
+from bqsgd._src.release import Scheme
 
 SCRIPT = Path(__file__).parent / "distributed_hook_worker.py"
 
@@ -129,7 +130,7 @@ def test_what_a_step_was_not_counted_for_is_refused_before_it_is_counted():
     model = Remembering()
     private = PrivateSteps(
         model=model,
-        loss=loss,
+        loss_fn=loss,
         clip=L2(1.0),
         batch_size=4,
         dataset_size=8,
@@ -169,7 +170,7 @@ class Noting(torch.nn.Module):
 def steps(model, loss=None):
     private = PrivateSteps(
         model=model,
-        loss=loss or torch.nn.CrossEntropyLoss(reduction="none"),
+        loss_fn=loss or torch.nn.CrossEntropyLoss(reduction="none"),
         clip=L2(1.0),
         batch_size=4,
         dataset_size=8,
@@ -203,7 +204,7 @@ def test_trained_parameters_that_a_forward_writes_are_refused_before_a_frame_is_
     state.supply(BATCH, indices=NUMBERS)
     model(BATCH[0])
     with pytest.raises(InvalidParameter, match="changed its parameters"):
-        state.private.frame(list(model.parameters()), 0, lambda values: bytearray(b"frame"))
+        state.private.frame(list(model.parameters()), 0, state.mechanism, FrameOutlet(client=0, range=1.0), round=0)
 
 
 def test_a_step_that_was_interrupted_twice_can_be_supplied_again_and_is_counted_again(tmp_path, monkeypatch):
@@ -211,7 +212,7 @@ def test_a_step_that_was_interrupted_twice_can_be_supplied_again_and_is_counted_
     with Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e4, budget_delta=1e-5) as ledger:
         private = PrivateSteps(
             model=model,
-            loss=torch.nn.CrossEntropyLoss(reduction="none"),
+            loss_fn=torch.nn.CrossEntropyLoss(reduction="none"),
             clip=L2(1.0),
             batch_size=4,
             dataset_size=8,

@@ -10,12 +10,12 @@ from digits_worker import digits_task
 from distributed_processes import lines, run_ranks
 from distributed_worker import recording
 
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
+from bqsgd._src.run import Run
+from bqsgd._src.settings.config import Config
 
 SETTINGS = {
     "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,
-    "seed": 11, "coding": "entropy", "optimiser": "adam", "subtract_noise": True, "learning_rate": 0.01,
+    "seed": 11, "coding": "entropy", "optimizer": "adam", "subtract_noise": True, "learning_rate": 0.01,
     "average": 0.5, "evaluate_every": 5, "weights": "equal",
 }  # fmt: skip
 
@@ -49,10 +49,10 @@ def test_flower_sends_the_same_bytes(one_process, tmp_path):
     from flwr.app import MessageType
     from loop_grid import LoopGrid
 
-    from bqsgd.engines.flower.messages import FRAME, data_of
-    from bqsgd.flower import client_app
-    from bqsgd.flower.server_app import serve
-    from bqsgd.flower.settings import Service, read_settings
+    from bqsgd._src.flower import client_app
+    from bqsgd._src.flower.messages import FRAME, data_of
+    from bqsgd._src.flower.server_app import serve
+    from bqsgd._src.flower.settings import Service, read_settings
 
     task, frames = digits_task(4), {}
 

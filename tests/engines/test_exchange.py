@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from bqsgd.engines.engine import Setup, make_client
-from bqsgd.engines.in_process import in_process
-from bqsgd.engines.torch_distributed._transport import MessageKind
-from bqsgd.engines.torch_distributed.engine import TorchDistributed
-from bqsgd.errors import InvalidParameter
-from bqsgd.models import to_vector
-from bqsgd.wire.frame import read_frame
-from bqsgd.wire.model_message import write_model
+from bqsgd._src.engines.engine import Setup, make_client
+from bqsgd._src.engines.in_process import in_process
+from bqsgd._src.engines.torch_distributed.engine import TorchDistributed
+from bqsgd._src.engines.torch_distributed.ranks import MessageKind
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import to_vector
+from bqsgd._src.wire.frame import read_frame
+from bqsgd._src.wire.model_message import write_model
 
 
 class Rank:
@@ -24,7 +24,7 @@ class Rank:
 
     def send(self, kind, body=b""):
         if kind is MessageKind.MODEL:
-            self._answers.put((MessageKind.FRAME, self._answer(bytes(body.numpy()))))
+            self._answers.put((MessageKind.FRAME, self._answer(bytes(body.numpy())).frame))
         elif kind is MessageKind.REPORT:
             self._answers.put((MessageKind.GUARANTEE, b""))
 
@@ -43,7 +43,7 @@ def over_ranks(task, config):
         make_client(setup, number=number, model=task.make_model(), share=share)
         for number, share in enumerate(task.shares)
     ]
-    samples = {client.client: client.setting.dataset_size for client in clients}
+    samples = {client.client: client.public_size for client in clients}
     return TorchDistributed(clients[0], [Rank(client) for client in clients[1:]], samples=samples, most_bytes=10**7)
 
 
@@ -51,9 +51,9 @@ def over_flower(task, config):
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from loop_grid import LoopGrid
 
-    from bqsgd.engines.flower.engine import flower
-    from bqsgd.engines.flower.messages import TrackedGrid
-    from bqsgd.flower import client_app
+    from bqsgd._src.flower import client_app
+    from bqsgd._src.flower.engine import flower
+    from bqsgd._src.flower.messages import TrackedGrid
 
     settings = {name: value for name, value in config.flat().items() if value is not None and name != "budgets"}
     app = client_app(lambda config, node, options: replace(task, shares=[task.shares[node.client]]))

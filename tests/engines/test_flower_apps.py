@@ -16,28 +16,29 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
 from loop_grid import LoopGrid
 
-from bqsgd import models
-from bqsgd.cli.app import main
-from bqsgd.codec import encode_frame
-from bqsgd.engines.flower.engine import NoQuorum
-from bqsgd.engines.flower.messages import FRAME, data_of, field_of, pack, read_guarantee
-from bqsgd.errors import FrameError, InvalidParameter
-from bqsgd.flower import Node, client_app
-from bqsgd.flower.federation import read_overrides, write_app
-from bqsgd.flower.server_app import serve
-from bqsgd.flower.settings import Service, check_overrides, read_settings
-from bqsgd.ledger import Ledger
-from bqsgd.noise import seeded_rng
-from bqsgd.params import Mechanism
-from bqsgd.records.checkpoint import load_checkpoint
-from bqsgd.records.folder import read_rounds
-from bqsgd.records.record import one_line
-from bqsgd.run import Run
-from bqsgd.tasks import NamedTask
-from bqsgd.training.outlook import CannotLearn
-from bqsgd.training.server import Server
-from bqsgd.training.settings import Config
-from bqsgd.wire.frame import read_frame
+from bqsgd._src import models
+from bqsgd._src.cli.app import main
+from bqsgd._src.codec import encode_frame
+from bqsgd._src.engines.engine import read_guarantee
+from bqsgd._src.errors import FrameError, InvalidParameter
+from bqsgd._src.flower import Node, client_app
+from bqsgd._src.flower.engine import NoQuorum
+from bqsgd._src.flower.federation import read_overrides, write_app
+from bqsgd._src.flower.messages import FRAME, data_of, field_of, pack
+from bqsgd._src.flower.server_app import serve
+from bqsgd._src.flower.settings import Service, check_overrides, read_settings
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.noise import seeded_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.records.checkpoint import load_checkpoint
+from bqsgd._src.records.folder import read_rounds
+from bqsgd._src.records.record import one_line
+from bqsgd._src.run import Run
+from bqsgd._src.server.server import Server
+from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.outlook import CannotLearn
+from bqsgd._src.tasks.named import NamedTask
+from bqsgd._src.wire.frame import read_frame
 
 
 class Federation:
@@ -273,7 +274,7 @@ class Time:
 
 def test_the_deadline_is_held_against_the_arrival_not_against_the_handing_over(federation, tmp_path, monkeypatch):
     clock = Time()
-    monkeypatch.setattr("bqsgd.engines.flower.messages.time", clock)
+    monkeypatch.setattr("bqsgd._src.flower.messages.time", clock)
     monkeypatch.setitem(Server.__init__.__kwdefaults__, "clock", clock.monotonic)
 
     def tamper(client, message, reply):
@@ -321,7 +322,7 @@ def test_a_late_frame_is_not_lost_while_a_newcomer_is_greeted(federation, tmp_pa
 def test_a_node_that_is_slow_to_join_is_asked_again_only_once_nobody_answers(federation, monkeypatch, lost):
     clock = Time()
     for place in ("messages", "engine"):
-        monkeypatch.setattr(f"bqsgd.engines.flower.{place}.time", clock)
+        monkeypatch.setattr(f"bqsgd._src.flower.{place}.time", clock)
     questions, kept = Counter(), {}
 
     def tamper(client, message, reply):
@@ -551,8 +552,8 @@ def test_init_writes_an_app_that_flower_accepts_and_bqsgd_reads(tmp_path):
 def test_without_flower_the_error_names_the_extra_and_the_rest_works():
     code = (
         "import sys; sys.modules['flwr'] = None\n"
-        "import bqsgd.run, bqsgd.cli.app\n"
-        "sys.exit(bqsgd.cli.app.main(['flower', 'init', 'never-made']))"
+        "import bqsgd._src.run, bqsgd._src.cli.app\n"
+        "sys.exit(bqsgd._src.cli.app.main(['flower', 'init', 'never-made']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 2
@@ -565,7 +566,7 @@ def test_a_clients_process_starts_without_libraries_it_never_needs():
         [
             sys.executable,
             "-c",
-            "import sys, bqsgd.flower.client_app; print({'dp_accounting', 'scipy.stats'} & set(sys.modules))",
+            "import sys, bqsgd._src.flower.client_app; print({'dp_accounting', 'scipy.stats'} & set(sys.modules))",
         ],
         capture_output=True,
         text=True,

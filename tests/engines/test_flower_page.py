@@ -99,7 +99,7 @@ def test_our_side_trains_and_keeps_the_budget(app, tmp_path):
 
 
 def test_the_page_names_settings_that_exist():
-    from bqsgd.tasks import ALL_GROUPS
+    from bqsgd._src.tasks.named import ALL_GROUPS
 
     known = {name for group in ALL_GROUPS.values() for name in group.settings()}
     table = PAGE.read_text(encoding="utf-8").split("## What is called what")[1].split("## What is promised")[0]

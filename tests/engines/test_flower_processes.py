@@ -14,16 +14,16 @@ from fault_book import counts, not_ok, seen, together, written_down
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 
-from bqsgd.cli.flower import demo_settings, run_demo
-from bqsgd.flower.federation import free_port, make_federation, write_app
-from bqsgd.flower.processes import Processes
-from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE
-from bqsgd.ledger import Ledger
-from bqsgd.ledger._entries import EntryKind
-from bqsgd.records.checkpoint import load_checkpoint
-from bqsgd.records.folder import read_rounds
-from bqsgd.run import Run
-from bqsgd.tasks import settings_of
+from bqsgd._src.cli.flower import demo_settings, run_demo
+from bqsgd._src.flower.federation import LocalFederation, free_port, make_node_key, write_app
+from bqsgd._src.flower.processes import Processes
+from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger._entries import EntryKind
+from bqsgd._src.records.checkpoint import load_checkpoint
+from bqsgd._src.records.folder import read_rounds
+from bqsgd._src.run import Run
+from bqsgd._src.tasks.named import settings_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -39,11 +39,11 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
-from bqsgd.codec import encode_frame
-from bqsgd.flower import client_app
-from bqsgd.engines.flower.messages import FRAME, data_of, pack
-from bqsgd.noise import privacy_rng
-from bqsgd.wire.frame import read_frame
+from bqsgd._src.codec import encode_frame
+from bqsgd._src.flower import client_app
+from bqsgd._src.flower.messages import FRAME, data_of, pack
+from bqsgd._src.noise import privacy_rng
+from bqsgd._src.wire.frame import read_frame
 from private_app.task import task
 
 honest = client_app(task)
@@ -131,7 +131,7 @@ class Deployment:
         self.faults({})
         processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nowhere")
         processes.environment |= {"BQSGD_FAULTS": str(folder), "BQSGD_LATE_SECONDS": str(DEADLINE_SECONDS)}
-        self.federation = make_federation(folder, processes, tls=True, simulation=False)
+        self.federation = LocalFederation(processes, tls=True)
         self.federation.start_superlink()
         self.names = [f"node-{client}" for client in range(4)]
         self.keys = self.federation.register(self.names)
@@ -212,7 +212,7 @@ def test_plain_http_to_the_tls_port_gets_no_answer(deployment, fault_book):
 
 def test_a_node_whose_key_is_not_registered_is_turned_away(deployment, fault_book):
     federation, processes = deployment.federation, deployment.processes
-    federation.start_node("stranger", client=1, key=federation.make_key("stranger"))
+    federation.start_node("stranger", client=1, key=make_node_key(federation.folder / "keys", name="stranger")[0])
     assert processes.running.pop("stranger").wait(120) != 0
     assert "Failed to activate SuperNode" in processes.text("stranger")
     line = seen(processes.text("superlink"), "No SuperNode found with the given public key")

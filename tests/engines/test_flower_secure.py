@@ -17,22 +17,22 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from loop_grid import LoopGrid
 from torch import nn
 
-from bqsgd.engines.flower.engine import NoQuorum
-from bqsgd.engines.flower.messages import FRAME, MODEL, data_of, field_of, has_data, pack
-from bqsgd.errors import InvalidParameter, NotWritten
-from bqsgd.flower import Node, client_app
-from bqsgd.flower.server_app import serve
-from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE, Service, read_settings
-from bqsgd.ledger import Ledger
-from bqsgd.records.folder import read_rounds
-from bqsgd.run import Run
-from bqsgd.secure import messages
-from bqsgd.secure import state as kept_state
-from bqsgd.secure.messages import Kind, is_sum_message, message_kind
-from bqsgd.secure.roster import write_identity
-from bqsgd.training.settings import Config
-from bqsgd.training.sums import SumSetup, made_identities
-from bqsgd.training.task import Task
+from bqsgd._src.client.sum_setup import SumSetup, made_identities
+from bqsgd._src.errors import InvalidParameter, NotWritten
+from bqsgd._src.flower import Node, client_app
+from bqsgd._src.flower.engine import NoQuorum
+from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, has_data, pack
+from bqsgd._src.flower.server_app import serve
+from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE, Service, read_settings
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.records.folder import read_rounds
+from bqsgd._src.run import Run
+from bqsgd._src.secure import messages
+from bqsgd._src.secure import state as kept_state
+from bqsgd._src.secure.messages import Kind, is_sum_message, message_kind
+from bqsgd._src.secure.roster import write_identity
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 CLIENTS = 5
 BASE = {

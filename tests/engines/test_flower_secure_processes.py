@@ -9,15 +9,15 @@ from fault_book import counts, not_ok, seen, together, written_down
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
-from bqsgd.cli.flower import demo_settings, run_demo
-from bqsgd.flower.federation import make_federation, write_app
-from bqsgd.flower.processes import Processes
-from bqsgd.flower.settings import LEDGER_FOLDER_VARIABLE
-from bqsgd.ledger import Ledger
-from bqsgd.records.checkpoint import load_checkpoint
-from bqsgd.records.folder import read_rounds
-from bqsgd.run import Run
-from bqsgd.tasks import settings_of
+from bqsgd._src.cli.flower import demo_settings, run_demo
+from bqsgd._src.flower.federation import LocalFederation, write_app
+from bqsgd._src.flower.processes import Processes
+from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.records.checkpoint import load_checkpoint
+from bqsgd._src.records.folder import read_rounds
+from bqsgd._src.run import Run
+from bqsgd._src.tasks.named import settings_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -32,9 +32,9 @@ FAULTY_CLIENT = """
 import hashlib, json, os, signal, time
 from pathlib import Path
 from flwr.clientapp import ClientApp
-from bqsgd.engines.flower.messages import FRAME, MODEL, data_of
-from bqsgd.flower import client_app
-from bqsgd.secure.messages import is_sum_message, message_kind
+from bqsgd._src.flower.messages import FRAME, MODEL, data_of
+from bqsgd._src.flower import client_app
+from bqsgd._src.secure.messages import is_sum_message, message_kind
 from private_app.task import task
 
 honest = client_app(task)
@@ -106,7 +106,7 @@ class Deployment:
         self.faults({})
         processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nowhere")
         processes.environment |= {"BQSGD_FAULTS": str(folder)}
-        self.federation = make_federation(folder, processes, tls=True, simulation=False)
+        self.federation = LocalFederation(processes, tls=True)
         self.federation.start_superlink()
         self.names = [f"node-{client}" for client in range(4)]
         self.keys = self.federation.register(self.names)

@@ -17,7 +17,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from listeners import listeners, marked, on_loopback
 
-from bqsgd.flower.processes import Processes, keep_ray_on_loopback, ray_on_loopback
+from bqsgd._src.flower.processes import Processes, keep_ray_on_loopback, ray_on_loopback
 
 SERVER = (
     "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print('listening', flush=True); time.sleep(600)"
@@ -89,6 +89,7 @@ def test_nothing_is_left_when_the_parent_is_ended(tmp_path, number):
     folder, (waiting, ready) = tmp_path / "family", os.pipe()
     parent = os.fork()
     if parent == 0:  # the parent of the family; a fork, since importing all this anew takes seconds
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it would be ignored, here and in the family
         try:
             family_in(folder, ready)
         except SystemExit as error:

@@ -14,12 +14,13 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 from flwr.app import Message, MessageType
 from loop_grid import LoopGrid
 
-from bqsgd.engines.flower.messages import FRAME, MODEL, field_of, has_data, pack, read_guarantee
-from bqsgd.flower import client_app
-from bqsgd.flower.client_app import NO_ANSWER
-from bqsgd.ledger import Ledger
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.training.task import Task
+from bqsgd._src.engines.engine import read_guarantee
+from bqsgd._src.flower import client_app
+from bqsgd._src.flower.client_app import NO_ANSWER
+from bqsgd._src.flower.messages import FRAME, MODEL, field_of, has_data, pack
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.tasks.task import Task
 
 DIMENSION, SAMPLES = 8, 60
 RUN = {
@@ -42,7 +43,7 @@ class Prey:
     def task(self, config, node, options):
         self.reads += 1
         width = int(options.get("width", 2))
-        return Task(make_model=lambda: nn.Linear(3, width), shares=[(self.inputs, self.targets)], loss=LOSS)
+        return Task(make_model=lambda: nn.Linear(3, width), shares=[(self.inputs, self.targets)], loss_fn=LOSS)
 
     def ask(self, kind, content, **settings):
         """One message of one run, as a fresh process gets it: every call is a node that was just restarted."""

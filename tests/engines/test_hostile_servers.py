@@ -28,18 +28,20 @@ from hostile_servers import (
 )
 from torch import nn
 
-from bqsgd.codec import decode_frame, encode_frame
-from bqsgd.engines.in_process import InProcess
-from bqsgd.engines.torch_distributed import PrivateSteps
-from bqsgd.errors import InvalidParameter, ModelMessageError, NonFiniteInput
-from bqsgd.ledger import Ledger
-from bqsgd.noise import seeded_rng
-from bqsgd.params import Mechanism
-from bqsgd.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
-from bqsgd.training.client import Client
-from bqsgd.training.objective import Objective
-from bqsgd.training.samples import Part
-from bqsgd.training.task import Task
+from bqsgd._src.client.client import Client
+from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.outlet import FrameOutlet
+from bqsgd._src.client.samples import Part
+from bqsgd._src.codec import decode_frame
+from bqsgd._src.engines.in_process import InProcess
+from bqsgd._src.engines.torch_distributed import BQHookState, PrivateSteps
+from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInput
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Mechanism
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
+from bqsgd._src.tasks.task import Task
+from bqsgd._src.wire.reply import Reply
 
 every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
 WORKER = Path(__file__).parent / "hostile_server_worker.py"
@@ -48,7 +50,7 @@ WORKER = Path(__file__).parent / "hostile_server_worker.py"
 def make_client(network, unit, clip, data, *, ledger=None, model=None, **changes):
     config = settings(unit, clip, **changes)
     model = NETWORKS[network]() if model is None else model
-    return Client(client=0, model=model, loss=LOSS, samples=data, config=config, ledger=ledger)
+    return Client(client=0, model=model, loss_fn=LOSS, samples=data, config=config, ledger=ledger)
 
 
 def told_apart(network, unit, clip, models, capfd, caplog):
@@ -124,7 +126,7 @@ def test_what_is_wrong_with_the_model_or_the_loss_is_raised_before_the_spend(uni
             wide.update(np.zeros(12, np.float32), 0)
         if unit == "sample":
             reduced = make_client("linear", unit, clip, data, ledger=ledger, seed=None)
-            reduced.objective.loss = mean_loss
+            reduced.objective.loss_fn = mean_loss
             with pytest.raises(InvalidParameter, match="one loss per sample"):
                 reduced.update(np.zeros(8, np.float32), 0)
         assert ledger.spent_rounds == 0
@@ -165,7 +167,7 @@ def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
 @every_unit_and_clip
 def test_what_cannot_be_computed_is_sent_as_zero(unit, clip):
     client = make_client("linear", unit, clip, data_sets()["all nan"], levels=1000, trials=0)
-    frame = client.answer(message(np.ones(8, np.float32), round=0))
+    frame = client.answer(message(np.ones(8, np.float32), round=0)).frame
     assert not decode_frame(frame, range=client.range).any()
 
 
@@ -174,7 +176,7 @@ def test_private_figures_are_written_whatever_the_data(tmp_path):
         kept = []
         config = settings("sample", "dual", private_metrics=True)
         client = Client(
-            client=0, model=nn.Linear(3, 2), loss=LOSS, samples=data, config=config, ledger=None,
+            client=0, model=nn.Linear(3, 2), loss_fn=LOSS, samples=data, config=config, ledger=None,
             private_log=kept.append,
         )  # fmt: skip
         assert seen(client.answer(message(np.full(8, 3e38), round=0)))[0] == "frame"
@@ -187,7 +189,7 @@ def test_the_in_process_engine_carries_a_frame(unit, clip):
         with contextlib.closing(InProcess([make_client("linear", unit, clip, data)])) as engine:
             for round, model in enumerate(finite_models(8).values()):
                 (answer,) = engine.exchange({0: message(model, round=round)}, round=round)
-                assert (answer.declined, answer.reason, seen(answer.frame)[0]) == (False, None, "frame")
+                assert (answer.declined, answer.reason, seen(answer)[0]) == (False, None, "frame")
 
 
 @pytest.mark.parametrize("clip", [Dual(norm=0.5, bound=0.1), Clamp(0.1), L2(0.5), Scale(0.1), BatchMean(0.1)], ids=str)
@@ -197,36 +199,29 @@ def test_the_ddp_hook_has_a_frame_for_every_step(clip, network):
     for inputs, targets in few_data_sets().values():
         model = NETWORKS[network]()
         private = PrivateSteps(
-            model=model, loss=LOSS, clip=clip, batch_size=SAMPLES, dataset_size=100, ledger=None, run="hook"
+            model=model, loss_fn=LOSS, clip=clip, batch_size=SAMPLES, dataset_size=100, ledger=None, run="hook"
         )
-        for step, vector in enumerate(finite_models(dimension(network)).values()):
+        state = BQHookState(mechanism, range=0.1, rng=seeded_rng(seed=1), private=private)
+        for vector in finite_models(dimension(network)).values():
             nn.utils.vector_to_parameters(torch.as_tensor(vector), model.parameters())
             batch = (torch.as_tensor(inputs), torch.as_tensor(targets))
             with Watch():
-                private.supply(
-                    batch, indices=np.arange(len(batch[0])), mechanism=mechanism, range=0.1, step=step, seeded=True
-                )
-            frame = private.frame(
-                list(model.parameters()),
-                0,
-                lambda values, step=step: encode_frame(
-                    values, mechanism, range=0.1, rng=seeded_rng(seed=1), client=0, round=step, clamp=True
-                ),
-            )
+                state.supply(batch, indices=np.arange(len(batch[0])))
+            outlet = FrameOutlet(client=0, range=0.1)
+            frame = private.frame(list(model.parameters()), 0, mechanism, outlet, round=state.step)
             private.used()
-            assert seen(frame)[2].dimension == dimension(network)
+            state.step += 1
+            assert seen(Reply(client=0, frame=frame))[2].dimension == dimension(network)
 
 
 def test_the_ddp_hook_refuses_a_batch_that_does_not_pair_up_before_the_spend(tmp_path):
     with Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e9, budget_delta=1e-5) as ledger:
         private = PrivateSteps(
-            model=nn.Linear(3, 2), loss=LOSS, clip=Clamp(0.1), batch_size=4, dataset_size=100, ledger=ledger, run="x"
+            model=nn.Linear(3, 2), loss_fn=LOSS, clip=Clamp(0.1), batch_size=4, dataset_size=100, ledger=ledger, run="x"
         )
+        state = BQHookState(Mechanism(levels=20, trials=200), range=0.1, rng=privacy_rng(), private=private)
         with pytest.raises(InvalidParameter, match="do not pair up"):
-            private.supply(
-                (torch.zeros(4, 3), torch.zeros(3, dtype=torch.long)),
-                indices=np.arange(4), mechanism=Mechanism(levels=20, trials=200), range=0.1, step=0, seeded=False,
-            )  # fmt: skip
+            state.supply((torch.zeros(4, 3), torch.zeros(3, dtype=torch.long)), indices=np.arange(4))
         assert ledger.spent_rounds == 0
 
 
@@ -236,13 +231,15 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
     from flwr.app import Message, MessageType
     from loop_grid import LoopGrid
 
-    from bqsgd.engines.flower.messages import FRAME, MODEL, data_of, field_of, pack
-    from bqsgd.flower import client_app
+    from bqsgd._src.flower import client_app
+    from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, pack
 
     sets = few_data_sets()
     names = list(sets)
     app = client_app(
-        lambda config, node, options: Task(make_model=NETWORKS["linear"], shares=[sets[names[node.client]]], loss=LOSS)
+        lambda config, node, options: Task(
+            make_model=NETWORKS["linear"], shares=[sets[names[node.client]]], loss_fn=LOSS
+        )
     )
     config = settings(unit, clip, clients=len(sets), seed=None)
     run_config = {name: value for name, value in config.flat().items() if name != "budgets" and value is not None}
@@ -267,7 +264,7 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
             }
             continue
         assert [field_of(reply, "declined", str) for reply in answers] == [None] * len(sets)
-        frames = [seen(data_of(reply, kind=FRAME)) for reply in answers]
+        frames = [seen(Reply(client=0, frame=data_of(reply, kind=FRAME))) for reply in answers]
         assert len({(kind, length) for kind, length, _ in frames}) == 1
         assert len({str(reply.content.config_records) for reply in answers}) == 1
     for number in range(len(sets)):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from fault_book import counts, not_ok, together
 
-from bqsgd.ledger import Ledger
-from bqsgd.records.folder import read_rounds
-from bqsgd.run import Run, named
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.records.folder import read_rounds
+from bqsgd._src.run import Run, named
 
 KILLS = 20
 
@@ -25,9 +25,9 @@ def work(task, config, folder):
         for client in run.engine.clients.values():
 
             def answer(message, client=client, ask=client.answer):
-                frame = ask(message)
-                os.write(log, f"{client.client} {int.from_bytes(frame[32:40], 'little')}\n".encode())
-                return frame
+                reply = ask(message)
+                os.write(log, f"{client.client} {int.from_bytes(reply.frame[32:40], 'little')}\n".encode())
+                return reply
 
             client.answer = answer
         list(run.rounds())

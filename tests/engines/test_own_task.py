@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from distributed_processes import environment, finish, free_port, processes
 
-from bqsgd.cli.app import main
-from bqsgd.records.checkpoint import load_checkpoint
+from bqsgd._src.cli.app import main
+from bqsgd._src.records.checkpoint import load_checkpoint
 
 MODULE = """
 import torch

@@ -10,18 +10,19 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from bqsgd.cli.app import main
-from bqsgd.engines.in_process import InProcess
-from bqsgd.errors import InvalidParameter, LedgerError
-from bqsgd.ledger import Ledger
-from bqsgd.models import to_vector
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.records.checkpoint import CheckpointError
-from bqsgd.records.folder import read_history
-from bqsgd.records.record import RoundRecord
-from bqsgd.run import STILL_ROUNDS, Run, train
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd._src.cli.app import main
+from bqsgd._src.engines.in_process import InProcess
+from bqsgd._src.errors import InvalidParameter, LedgerError
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.models import to_vector
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.records.checkpoint import CheckpointError
+from bqsgd._src.records.folder import read_history
+from bqsgd._src.records.record import RoundRecord
+from bqsgd._src.release import Release
+from bqsgd._src.run import STILL_ROUNDS, Run, train
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 
 class Killed(Exception):
@@ -51,7 +52,7 @@ def test_it_learns_and_says_what_it_cost(task, settings, tmp_path):
     assert last.bytes_up < 0.27 * last.bytes_up_float32
     assert last.bytes_down == 4 * (4 * dimension + 32)
     result = run.summary
-    release = run.engine.clients[0].setting.release(run.config.privacy.mechanism)
+    release = Release(mechanism=run.config.privacy.mechanism, terms=run.engine.clients[0].terms)
     exact = Accountant().compose(release, 30).epsilon(1e-5)
     assert result.guarantee.epsilon >= exact * 0.999  # the client with the fewest samples has the largest
     assert result.guarantee.epsilon == last.epsilon_max
@@ -106,7 +107,7 @@ def test_resume_with_fresh_noise_counts_repeated_rounds_again(task, settings, tm
 
 def test_clients_drop_out_when_their_budget_is_spent_and_training_goes_on(task, settings, tmp_path):
     with Run.start(task, settings(), folder=tmp_path / "probe") as probe:
-        release = probe.engine.clients[0].setting.release(probe.config.privacy.mechanism)
+        release = Release(mechanism=probe.config.privacy.mechanism, terms=probe.engine.clients[0].terms)
     enough_for_five = Accountant().compose(release, 5).epsilon(1e-5) * 1.0001
     run, records = trained(task, settings(epsilon=enough_for_five, seed=None), tmp_path / "run")
     statuses = [[entry.status for entry in record.clients] for record in records]

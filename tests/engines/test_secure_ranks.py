@@ -11,14 +11,14 @@ from fault_book import counts, not_ok, seen, together
 from secure_worker import SEED, Mischief, small_task, write_keys
 from test_exchange import Rank
 
-from bqsgd.engines.engine import Setup, make_client
-from bqsgd.engines.in_process import in_process
-from bqsgd.engines.torch_distributed.engine import TorchDistributed
-from bqsgd.errors import InvalidParameter
-from bqsgd.ledger import Ledger
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
-from bqsgd.training.sums import SumSetup
+from bqsgd._src.client.sum_setup import SumSetup
+from bqsgd._src.engines.engine import Setup, make_client
+from bqsgd._src.engines.in_process import in_process
+from bqsgd._src.engines.torch_distributed.engine import TorchDistributed
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.run import Run
+from bqsgd._src.settings.config import Config
 
 WORKER = Path(__file__).parent / "secure_worker.py"
 ENGINE = "torch.distributed"
@@ -39,14 +39,14 @@ def over_ranks(folder):
     """The engine of ranks, without processes: each answers at once."""
 
     def make(setup):
-        setup.check_roster()
+        setup.check_separate()
         clients = [
             make_client(setup, number=number, model=setup.task.make_model(), share=share)
             for number, share in enumerate(setup.task.shares)
         ]
         for client in clients:
             client.answer = Mischief(client, {}, folder)
-        samples = {client.client: client.setting.dataset_size for client in clients}
+        samples = {client.client: client.public_size for client in clients}
         return TorchDistributed(clients[0], [Rank(client) for client in clients[1:]], samples=samples, most_bytes=10**7)
 
     return make
@@ -117,7 +117,7 @@ def test_a_roster_that_changed_is_refused(tmp_path):
 
 
 def test_no_message_is_longer_than_what_a_rank_reads():
-    from bqsgd.training.sums import most_sum_bytes
+    from bqsgd._src.client.sum_setup import most_sum_bytes
 
     for dropouts, colluders, key_rounds in ((0, 0, 1), (1, 0, 7), (1, 1, 3)):
         config = Config.of(

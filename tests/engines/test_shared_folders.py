@@ -13,16 +13,16 @@ import torch
 from distributed_processes import environment, finish, free_port, processes
 from torch import nn
 
-from bqsgd.cli.app import main
-from bqsgd.errors import FolderInUse, LedgerError, NotWritten, UnsafeFile
-from bqsgd.ledger import Ledger
-from bqsgd.records.checkpoint import FILE_NAME, CheckpointError
-from bqsgd.records.record import RunFolderError
-from bqsgd.records.tensorboard import TensorBoardLog
-from bqsgd.reports._ledgers import read_run
-from bqsgd.run import Run
-from bqsgd.training.settings import Config
-from bqsgd.training.task import Task
+from bqsgd._src.cli.app import main
+from bqsgd._src.errors import FolderInUse, LedgerError, NotWritten, UnsafeFile
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.records.checkpoint import FILE_NAME, CheckpointError
+from bqsgd._src.records.record import RunFolderError
+from bqsgd._src.records.tensorboard import TensorBoardLog
+from bqsgd._src.reports._ledgers import read_run
+from bqsgd._src.run import Run
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
 
 ROUNDS = 4
 
@@ -41,7 +41,7 @@ def task():
         torch.manual_seed(0)
         return nn.Linear(3, 2)
 
-    return Task(make_model=model, shares=shares, test=shares[0], loss=nn.CrossEntropyLoss(reduction="none"))
+    return Task(make_model=model, shares=shares, test=shares[0], loss_fn=nn.CrossEntropyLoss(reduction="none"))
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_of_processes_that_begin_at_once_one_trains(tmp_path):
 def test_ranks_on_one_machine_listen_on_loopback_only(tmp_path):
     code = (
         "import psutil, torch.distributed as dist\n"
-        "from bqsgd.engines.torch_distributed import join\n"
+        "from bqsgd._src.engines.torch_distributed import join\n"
         "with join() as group:\n"
         "    dist.barrier()\n"
         "    print(*{c.laddr.ip for c in psutil.Process().net_connections() if c.status == 'LISTEN'})\n"
@@ -242,5 +242,5 @@ def test_an_empty_out_is_not_the_current_folder(command, tmp_path, monkeypatch, 
 def test_a_data_folder_that_is_not_there_is_refused(dataset, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--dataset", dataset, "--data-folder", "nowhere", "--rounds", "1"]) == 2
-    assert "there is no data folder 'nowhere'" in capsys.readouterr().err
+    assert "the data folder 'nowhere' does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -13,10 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bqsgd.answers import plan_secure  # noqa: E402
-from bqsgd.errors import InvalidParameter  # noqa: E402
-from bqsgd.tasks import plain_settings, preset, presets, settings_of  # noqa: E402
-from experiments import frontier, page  # noqa: E402
+from experiments.frontier import points as frontier  # noqa: E402
+from experiments.lab import Options  # noqa: E402
+
+from bqsgd._src.answers import plan_secure  # noqa: E402
+from bqsgd._src.errors import InvalidParameter  # noqa: E402
+from bqsgd._src.tasks.named import plain_settings, preset, presets, settings_of  # noqa: E402
+from experiments import pages  # noqa: E402
 
 RESULTS = ROOT / "experiments" / "results"
 QUOTED = (
@@ -65,19 +68,19 @@ def test_an_unknown_preset_names_those_there_are() -> None:
 
 @pytest.mark.slow
 def test_quick_points_run_to_their_end_within_budget_and_bits(tmp_path: Path) -> None:
-    found = frontier.reproduce(seeds=(0,), quick=True, figures=tmp_path)
+    found = frontier.frontier(Options(seeds=(0,), quick=True, figures=tmp_path))
     assert [row["point"] for row in found["rows"]] == [point.name for point in frontier.POINTS]
     for row in found["rows"]:
         assert 0 < row["guarantee"]["epsilon"] <= frontier.QUICK["epsilon"]
         assert ("sums" in row["guarantee"]["trust"]) == row["secure"]
         assert row["secure"] or row["bits_measured"] <= row["bits"] + 0.25  # an 80-byte header over few coordinates
         assert not row["seeded"]
-    assert page.section("frontier", found).startswith("## ")
+    assert pages.section("frontier", found).startswith("## ")
 
 
 def test_the_table_holds_what_the_runs_measured(table: dict[str, Any]) -> None:
     assert [row["point"] for row in table["rows"]] == [point.name for point in frontier.POINTS]
-    text = page.section("frontier", table)
+    text = pages.section("frontier", table)
     kept = {path.stem for path in (RESULTS / "frontier").glob("*.json")}
     for row, point in zip(table["rows"], frontier.POINTS, strict=True):
         names = [f"{point.name}-seed{seed}" for seed in range(5)]
@@ -129,7 +132,7 @@ def test_pages_say_that_the_sums_withstand_no_colluding_client(table: dict[str, 
 
 
 def test_references_state_whom_they_trust(table: dict[str, Any]) -> None:
-    text = page.section("frontier", table)
+    text = pages.section("frontier", table)
     for one in table["references"]:
         assert one["trust"] in ("server trusted with all data", "server sees only sums")
         assert f"| {one['name']} | {one['dataset']} | {100 * one['accuracy']:.2f}" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experiments.frontier_search import Convolutions, Linear
+from experiments.frontier.search import Convolutions, Linear
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from experiments import fuzz  # noqa: E402
+from experiments.assurance import fuzz  # noqa: E402
 
 FOUND = json.loads(fuzz.RESULTS.read_text())["readers"] if fuzz.RESULTS.exists() else {}
 

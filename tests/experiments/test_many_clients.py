@@ -1,15 +1,9 @@
-"""The pages hold what the JSON of the runs says; the scripts behind them run, in small."""
+"""The sections about many clients can be written, and the scripts behind them run, in small."""
 
-import pytest
+from experiments.scale import flower_clients, heterogeneity, way_down
+from experiments.scale import sections as many_clients
 
-from bqsgd.tasks import preset, settings_of
-from experiments import flower_clients, heterogeneity, many_clients, way_down
-
-
-@pytest.mark.parametrize("page", ["docs/scaling.md", "docs/user_level.md"])
-def test_the_page_holds_what_was_measured(page):
-    text = (many_clients.ROOT / page).read_text(encoding="utf-8")
-    assert many_clients.with_sections(text, page) == text
+from bqsgd._src.tasks.named import preset, settings_of
 
 
 def test_each_section_can_be_written():

@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-
-from experiments import one_message
+from experiments.frontier import one_message
 
 ROOT = Path(__file__).parents[2]
 FOUND = json.loads((ROOT / "experiments/results/one_message.json").read_text(encoding="utf-8"))
-PAGE = (ROOT / "docs/one_message.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_figures_of_the_comparison():

@@ -15,19 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
-from bqsgd.ledger import Ledger
-from bqsgd.ledger._budget import Headroom, PrivacyBudget
-from bqsgd.ledger._entries import EntryKind, LedgerEntry, LedgerState
-from bqsgd.params import Coarsening, Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger._budget import Headroom, PrivacyBudget
+from bqsgd._src.ledger._entries import EntryKind, LedgerEntry, LedgerState
+from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms
 
 RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=4,
-    sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+    terms=Terms(dimension=4, sensitivity=Sensitivity(linf=0.125), sampling=Sampling(scheme=Scheme.POISSON, rate=0.1)),
 )
 FINER = replace(RELEASE, mechanism=Mechanism(levels=2, trials=60))
 DELTA = 1e-5
@@ -375,7 +373,7 @@ def test_headroom_is_exact_and_seldom_asks(limit: int, other: int, steps: list[i
     for step in steps:
         fits = room.fits(content, RELEASE, step, budget)
         assert fits == (2 * other + content[RELEASE] + step <= limit)
-        assert room.known(content, RELEASE, step, budget) == fits
+        assert room.known_to_fit(content, RELEASE, step, budget) == fits
         content[RELEASE] += step * fits
     assert room.most(content, RELEASE, budget) == max(0, limit - 2 * other - content[RELEASE])
     assert Counting.asked <= 60

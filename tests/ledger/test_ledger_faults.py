@@ -14,17 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bqsgd.errors import BudgetExhausted
-from bqsgd.ledger import Ledger
-from bqsgd.params import Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.errors import BudgetExhausted
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms
 
 RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=1,
-    sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.NONE),
+    terms=Terms(dimension=1, sensitivity=Sensitivity(linf=0.125), sampling=Sampling(scheme=Scheme.NONE)),
 )
 KILLS = 50
 FORK = multiprocessing.get_context("fork")

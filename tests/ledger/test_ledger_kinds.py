@@ -8,31 +8,35 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.errors import BudgetExhausted, LedgerError
-from bqsgd.ledger import Ledger, PrivacyBudget
-from bqsgd.ledger._entries import LedgerEntry
-from bqsgd.ledger.spending import Spending
-from bqsgd.params import Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.errors import BudgetExhausted, LedgerError
+from bqsgd._src.ledger import Ledger, PrivacyBudget
+from bqsgd._src.ledger._entries import LedgerEntry
+from bqsgd._src.ledger.spending import Charge, Spending
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms
 
 DELTA = 1e-5
 POISSON = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=4,
-    sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.POISSON, rate=0.1),
+    terms=Terms(dimension=4, sensitivity=Sensitivity(linf=0.125), sampling=Sampling(scheme=Scheme.POISSON, rate=0.1)),
 )
 FIXED = replace(
     POISSON,
-    sensitivity=Sensitivity(linf=0.25, relation="replace one"),
-    sampling=Sampling(scheme=Scheme.FIXED_SIZE, rate=0.1),
+    terms=replace(
+        POISSON.terms,
+        sensitivity=Sensitivity(linf=0.25, relation="replace one"),
+        sampling=Sampling(scheme=Scheme.FIXED_SIZE, rate=0.1),
+    ),
 )
 CLIENT = replace(
     POISSON,
-    sensitivity=Sensitivity(linf=0.25, relation="replace one"),
-    sampling=Sampling(scheme=Scheme.NONE),
-    unit="client",
+    terms=replace(
+        POISSON.terms,
+        sensitivity=Sensitivity(linf=0.25, relation="replace one"),
+        sampling=Sampling(scheme=Scheme.NONE),
+        unit="client",
+    ),
 )
 
 
@@ -79,13 +83,13 @@ def test_mixed_kinds_stop_at_the_budget(tmp_path: Path) -> None:
 def test_a_run_gets_what_it_asks_for_and_its_ledger_keeps_its_own_budget(tmp_path: Path) -> None:
     tiny, small = PrivacyBudget(epsilon=1e-9, delta=DELTA), for_one(POISSON)
     with open_ledger(tmp_path / "a", epsilon=100.0) as ledger:
-        with pytest.raises(BudgetExhausted, match="the epsilon 1e-09 at 1e-05 that run 'first' asks for"):
+        with pytest.raises(BudgetExhausted, match=r"the budget of run 'first' \(epsilon 1e-09 at delta 1e-05\)"):
             ledger.spend(POISSON, run="first", round=0, seeded=False, within=tiny)
         assert ledger.spent_rounds == 0
         spending = Spending(ledger, run="second", seeded=False, ahead=1000)
-        spending.spend(POISSON, round=0, last_round=9, within=small)
+        spending.spend(Charge(release=POISSON, round=0, last_round=9, within=small))
         with pytest.raises(BudgetExhausted):
-            spending.spend(POISSON, round=1, last_round=9, within=small)
+            spending.spend(Charge(release=POISSON, round=1, last_round=9, within=small))
         ledger.spend(POISSON, run="third", round=0, seeded=False, within=small)
     with open_ledger(tmp_path / "a", epsilon=100.0) as ledger:  # its budget is as it was, and the runs are kept apart
         with pytest.raises(BudgetExhausted):

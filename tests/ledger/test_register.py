@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bqsgd.cli.app import app
-from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
-from bqsgd.ledger import Ledger, PrivacyBudget, Register
-from bqsgd.ledger.register import opened_ledgers
-from bqsgd.params import Mechanism
-from bqsgd.release import Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.cli.app import app
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd._src.ledger import Ledger, PrivacyBudget, Register
+from bqsgd._src.ledger.register import opened_ledgers
+from bqsgd._src.params import Mechanism
+from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms
 
 RELEASE = Release(
     mechanism=Mechanism(levels=1, trials=60),
-    dimension=1,
-    sensitivity=Sensitivity(linf=0.125),
-    sampling=Sampling(scheme=Scheme.NONE),
+    terms=Terms(dimension=1, sensitivity=Sensitivity(linf=0.125), sampling=Sampling(scheme=Scheme.NONE)),
 )
 BUDGET = PrivacyBudget(epsilon=0.4, delta=1e-5)
 PLENTY = PrivacyBudget(epsilon=1e4, delta=1e-5)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bqsgd.errors import BqsgdError, InvalidParameter
-from bqsgd.mechanism import coarsening, properties
-from bqsgd.mechanism.coarsening import rounding_table
-from bqsgd.mechanism.encoder import Encoding, decode, encode
-from bqsgd.noise import privacy_rng, seeded_rng
-from bqsgd.params import Coarsening, Mechanism
+from bqsgd._src.errors import BqsgdError, InvalidParameter
+from bqsgd._src.mechanism import coarsening, properties
+from bqsgd._src.mechanism.coarsening import rounding_table
+from bqsgd._src.mechanism.encoder import Encoding, decode, encode
+from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Coarsening, Mechanism
 
 SAMPLES = 400_000
 MECHANISMS = [(2, 6, 4, 6), (3, 20, 2, 9), (1, 7, 5, 9), (10, 189, 16, 45), (10, 189, 4, 29), (20, 900, 16, 170)]

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput, OutOfRange
-from bqsgd.mechanism.encoder import CHUNK, Encoding, clamp, decode, encode
-from bqsgd.noise import NOISE_BITS, REFINE_BITS, ROUND_BITS, alias_table, privacy_rng, seeded_rng
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism, code_dtype
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput, OutOfRange
+from bqsgd._src.mechanism.encoder import CHUNK, Encoding, clamp, decode, encode
+from bqsgd._src.noise import NOISE_BITS, REFINE_BITS, ROUND_BITS, alias_table, privacy_rng, seeded_rng
+from bqsgd._src.params import MAX_LEVELS, MAX_TRIALS, Mechanism, code_dtype
 
 PAPER = [(1, 251), (2, 251), (5, 245), (8, 4079), (26, 4043), (52, 16279)]
 EDGES = [(1, 0), (1, 1), (MAX_LEVELS, 0), (MAX_LEVELS, MAX_TRIALS), (3, 64)]

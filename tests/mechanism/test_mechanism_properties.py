@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.encoder import decode, encode
-from bqsgd.mechanism.properties import noise_density, noise_mean, noise_variance, worst_case_variance
-from bqsgd.noise import seeded_rng
-from bqsgd.params import Mechanism
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.mechanism.encoder import decode, encode
+from bqsgd._src.mechanism.properties import noise_density, noise_mean, noise_variance, worst_case_variance
+from bqsgd._src.noise import seeded_rng
+from bqsgd._src.params import Mechanism
 
 SMALL = [(1, 0), (1, 1), (1, 2), (2, 3), (3, 7), (2, 64)]
 RANGE = 1.5

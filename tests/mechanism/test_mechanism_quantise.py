@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from bqsgd.errors import InvalidParameter, OutOfRange
-from bqsgd.mechanism.encoder import dequantise, levels_of_bits, quantise
-from bqsgd.noise import privacy_rng, seeded_rng
+from bqsgd._src.errors import InvalidParameter, OutOfRange
+from bqsgd._src.mechanism.encoder import dequantise, levels_of_bits, quantise
+from bqsgd._src.noise import privacy_rng, seeded_rng
 
 
 def test_the_b_bit_form() -> None:

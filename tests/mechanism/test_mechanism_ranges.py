@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bqsgd.errors import InvalidParameter, NonFiniteInput
-from bqsgd.mechanism.encoder import clamp, scale
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.mechanism.encoder import clamp, scale
 
 vectors = st.one_of(
     hnp.arrays(np.float64, st.integers(1, 20), elements=st.floats(-1e100, 1e100)),

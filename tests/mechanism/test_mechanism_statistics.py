@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bqsgd.mechanism._kernels import round_scalar, round_vector
-from bqsgd.mechanism.encoder import encode
-from bqsgd.noise import ROUND_BITS, ROUNDING_SLACK_STEPS, binomial_pmf, seeded_rng
-from bqsgd.params import MAX_LEVELS, Mechanism
+from bqsgd._src.mechanism._kernels import round_scalar, round_vector
+from bqsgd._src.mechanism.encoder import encode
+from bqsgd._src.noise import ROUND_BITS, ROUNDING_SLACK_STEPS, binomial_pmf, seeded_rng
+from bqsgd._src.params import MAX_LEVELS, Mechanism
 
 FALSE_ALARM = 1e-9
 SAMPLES = 2_000_000

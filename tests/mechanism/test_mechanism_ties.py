@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from bqsgd.mechanism._kernels import resolve_ties
-from bqsgd.mechanism.encoder import encode
-from bqsgd.noise import NOISE_BITS, ROUND_BITS, NoiseSource, alias_table
-from bqsgd.params import Mechanism
+from bqsgd._src.mechanism._kernels import resolve_ties
+from bqsgd._src.mechanism.encoder import encode
+from bqsgd._src.noise import NOISE_BITS, ROUND_BITS, NoiseSource, alias_table
+from bqsgd._src.params import Mechanism
 
 
 class ScriptedKeystream:

@@ -1,12 +1,12 @@
-"""The arithmetic behind docs/errata.md, one test an entry."""
+"""The arithmetic behind the errata in docs/paper.md, one test an entry."""
 
 import math
 
 import numpy as np
 import pytest
 
-from bqsgd.mechanism.properties import noise_variance, worst_case_variance
-from bqsgd.paper.nominal import (
+from bqsgd._src.mechanism.properties import noise_variance, worst_case_variance
+from bqsgd._src.paper.nominal import (
     NominalSetting,
     PeakForm,
     closed_form,
@@ -19,9 +19,9 @@ from bqsgd.paper.nominal import (
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
-from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
-from bqsgd.paper.tradeoffs import Share, convergence_bound
-from bqsgd.params import Mechanism
+from bqsgd._src.paper.published import FASHION_MNIST, MNIST, ROWS
+from bqsgd._src.paper.tradeoffs import Share, convergence_bound
+from bqsgd._src.params import Mechanism
 
 
 def row(dataset, bits, epsilon):

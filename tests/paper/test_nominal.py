@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.paper.nominal import (
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.paper.nominal import (
     NominalPrivacy,
     NominalSetting,
     PeakForm,
@@ -21,7 +21,7 @@ from bqsgd.paper.nominal import (
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
-from bqsgd.params import Mechanism
+from bqsgd._src.params import Mechanism
 
 MNIST = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
 

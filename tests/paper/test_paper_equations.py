@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bqsgd.mechanism.properties import noise_density
-from bqsgd.params import Mechanism
+from bqsgd._src.mechanism.properties import noise_density
+from bqsgd._src.params import Mechanism
 
 
 @pytest.mark.parametrize(("levels", "clip"), [(1, 1.0), (2, 0.0015), (10, 3.0)])

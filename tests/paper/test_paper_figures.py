@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.encoder import encode
-from bqsgd.noise import seeded_rng
-from bqsgd.paper.figures import FIGURE_1, draw_figure_1, draw_figure_2, indistinguishable_mass, outcome_law
-from bqsgd.params import Mechanism
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.mechanism.encoder import encode
+from bqsgd._src.noise import seeded_rng
+from bqsgd._src.paper.figures import FIGURE_1, draw_figure_1, draw_figure_2, indistinguishable_mass, outcome_law
+from bqsgd._src.params import Mechanism
 
 
 @pytest.mark.parametrize("panel", FIGURE_1, ids=lambda panel: panel.title)

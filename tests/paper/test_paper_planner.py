@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd.errors import Infeasible, InvalidParameter
-from bqsgd.paper.nominal import (
+from bqsgd._src.errors import Infeasible, InvalidParameter
+from bqsgd._src.paper.nominal import (
     NominalSetting,
     closed_form,
     fewest_bits,
@@ -19,8 +19,8 @@ from bqsgd.paper.nominal import (
     privacy_level,
     strict_mechanism,
 )
-from bqsgd.params import Mechanism
-from bqsgd.planner.plan import Budget
+from bqsgd._src.params import Mechanism
+from bqsgd._src.planner.plan import Budget
 
 MNIST = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bqsgd.paper.nominal import NominalPrivacy, nearest_mechanism, nominal_epsilon
-from bqsgd.paper.published import FASHION_MNIST, MNIST, ROWS
-from bqsgd.params import Mechanism
+from bqsgd._src.paper.nominal import NominalPrivacy, nearest_mechanism, nominal_epsilon
+from bqsgd._src.paper.published import FASHION_MNIST, MNIST, ROWS
+from bqsgd._src.params import Mechanism
 
 MISPRINTED = {(8, 8.72), (10, 3.44), (12, 3.44)}
 

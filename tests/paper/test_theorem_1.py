@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.paper.tradeoffs import Share, communication_bits, communication_saving_bits, convergence_bound
-from bqsgd.params import Mechanism
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.paper.tradeoffs import Share, communication_bits, communication_saving_bits, convergence_bound
+from bqsgd._src.params import Mechanism
 
 PROBLEM = {
     "dimension": 100,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bqsgd.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
-from bqsgd.persample.program import inputs_then_target
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.persample.program import inputs_then_target
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample._kernels.threads import check_ieee, in_threads
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.runtime.threads import check_ieee, in_threads
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush denormals here")
 
@@ -62,7 +62,7 @@ def test_a_caller_that_does_not_round_to_the_nearest_is_refused(name, mode):
 
 def in_a_process(program):
     """The output of a fresh process: torch's threads keep the mode in which they are started."""
-    head = "import threading, torch\nfrom bqsgd.persample._kernels.threads import check_ieee, in_threads\n"
+    head = "import threading, torch\nfrom bqsgd._src.runtime.threads import check_ieee, in_threads\n"
     done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from persample_oracle import LOSS
 from torch import Tensor, nn
 
-from bqsgd.persample import L2, BatchMean, clipped_gradients
-from bqsgd.persample._kernels import lanes as kernels
-from bqsgd.persample._kernels.vectors import LANES
-from bqsgd.persample.gradients import road_of
-from bqsgd.persample.lanes import LanesRoad
-from bqsgd.persample.program import Form
-from bqsgd.persample.rules import READ_LEAVES, RULES, Leaf, NotLanes, rule_of
+from bqsgd._src.persample import L2, BatchMean, clipped_gradients
+from bqsgd._src.persample._kernels import lanes as kernels
+from bqsgd._src.persample._kernels.vectors import LANES
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.program import Form
+from bqsgd._src.persample.rules import READ_LEAVES, RULES, Leaf, NotLanes, rule_of
 
 aten = torch.ops.aten
 TOLERANCE = 1e-5

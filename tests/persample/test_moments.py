@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attacks.front_record import front_record, whole_products
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample.clips import L2, Dual
-from bqsgd.persample.moments import CLASS_WEIGHT, clipped_moments, moments_dimension
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample.clips import L2, Dual
+from bqsgd._src.persample.moments import CLASS_WEIGHT, clipped_moments, moments_dimension
 
 CLIPS = (L2(1.0), L2(0.3), Dual(0.5, 0.1), Dual(1.0, 0.02))
 POWER = 1024

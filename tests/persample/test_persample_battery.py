@@ -12,12 +12,12 @@ import torch
 from persample_oracle import Case, clip_each, clips_for, gradients_one_by_one, mean_of
 from torch import Tensor
 
-from bqsgd.persample import L2, BatchMean, Clamp, Clip, Dual, SlowGradientsWarning, clipped_gradients
-from bqsgd.persample.alone import AloneRoad
-from bqsgd.persample.gradients import road_of
-from bqsgd.persample.lanes import LanesRoad
-from bqsgd.persample.program import Form
-from bqsgd.persample.rows import RowsRoad
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, SlowGradientsWarning, clipped_gradients
+from bqsgd._src.persample.alone import AloneRoad
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.program import Form
+from bqsgd._src.persample.rows import RowsRoad
 from persample_models import ALONE, EVERY, LANES, ROWS, Build, case_of
 
 RELATIVE_ERROR = 1e-5
@@ -31,7 +31,7 @@ clips bite. A case is traced once and goes through all clips."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),  # torch says so once a process
-    pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning"),
+    pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning"),
 ]
 each_build = pytest.mark.parametrize("build", EVERY, ids=lambda build: build.__name__)
 each_seed = pytest.mark.parametrize("seed", SETTINGS)

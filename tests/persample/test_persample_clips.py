@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
-from bqsgd.release import Relation, Sensitivity
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.release import Relation, Sensitivity
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import torch
 from persample_oracle import LOSS, Case, gradients_one_by_one, mean_of
 from torch import Tensor, nn
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import (
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import (
     L2,
     BatchMean,
     Clamp,
@@ -28,11 +28,11 @@ from bqsgd.persample import (
     SlowGradientsWarning,
     clipped_gradients,
 )
-from bqsgd.persample.alone import AloneRoad
-from bqsgd.persample.gradients import road_of
-from bqsgd.persample.lanes import LanesRoad
-from bqsgd.persample.program import Form, plain_operations
-from bqsgd.persample.rows import RowsRoad
+from bqsgd._src.persample.alone import AloneRoad
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.program import Form, plain_operations
+from bqsgd._src.persample.rows import RowsRoad
 from persample_models import Centred
 
 CLIPS: list[Clip] = [Scale(0.01), Clamp(0.003), L2(0.2), Dual(0.1, 0.01), BatchMean(0.01)]
@@ -64,7 +64,7 @@ def small_net() -> nn.Module:
 each_road = pytest.mark.parametrize("road", [LanesRoad, RowsRoad, AloneRoad])
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 def test_a_model_for_every_road(road: type) -> None:
     model, batch = OnRoad(road), small_batch()
@@ -79,7 +79,7 @@ def small_batch(size: int = 7) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 1, 6, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sample_that_is_not_finite_counts_as_zero_and_is_counted(road: type, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ def test_a_sample_that_is_not_finite_counts_as_zero_and_is_counted(road: type, d
             assert mean.abs().max() > 0
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 def test_a_sample_that_raises_an_error_counts_as_zero_and_is_counted(road: type) -> None:
     """A label that the loss does not know makes torch's kernels raise in a pass with others."""
@@ -127,7 +127,7 @@ class Picky(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @pytest.mark.parametrize(
     "error", [ValueError("no"), InvalidParameter("no"), SystemExit(3), KeyboardInterrupt(), MemoryError()], ids=repr
 )
@@ -194,7 +194,7 @@ def state_of(model: nn.Module) -> list[tuple[object, ...]]:
     ] + [(name, p.grad, sorted(vars(p)), p.detach().clone().tolist()) for name, p in model.named_parameters()]
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 def test_nothing_is_left_on_the_model(road: type) -> None:
     model = OnRoad(road)
@@ -235,7 +235,7 @@ def test_existing_gradients_and_no_grad_do_not_matter() -> None:
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 def test_two_threads_of_torch_give_the_result_of_one(road: type) -> None:
     model, batch = OnRoad(road), small_batch(20)
@@ -256,7 +256,7 @@ def test_two_threads_of_torch_give_the_result_of_one(road: type) -> None:
         assert torch.allclose(first, second, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 def test_two_callers_at_once_get_what_each_gets_alone(road: type) -> None:
     """They find the same model not yet traced, and share its program."""
@@ -334,7 +334,7 @@ class ReadsItsBuffers(nn.Module):
         return self.out(x * 2 if bool(self.factor > 1) else x)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @pytest.mark.parametrize("how", ["number", "length", "repeats", "branch"])
 def test_a_model_may_read_numbers_from_its_buffers(how: str) -> None:
     case = Case(ReadsItsBuffers(how), (torch.randn(6, 4), torch.arange(6) % 3))
@@ -382,7 +382,7 @@ def linear_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs[:, 0] + targets
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_sample_has_a_dropout_mask_of_its_own(road: type, packed: bool) -> None:
@@ -449,7 +449,7 @@ def test_layers_that_mix_samples_are_refused_with_the_replacement(layer: nn.Modu
         clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(1.0), batch_size=7)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 @each_road
 def test_a_reduced_loss_is_refused(road: type) -> None:
     model = OnRoad(road)
@@ -536,5 +536,5 @@ def test_only_what_cannot_be_traced_is_slow_and_the_warning_says_why(
 
 
 def test_the_clips_need_no_torch() -> None:
-    code = "import sys; from bqsgd.persample import Clamp; Clamp(1.0); sys.exit('torch' in sys.modules)"
+    code = "import sys; from bqsgd._src.persample import Clamp; Clamp(1.0); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -23,14 +23,14 @@ import persample_models as models
 from attacks.cancelling_weights import cancelling_weights
 from attacks.chosen_sums import PLATEAU, chosen_sums
 from attacks.mitigation_off import float32_sums, rows_as_they_come
-from bqsgd.errors import InvalidParameter
-from bqsgd.models import AlexNet28, LeNet5
-from bqsgd.persample import L2, Clamp, Clip, ClippedGradients, Dual, Scale, clipped_gradients
-from bqsgd.persample.gradients import road_of
-from bqsgd.persample.program import Form
-from bqsgd.persample.rows import RowsRoad, plan_chunks, rows_are_apart, rows_for
-from bqsgd.training.objective import Objective
-from bqsgd.training.samples import Part
+from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.samples import Part
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import AlexNet28, LeNet5
+from bqsgd._src.persample import L2, Clamp, Clip, ClippedGradients, Dual, Scale, clipped_gradients
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.program import Form
+from bqsgd._src.persample.rows import RowsRoad, plan_chunks, rows_are_apart, rows_for
 from persample_models import EVERY, Build, Centred, case_of
 
 CLIPS: list[Clip] = [Scale(0.01), Clamp(0.003), L2(0.2), Dual(0.1, 0.01), Dual(0.01, 0.1)]
@@ -49,7 +49,7 @@ BATCH_SIZES = 8, 64, 512
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),
-    pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning"),
+    pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning"),
 ]
 
 
@@ -160,9 +160,9 @@ def test_own_gradients_stay_inside_where_positions_cancel() -> None:
 
 OTHER_PATHS = {
     "oldest": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
-    "mixed": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
 }
 SLOW_PATHS = {
+    "mixed": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "generic numba": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
     "two threads": {},

@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import persample_models as models
-from bqsgd.errors import InvalidParameter
-from bqsgd.persample import L2, clipped_gradients
-from bqsgd.persample import program as programs
-from bqsgd.persample.gradients import road_of
-from bqsgd.persample.lanes import LanesRoad
-from bqsgd.persample.program import (
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import L2, clipped_gradients
+from bqsgd._src.persample import program as programs
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.program import (
     Convolution,
     Form,
     Gradient,
@@ -36,13 +36,13 @@ from bqsgd.persample.program import (
     program_of,
     traced,
 )
-from bqsgd.persample.rows import RowsRoad
+from bqsgd._src.persample.rows import RowsRoad
 from persample_models import LANES, ROWS, Build, case_of
 
 CLIP = L2(0.1)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),
-    pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning"),
+    pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning"),
 ]
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from bqsgd.persample._kernels import loops
-from bqsgd.persample._kernels.contiguous import LARGEST_RATIO, PANEL, SUM_BLOCK, rows_product
-from bqsgd.persample._kernels.grid import Grid, held_to
-from bqsgd.persample._kernels.pairs import Pairs, Side, in_lanes, lanes_of
+from bqsgd._src.persample._kernels import loops
+from bqsgd._src.persample._kernels.contiguous import LARGEST_RATIO, PANEL, SUM_BLOCK, rows_product
+from bqsgd._src.persample._kernels.grid import Grid, held_to
+from bqsgd._src.persample._kernels.pairs import Pairs, Side, in_lanes, lanes_of
 
 FEATURES = [1, 2, 15, 16, 17, 31, 33, 64, 100, PANEL * 33 + 5, 1280, 3969]
 
@@ -32,7 +32,7 @@ def one_thread_after_each_test():
 @pytest.fixture
 def always_threads(monkeypatch):
     """Few numbers go to helpers as well."""
-    monkeypatch.setattr("bqsgd.persample._kernels.threads.FEW", 1)
+    monkeypatch.setattr("bqsgd._src.runtime.threads.FEW", 1)
 
 
 def samples(count, size, *, seed=0, spread=4.0):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bqsgd.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
-from bqsgd.params import Mechanism
-from bqsgd.planner.search import coarsened
+from bqsgd._src.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
+from bqsgd._src.params import Mechanism
+from bqsgd._src.planner.search import coarsened
 
 PAGE = Path(__file__).parents[2] / "docs" / "accounting.md"
 

@@ -8,15 +8,14 @@ import pytest
 from scipy import stats
 
 from bqsgd import plan_secure
-from bqsgd.errors import Infeasible, InvalidParameter
-from bqsgd.params import Mechanism
-from bqsgd.planner.plan import ClientSetting
-from bqsgd.planner.sums import SumPlan, in_sums, width_of
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Trust
-from bqsgd.secure.graph import thresholds
-from bqsgd.training.client_plan import client_setting
-from bqsgd.training.settings import Config
+from bqsgd._src.errors import Infeasible, InvalidParameter
+from bqsgd._src.params import Mechanism
+from bqsgd._src.planner.sums import SumPlan, in_sums, width_of
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Terms, Trust
+from bqsgd._src.secure.graph import thresholds
+from bqsgd._src.settings.client_plan import client_terms
+from bqsgd._src.settings.config import Config
 
 ASKED = {
     "clients": 100, "dropouts": 10, "colluders": 0, "epsilon": 3.0, "delta": 1e-5, "dimension": 39_700,
@@ -64,35 +63,38 @@ def test_more_levels_would_not_fit_and_fewer_trials_would_not_do(hundred):
     more = plan.levels + 1
     with pytest.raises(InvalidParameter, match="too few for"):
         SumPlan(rule=plan.rule, levels=more, trials=math.ceil(per_square * more**2), width=plan.width)
-    fewer = hundred.setting.release(Mechanism(levels=plan.levels, trials=round(plan.trials * 0.99)))
+    fewer = Release(
+        mechanism=Mechanism(levels=plan.levels, trials=round(plan.trials * 0.99)), terms=hundred.release.terms
+    )
     assert Accountant().compose(fewer, 300).epsilon(1e-5) > 3.0
 
 
 def test_the_chance_that_a_sparse_graph_fails_is_part_of_delta():
     rule, rounds = thresholds(clients=250, dropouts=12, colluders=12), 1000
-    setting = ClientSetting(dimension=5, batch_size=32, dataset_size=1000, scheme="no sampling")
-    sparse, full = in_sums(setting, rule), in_sums(setting, thresholds(clients=100, dropouts=10, colluders=12))
+    terms = Terms.of_batch(dimension=5, batch_size=32, dataset_size=1000, scheme="no sampling")
+    sparse, full = in_sums(terms, rule), in_sums(terms, thresholds(clients=100, dropouts=10, colluders=12))
     assert 0 < rule.failure <= 2.0**-40
     assert full.failure == 0
-    released = sparse.release(Mechanism(levels=1, trials=64))
+    released = Release(mechanism=Mechanism(levels=1, trials=64), terms=sparse)
     assert Release.from_dict(released.to_dict()) == released
     with_it, without = (
-        Accountant().compose(each.release(Mechanism(levels=1, trials=64)), rounds) for each in (sparse, full)
+        Accountant().compose(Release(mechanism=Mechanism(levels=1, trials=64), terms=each), rounds)
+        for each in (sparse, full)
     )
     assert with_it.delta(20.0) >= without.delta(20.0) + rounds * rule.failure * 0.999
     delta = 4 * rounds * rule.failure
     assert with_it.epsilon(delta) > without.epsilon(delta)
     assert with_it.epsilon(rounds * rule.failure) == math.inf
     with pytest.raises(InvalidParameter, match="failure"):
-        replace(released, trust=Trust.EACH_CLIENT, colluders=0)
+        replace(released, terms=replace(released.terms, trust=Trust.EACH_CLIENT, colluders=0))
     with pytest.raises(InvalidParameter):
-        replace(released, failure=math.nan)
+        replace(released, terms=replace(released.terms, failure=math.nan))
 
 
 def test_a_run_over_a_sparse_graph_counts_its_chance_of_failure():
     config = Config.of(clients=250, secure=True, dropouts=12, colluders=12, rate=0.1)
-    setting = client_setting(config, dimension=5, dataset_size=100)
-    assert setting.failure == config.secure.rule(250).failure > 0
+    terms = client_terms(config, dimension=5, dataset_size=100)
+    assert terms.failure == config.secure.rule(250).failure > 0
 
 
 def test_a_window_takes_fewer_bits_and_states_how_often_it_wraps():
@@ -140,12 +142,12 @@ def test_what_cannot_be_met_is_answered_with_what_can():
         plan_secure(**ASKED | {"dropouts": 60})
     with pytest.raises(Infeasible, match="colluders are possible"):
         plan_secure(**ASKED | {"clients": 3, "dropouts": 0, "colluders": 2})
-    with pytest.raises(InvalidParameter, match="window must be a share"):
+    with pytest.raises(InvalidParameter, match="window must be a fraction"):
         plan_secure(**ASKED, window=1.5)
 
 
 def test_the_command(capsys):
-    from bqsgd.cli.app import main
+    from bqsgd._src.cli.app import main
 
     asked = "plan --secure --clients 10 --dropouts 1 --epsilon 4 --delta 1e-3 --dimension 5 --batch-size 32"
     rest = "--dataset-size 1000 --rounds 1 --sampling none"

@@ -5,14 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.mechanism.properties import noise_variance
-from bqsgd.params import Mechanism
-from bqsgd.planner.plan import Budget, ClientSetting, Plan
-from bqsgd.privacy.guarantee import Guarantee
-from bqsgd.release import Relation, Scheme, Trust, Unit
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.mechanism.properties import noise_variance
+from bqsgd._src.params import Mechanism
+from bqsgd._src.planner.plan import Budget, Plan
+from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.release import Relation, Release, Scheme, Terms, Trust, Unit
 
-SETTING = ClientSetting(dimension=3000, batch_size=32, dataset_size=15000)
+
+def terms(**changes):
+    return Terms.of_batch(**{"dimension": 3000, "batch_size": 32, "dataset_size": 15000, **changes})
+
+
 MECHANISM = Mechanism(levels=2, trials=251)
 GUARANTEE = Guarantee(
     epsilon=2.5,
@@ -29,7 +33,7 @@ GUARANTEE = Guarantee(
 def a_plan(**changes):
     return Plan(
         budget=Budget(bits=8, epsilon=3.0, delta=1e-5),
-        release=replace(SETTING, **changes).release(MECHANISM),
+        release=Release(mechanism=MECHANISM, terms=terms(**changes)),
         rounds=1000,
         variance=noise_variance(MECHANISM),
         guarantee=GUARANTEE,
@@ -72,12 +76,12 @@ def test_budgets_are_checked(wrong):
     ],
 )
 def test_default_sensitivity_follows_the_sampling(scheme, relation, linf, rate):
-    release = replace(SETTING, scheme=scheme).release(MECHANISM)
-    assert (release.sensitivity.relation, release.sensitivity.linf, release.sampling.rate) == (relation, linf, rate)
+    drawn = terms(scheme=scheme)
+    assert (drawn.sensitivity.relation, drawn.sensitivity.linf, drawn.sampling.rate) == (relation, linf, rate)
 
 
 def test_given_sensitivities_win():
-    release = replace(SETTING, linf=0.5, l2=0.7).release(MECHANISM)
-    assert (release.sensitivity.linf, release.sensitivity.l2, release.shift) == (0.5, 0.7, 1.0)
-    full = replace(SETTING, scheme=Scheme.NONE, relation="replace one").release(MECHANISM)
-    assert full.sensitivity.linf == 2 / 32
+    release = Release(mechanism=MECHANISM, terms=terms(linf=0.5, l2=0.7))
+    assert (release.terms.sensitivity.linf, release.terms.sensitivity.l2, release.shift) == (0.5, 0.7, 1.0)
+    full = Release(mechanism=MECHANISM, terms=terms(scheme=Scheme.NONE, relation="replace one"))
+    assert full.terms.sensitivity.linf == 2 / 32

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from bqsgd.errors import Infeasible
-from bqsgd.mechanism.coarsening import noise_to_signal
-from bqsgd.mechanism.properties import noise_variance
-from bqsgd.params import Coarsening, Mechanism
-from bqsgd.planner.plan import Budget, ClientSetting, Plan
-from bqsgd.planner.search import (
+from bqsgd._src.errors import Infeasible
+from bqsgd._src.mechanism.coarsening import noise_to_signal
+from bqsgd._src.mechanism.properties import noise_variance
+from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.planner.plan import Budget, Plan
+from bqsgd._src.planner.search import (
     TooFewBits,
     coarsened,
     largest_reach,
@@ -22,14 +22,15 @@ from bqsgd.planner.search import (
     make_plan,
     total_shift,
 )
-from bqsgd.privacy.accountant import Accountant
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Terms
 
-SETTING = ClientSetting(dimension=40, batch_size=64, dataset_size=1000)
-WIDE = replace(SETTING, dimension=4000)
+CLIENT = {"batch_size": 64, "dataset_size": 1000}
+WIDE = Terms.of_batch(dimension=4000, **CLIENT)
 
 
-def epsilon(mechanism, rounds, delta, base=None, setting=WIDE):
-    return (base or Accountant()).compose(setting.release(mechanism), rounds).epsilon(delta)
+def epsilon(mechanism, rounds, delta, base=None, terms=WIDE):
+    return (base or Accountant()).compose(Release(mechanism=mechanism, terms=terms), rounds).epsilon(delta)
 
 
 @pytest.mark.parametrize(
@@ -37,30 +38,30 @@ def epsilon(mechanism, rounds, delta, base=None, setting=WIDE):
 )
 def test_brute_force_over_all_levels_and_trials_agrees(bits, target, delta, rounds):
     """In order of error, the first that keeps the budget; a quick lower bound rules out most of the others."""
-    small = replace(SETTING, dimension=3)
+    small = replace(WIDE, dimension=3)
     top = 2**bits - 1
     fitting = [(s, m) for s, m in itertools.product(range(1, top), range(1, top)) if 2 * s + m <= top]
     mechanisms = sorted((Mechanism(levels=s, trials=m) for s, m in fitting), key=noise_variance)
 
     def keeps(mechanism):
-        tally = Accountant().compose(small.release(mechanism), rounds)
+        tally = Accountant().compose(Release(mechanism=mechanism, terms=small), rounds)
         return tally.attained_epsilon(delta) <= target and tally.epsilon(delta) <= target
 
     best = next((mechanism for mechanism in mechanisms if keeps(mechanism)), None)
     budget = Budget(bits=bits, epsilon=target, delta=delta)
     if best is None:
         with pytest.raises(TooFewBits):
-            least_error_uncoarsened(budget, small.release, rounds=rounds)
+            least_error_uncoarsened(budget, small, rounds=rounds)
         return
-    assert least_error_uncoarsened(budget, small.release, rounds=rounds) == best
+    assert least_error_uncoarsened(budget, small, rounds=rounds) == best
 
 
 @pytest.mark.parametrize(("bits", "target", "linf"), [(4, 2.0, 1.0), (6, 1.0, 0.1)])
 def test_a_coarsened_mechanism_beats_one_that_fits(bits, target, linf):
     budget = Budget(bits=bits, epsilon=target, delta=1e-2)
-    setting = replace(SETTING, dimension=1, linf=linf, scheme="no sampling")
-    plan = make_plan(budget, setting, rounds=1)
-    fitting = least_error_uncoarsened(budget, setting.release, rounds=1)
+    terms = Terms.of_batch(dimension=1, linf=linf, scheme="no sampling", **CLIENT)
+    plan = make_plan(budget, terms, rounds=1)
+    fitting = least_error_uncoarsened(budget, terms, rounds=1)
     assert noise_to_signal(plan.mechanism) < noise_to_signal(fitting)
     assert plan.guarantee.epsilon <= target
 
@@ -76,23 +77,23 @@ def test_ends_on_the_private_side_and_one_trial_less_would_not():
 
 def test_what_was_spent_before_counts():
     budget = Budget(bits=8, epsilon=2.0, delta=1e-5)
-    spent = Accountant().compose(WIDE.release(Mechanism(levels=2, trials=100)), 300)
-    fresh = least_error_mechanism(budget, WIDE.release, rounds=100)
-    later = least_error_mechanism(budget, WIDE.release, rounds=100, spent=spent)
+    spent = Accountant().compose(Release(mechanism=Mechanism(levels=2, trials=100), terms=WIDE), 300)
+    fresh = least_error_mechanism(budget, WIDE, rounds=100)
+    later = least_error_mechanism(budget, WIDE, rounds=100, spent=spent)
     assert noise_variance(later) > noise_variance(fresh)
     assert epsilon(later, 100, 1e-5, base=spent) <= 2.0
 
 
 def test_an_l2_bound_buys_levels():
     budget = Budget(bits=8, epsilon=2.0, delta=1e-5)
-    with_l2 = make_plan(budget, replace(WIDE, l2=10 / 64), rounds=500)
+    with_l2 = make_plan(budget, Terms.of_batch(dimension=4000, l2=10 / 64, **CLIENT), rounds=500)
     assert with_l2.variance < make_plan(budget, WIDE, rounds=500).variance
 
 
 @pytest.mark.slow
 def test_too_few_bits_name_the_nearest_feasible_budgets():
     def with_bits(bits):
-        return least_error_uncoarsened(Budget(bits=bits, epsilon=0.3, delta=1e-5), WIDE.release, rounds=500)
+        return least_error_uncoarsened(Budget(bits=bits, epsilon=0.3, delta=1e-5), WIDE, rounds=500)
 
     with pytest.raises(TooFewBits) as error:
         with_bits(6)
@@ -118,7 +119,7 @@ def test_a_mechanism_that_needs_more_bits_is_coarsened_to_those_there_are():
 def test_few_bits_keep_the_epsilon_of_more_and_cost_only_error(bits):
     budget = Budget(bits=bits, epsilon=2.0, delta=1e-5)
     plan = make_plan(budget, WIDE, rounds=500)
-    fine = least_error_uncoarsened(replace(budget, bits=8), WIDE.release, rounds=500)
+    fine = least_error_uncoarsened(replace(budget, bits=8), WIDE, rounds=500)
     assert plan.mechanism.fine == fine
     assert plan.mechanism.bits_per_coordinate == bits
     assert plan.guarantee.epsilon == epsilon(fine, 500, 1e-5) <= 2.0
@@ -157,16 +158,16 @@ def test_an_epsilon_beyond_all_bits_is_infeasible_and_says_so():
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 12, 16, 20])
 def test_more_bits_never_fail_where_fewer_succeed(bits):
-    setting = ClientSetting(dimension=68, batch_size=8, dataset_size=64)
-    plan = make_plan(Budget(bits=bits, epsilon=3.0, delta=1e-5), setting, rounds=1000)
+    terms = Terms.of_batch(dimension=68, batch_size=8, dataset_size=64)
+    plan = make_plan(Budget(bits=bits, epsilon=3.0, delta=1e-5), terms, rounds=1000)
     assert plan.guarantee.epsilon <= 3.0
 
 
 @pytest.mark.slow
 def test_where_the_accountant_has_an_answer_the_planner_finds_one():
-    setting = ClientSetting(dimension=61_706, batch_size=128, dataset_size=200)
-    plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), setting, rounds=60)
-    assert epsilon(plan.mechanism.fine, 60, 1e-5, setting=setting) <= 3.0
+    terms = Terms.of_batch(dimension=61_706, batch_size=128, dataset_size=200)
+    plan = make_plan(Budget(bits=8, epsilon=3.0, delta=1e-5), terms, rounds=60)
+    assert epsilon(plan.mechanism.fine, 60, 1e-5, terms=terms) <= 3.0
 
 
 @pytest.mark.slow
@@ -174,7 +175,9 @@ def test_few_answers_of_the_accountant_are_enough(monkeypatch):
     asked = []
     answer = Accountant.epsilon
     monkeypatch.setattr(Accountant, "epsilon", lambda self, delta: asked.append(delta) or answer(self, delta))
-    least_error_mechanism(Budget(bits=20, epsilon=5.0, delta=1e-5), replace(SETTING, l2=1 / 64).release, rounds=10)
+    least_error_mechanism(
+        Budget(bits=20, epsilon=5.0, delta=1e-5), Terms.of_batch(dimension=40, l2=1 / 64, **CLIENT), rounds=10
+    )
     assert len(asked) <= 40
 
 

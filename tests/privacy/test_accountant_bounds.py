@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_accountant_oracle import release
 
-from bqsgd.errors import AccountingError
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity, Trust
+from bqsgd._src.errors import AccountingError
+from bqsgd._src.params import MAX_LEVELS, MAX_TRIALS, Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms, Trust
 
 
 def magnitudes(low: float, high: float) -> st.SearchStrategy[float]:
@@ -39,14 +39,18 @@ def releases(draw: st.DrawFn, most_trials: int, most_coordinates: int) -> Releas
             levels=levels,
             trials=draw(st.one_of(st.integers(0, 5), st.integers(60, 300), st.integers(0, most_trials))),
         ),
-        dimension=draw(st.one_of(st.integers(1, 40), magnitudes(1, most_coordinates).map(int))),
-        sensitivity=Sensitivity(
-            linf=draw(st.one_of(magnitudes(1e-4, 10.0).map(lambda x: x / levels), magnitudes(1e-300, 1e300))),
-            l2=draw(st.one_of(st.none(), magnitudes(1e-4, 100.0).map(lambda x: x / levels), magnitudes(1e-300, 1e300))),
-            relation=relation or draw(st.sampled_from(list(Relation))),
+        terms=Terms(
+            dimension=draw(st.one_of(st.integers(1, 40), magnitudes(1, most_coordinates).map(int))),
+            sensitivity=Sensitivity(
+                linf=draw(st.one_of(magnitudes(1e-4, 10.0).map(lambda x: x / levels), magnitudes(1e-300, 1e300))),
+                l2=draw(
+                    st.one_of(st.none(), magnitudes(1e-4, 100.0).map(lambda x: x / levels), magnitudes(1e-300, 1e300))
+                ),
+                relation=relation or draw(st.sampled_from(list(Relation))),
+            ),
+            sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else draw(RATES)),
+            trust=draw(st.sampled_from(list(Trust))),
         ),
-        sampling=Sampling(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else draw(RATES)),
-        trust=draw(st.sampled_from(list(Trust))),
     )
 
 
@@ -88,12 +92,13 @@ def test_any_release_whatever_its_size(what, rounds, delta, epsilon):
 def test_l2_at_rates_near_one(rate, scheme):
     """Once an OverflowError. The figure is that without sampling, or a little less."""
     relation = Relation.REPLACE if scheme.startswith("fixed") else Relation.ADD_REMOVE
-    what = replace(
-        release(9, 215, 39700, linf=0.15625, l2=0.15625),
+    terms = Terms(
+        dimension=39700,
         sensitivity=Sensitivity(linf=0.15625, l2=0.15625, relation=relation),
         sampling=Sampling(scheme=scheme, rate=rate),
     )
-    whole = replace(what, sampling=Sampling(scheme="no sampling"))
+    what = Release(mechanism=Mechanism(levels=9, trials=215), terms=terms)
+    whole = replace(what, terms=replace(what.terms, sampling=Sampling(scheme="no sampling")))
     figure, without = (Accountant().compose(x, 10).epsilon(1e-5) for x in (what, whole))
     assert 0.9 * without < figure <= without
 
@@ -121,15 +126,17 @@ def test_a_sampled_figure_is_never_above_the_unsampled_one(
     """Under either relation: a record that takes part at times reveals no more than one that always does."""
     what = Release(
         mechanism=Mechanism(levels=levels, trials=trials),
-        dimension=dimension,
-        sensitivity=Sensitivity(
-            linf=shift / levels,
-            l2=None if length is None else length / levels,
-            relation=Relation.REPLACE if fixed else Relation.ADD_REMOVE,
+        terms=Terms(
+            dimension=dimension,
+            sensitivity=Sensitivity(
+                linf=shift / levels,
+                l2=None if length is None else length / levels,
+                relation=Relation.REPLACE if fixed else Relation.ADD_REMOVE,
+            ),
+            sampling=Sampling(scheme=Scheme.FIXED_SIZE if fixed else Scheme.POISSON, rate=rate),
         ),
-        sampling=Sampling(scheme=Scheme.FIXED_SIZE if fixed else Scheme.POISSON, rate=rate),
     )
-    whole = replace(what, sampling=Sampling(scheme=Scheme.NONE))
+    whole = replace(what, terms=replace(what.terms, sampling=Sampling(scheme=Scheme.NONE)))
     figure, without = (Accountant().compose(x, rounds).epsilon(1e-5) for x in (what, whole))
     assert figure <= without
 
@@ -137,7 +144,7 @@ def test_a_sampled_figure_is_never_above_the_unsampled_one(
 def test_the_figure_that_sampling_once_made_larger():
     """A rate of 0.9: 381.8 where the same without sampling is 13.21."""
     what = release(9, 215, 39700, 128, 142, linf=0.15625, l2=0.15625)
-    whole = replace(what, sampling=Sampling(scheme="no sampling"))
+    whole = replace(what, terms=replace(what.terms, sampling=Sampling(scheme="no sampling")))
     assert Accountant().compose(what, 150).epsilon(1e-5) <= Accountant().compose(whole, 150).epsilon(1e-5) < 13.3
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_accountant_oracle import release
 
-from bqsgd.noise import binomial_pmf
-from bqsgd.privacy import _renyi
-from bqsgd.privacy._renyi import moment_rates
-from bqsgd.privacy.accountant import Accountant
+from bqsgd._src.noise import binomial_pmf
+from bqsgd._src.privacy import _renyi
+from bqsgd._src.privacy._renyi import moment_rates
+from bqsgd._src.privacy.accountant import Accountant
 
 
 def log_moments(trials, shifts, order, cut):

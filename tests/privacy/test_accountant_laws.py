@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_accountant_oracle import release
 
-from bqsgd.errors import AccountingError, InvalidParameter
-from bqsgd.params import Mechanism
-from bqsgd.privacy import _rounds
-from bqsgd.privacy._message import message_pair
-from bqsgd.privacy._pairs import Pair, checked, envelope, on_grid
-from bqsgd.privacy._rounds import fixed_size, poisson
-from bqsgd.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
-from bqsgd.privacy.guarantee import Guarantee, rounded_up
-from bqsgd.release import Release, Sampling, Sensitivity, Trust
+from bqsgd._src.errors import AccountingError, InvalidParameter
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy import _rounds
+from bqsgd._src.privacy._message import message_pair
+from bqsgd._src.privacy._pairs import Pair, checked, envelope, on_grid
+from bqsgd._src.privacy._rounds import fixed_size, poisson
+from bqsgd._src.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
+from bqsgd._src.privacy.guarantee import Guarantee, rounded_up
+from bqsgd._src.release import Release, Sampling, Sensitivity, Terms, Trust
 
 GRID = 0.004
 """Two settings are put on two grids, each at most so much (relatively) above the truth."""
@@ -63,10 +63,12 @@ def test_fewer_rounds_never_cost_more_with_few_trials_under_an_l2_bound(trials):
     """Loss distributions alone gave ten rounds twice the epsilon of fifty, so that a ledger stopped a planned run."""
     one = Release(
         mechanism=Mechanism(levels=2, trials=trials),
-        dimension=12810,
-        sensitivity=Sensitivity(linf=0.04, l2=0.04),
-        sampling=Sampling(scheme="poisson", rate=1.0),
-        trust=Trust.SUMS_ONLY,
+        terms=Terms(
+            dimension=12810,
+            sensitivity=Sensitivity(linf=0.04, l2=0.04),
+            sampling=Sampling(scheme="poisson", rate=1.0),
+            trust=Trust.SUMS_ONLY,
+        ),
     )
     found = [Accountant().compose(one, rounds).epsilon(1e-5) for rounds in (1, 4, 10, 25, 50)]
     assert math.isfinite(found[0])

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scipy.signal import oaconvolve
 
-from bqsgd.noise import _shares, mirror_distance
-from bqsgd.params import Mechanism
-from bqsgd.privacy._rounds import sampled_message
-from bqsgd.privacy.accountant import CUT_LAW, Accountant
-from bqsgd.release import Relation, Release, Sampling, Scheme, Sensitivity
+from bqsgd._src.noise import _law, mirror_distance
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy._rounds import sampled_message
+from bqsgd._src.privacy.accountant import CUT_LAW, Accountant
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms
 
 STEP = 2e-4
 
@@ -93,13 +93,15 @@ def proven(
 ) -> float:
     what = Release(
         mechanism=Mechanism(levels=1, trials=trials),
-        dimension=dimension,
-        sensitivity=Sensitivity(
-            linf=shift,
-            l2=shift * math.sqrt(count) if l2 else None,
-            relation=Relation.REPLACE if fixed else Relation.ADD_REMOVE,
+        terms=Terms(
+            dimension=dimension,
+            sensitivity=Sensitivity(
+                linf=shift,
+                l2=shift * math.sqrt(count) if l2 else None,
+                relation=Relation.REPLACE if fixed else Relation.ADD_REMOVE,
+            ),
+            sampling=Sampling(scheme=Scheme.FIXED_SIZE if fixed else Scheme.POISSON, rate=rate),
         ),
-        sampling=Sampling(scheme=Scheme.FIXED_SIZE if fixed else Scheme.POISSON, rate=rate),
     )
     return Accountant().compose(what, rounds).epsilon(delta)
 
@@ -159,9 +161,11 @@ def test_whole_messages_of_any_data_stay_below_the_curve(trials, moves, rate, ep
     pair = product(*((value_law(trials, x + move, support), value_law(trials, x, support)) for x, move in moves))
     what = Release(
         mechanism=Mechanism(levels=1, trials=trials),
-        dimension=len(moves),
-        sensitivity=Sensitivity(linf=longest),
-        sampling=Sampling(scheme=Scheme.POISSON, rate=rate),
+        terms=Terms(
+            dimension=len(moves),
+            sensitivity=Sensitivity(linf=longest),
+            sampling=Sampling(scheme=Scheme.POISSON, rate=rate),
+        ),
     )
     remove = sampled_message(what).on_grid(1e-3)
     add = remove.reversed()
@@ -173,7 +177,7 @@ def test_whole_messages_of_any_data_stay_below_the_curve(trials, moves, rate, ep
 @pytest.mark.parametrize("trials", [0, 1, 64, 65, 69, 70, 71, 72, 251, 1001, 4043, 65535])
 def test_the_sampled_law_is_symmetric_but_for_one_middle_outcome(trials):
     """Even m and m < 71: symmetric to the last unit. Other odd m: the remainder sits on the lower middle outcome."""
-    _, _, shares = _shares(trials)
+    _, _, shares = _law(trials)
     apart = [k for k, (one, other) in enumerate(zip(shares, reversed(shares), strict=True)) if one != other]
     middle = [len(shares) // 2 - 1, len(shares) // 2]
     assert apart == (middle if trials >= 71 and trials % 2 else [])
@@ -184,7 +188,7 @@ def test_the_sampled_law_is_symmetric_but_for_one_middle_outcome(trials):
 @pytest.mark.parametrize(("trials", "clients"), [(80, 2), (101, 3), (65, 4)])
 def test_sums_of_cut_laws_are_within_their_charge(trials, clients):
     """The law of a sum of cut noises against the cut law of all trials, in exact fractions."""
-    first, _, shares = _shares(trials)
+    first, _, shares = _law(trials)
     total, low = [1], 0
     for _ in range(clients):
         grown = [0] * (len(total) + len(shares) - 1)
@@ -192,7 +196,7 @@ def test_sums_of_cut_laws_are_within_their_charge(trials, clients):
             for j, b in enumerate(shares):
                 grown[i + j] += a * b
         total, low = grown, low + first
-    every, _, accounted = _shares(trials * clients)
+    every, _, accounted = _law(trials * clients)
     summed = {low + k: Fraction(x, 2 ** (104 * clients)) for k, x in enumerate(total)}
     cut = {every + k: Fraction(x, 2**104) for k, x in enumerate(accounted)}
     apart = sum(abs(summed.get(k, Fraction(0)) - cut.get(k, Fraction(0))) for k in summed.keys() | cut.keys()) / 2

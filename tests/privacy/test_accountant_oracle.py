@@ -11,24 +11,28 @@ from dp_accounting.pld import PLDAccountant
 from enumeration import hockey_stick, orders, product, value_law, worst_delta
 from scipy.signal import oaconvolve
 
-from bqsgd.noise import ROUNDING_SLACK_STEPS, _shares
-from bqsgd.params import Mechanism
-from bqsgd.privacy import _rounds
-from bqsgd.privacy._message import message_pair
-from bqsgd.privacy._rounds import poisson
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Sampling, Sensitivity
+from bqsgd._src.noise import ROUNDING_SLACK_STEPS, _law
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy import _rounds
+from bqsgd._src.privacy._message import message_pair
+from bqsgd._src.privacy._rounds import poisson
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Sampling, Sensitivity, Terms
 
 
 def release(levels=1, trials=251, dimension=61706, batch=32, data=15000, scheme="poisson", linf=None, l2=None):
     replace = scheme.startswith("fixed")
     return Release(
         mechanism=Mechanism(levels=levels, trials=trials),
-        dimension=dimension,
-        sensitivity=Sensitivity(
-            linf=linf or (2 if replace else 1) / batch, l2=l2, relation="replace one" if replace else "add/remove one"
+        terms=Terms(
+            dimension=dimension,
+            sensitivity=Sensitivity(
+                linf=linf or (2 if replace else 1) / batch,
+                l2=l2,
+                relation="replace one" if replace else "add/remove one",
+            ),
+            sampling=Sampling.of_batch(scheme, batch_size=batch, dataset_size=data),
         ),
-        sampling=Sampling.of_batch(scheme, batch_size=batch, dataset_size=data),
     )
 
 
@@ -124,8 +128,10 @@ def test_gaussian_limit(levels, trials):
     """Many trials: within 3 % of the subsampled Gaussian of equal variance, as dp-accounting computes it."""
     what = release(levels, trials)
     gaussian = PLDAccountant()
-    multiplier = math.sqrt(trials) / 2 / (math.sqrt(what.dimension) * what.shift)
-    gaussian.compose(dp_event.PoissonSampledDpEvent(what.sampling.rate, dp_event.GaussianDpEvent(multiplier)), 1000)
+    multiplier = math.sqrt(trials) / 2 / (math.sqrt(what.terms.dimension) * what.shift)
+    gaussian.compose(
+        dp_event.PoissonSampledDpEvent(what.terms.sampling.rate, dp_event.GaussianDpEvent(multiplier)), 1000
+    )
     assert Accountant().compose(what, 1000).epsilon(1e-5) == pytest.approx(gaussian.get_epsilon(1e-5), rel=0.03)
 
 
@@ -149,7 +155,7 @@ def test_two_thousand_random_pairs_obey_the_worst_case_claim():
 @pytest.mark.parametrize("trials", [1, 7, 64, 65, 81, 251, 4079, 30000, 65535, 1 << 18, 1 << 20])
 def test_the_sampled_law_is_log_concave(trials):
     """What the proof needs of the law that is really sampled, cut and rounded: checked in exact integers."""
-    _, _, shares = _shares(trials)
+    _, _, shares = _law(trials)
     assert all(shares[k] ** 2 >= shares[k - 1] * shares[k + 1] for k in range(1, len(shares) - 1))
     assert shares == shares[::-1] or abs(shares[len(shares) // 2] - shares[::-1][len(shares) // 2]) < len(shares)
 

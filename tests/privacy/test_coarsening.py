@@ -11,10 +11,10 @@ from enumeration import hockey_stick, product, subsampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd.audit.encoder import code_laws
-from bqsgd.params import Coarsening, Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Sampling, Sensitivity
+from bqsgd._src.audit.encoder import code_laws
+from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Sampling, Sensitivity, Terms
 
 EPSILONS = [0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 5.0]
 
@@ -67,9 +67,9 @@ def test_few_points_give_what_so_few_codes_never_could() -> None:
 def test_the_accountant_s_figure_is_that_of_levels_and_trials(l2: float | None) -> None:
     release = Release(
         mechanism=Mechanism(levels=3, trials=120),
-        dimension=50,
-        sensitivity=Sensitivity(linf=0.1, l2=l2),
-        sampling=Sampling(scheme="poisson", rate=0.1),
+        terms=Terms(
+            dimension=50, sensitivity=Sensitivity(linf=0.1, l2=l2), sampling=Sampling(scheme="poisson", rate=0.1)
+        ),
     )
     coarse = replace(release, mechanism=replace(release.mechanism, coarsening=Coarsening(points=16, width=40)))
     fine_tally, tally = Accountant().compose(release, 40), Accountant().compose(coarse, 30).compose(release, 10)

@@ -13,32 +13,36 @@ import numpy as np
 import pytest
 from enumeration import hockey_stick, product, value_law
 
-from bqsgd.params import Mechanism
-from bqsgd.privacy.accountant import Accountant
-from bqsgd.release import Release, Sampling, Sensitivity, Trust
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Sampling, Sensitivity, Terms, Trust
 
 TRIALS, BATCH, RECORDS = 5, 2, 3
 MECHANISM = Mechanism(levels=1, trials=TRIALS)
 RATE = BATCH / RECORDS
 POISSON = Release(
     mechanism=MECHANISM,
-    dimension=1,
-    sensitivity=Sensitivity(linf=1 / BATCH),
-    sampling=Sampling(scheme="poisson", rate=RATE),
+    terms=Terms(dimension=1, sensitivity=Sensitivity(linf=1 / BATCH), sampling=Sampling(scheme="poisson", rate=RATE)),
 )
 FIXED = replace(
     POISSON,
-    sensitivity=Sensitivity(linf=2 / BATCH, relation="replace one"),
-    sampling=Sampling(scheme="fixed-size without replacement", rate=RATE),
+    terms=replace(
+        POISSON.terms,
+        sensitivity=Sensitivity(linf=2 / BATCH, relation="replace one"),
+        sampling=Sampling(scheme="fixed-size without replacement", rate=RATE),
+    ),
 )
 CLIENT = replace(
     POISSON,
-    sensitivity=Sensitivity(linf=2.0, relation="replace one"),
-    sampling=Sampling(scheme="no sampling"),
-    unit="client",
+    terms=replace(
+        POISSON.terms,
+        sensitivity=Sensitivity(linf=2.0, relation="replace one"),
+        sampling=Sampling(scheme="no sampling"),
+        unit="client",
+    ),
 )
-WHOLE_CLIENT = replace(CLIENT, sensitivity=Sensitivity(linf=1.0))
-SUMMED = replace(POISSON, trust=Trust.SUMS_ONLY)
+WHOLE_CLIENT = replace(CLIENT, terms=replace(CLIENT.terms, sensitivity=Sensitivity(linf=1.0)))
+SUMMED = replace(POISSON, terms=replace(POISSON.terms, trust=Trust.SUMS_ONLY))
 SUPPORT = range(-2, TRIALS + 3)
 
 
@@ -125,7 +129,8 @@ def test_each_kind_has_its_own_guarantee_and_the_weakest_trust_is_stated():
     accountant = Accountant().compose(POISSON, 3).compose(CLIENT).compose(FIXED).compose(SUMMED)
     kinds = [part.guarantee(delta=0.3) for part in accountant.kinds]
     assert {(kind.unit, kind.relation, kind.trust) for kind in kinds} == {
-        (release.unit, release.sensitivity.relation, release.trust) for release in (POISSON, CLIENT, FIXED, SUMMED)
+        (release.terms.unit, release.terms.sensitivity.relation, release.terms.trust)
+        for release in (POISSON, CLIENT, FIXED, SUMMED)
     }
     total = accountant.guarantee(delta=0.3)
     assert total.epsilon >= max(kind.epsilon for kind in kinds)

@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import fft
 
-from bqsgd.errors import AccountingError
-from bqsgd.noise import binomial_pmf
-from bqsgd.privacy import _shapes
-from bqsgd.privacy._message import coordinate_atoms, message_pair
-from bqsgd.privacy._pairs import on_grid
-from bqsgd.privacy._shapes import shaped_pair
+from bqsgd._src.errors import AccountingError
+from bqsgd._src.noise import binomial_pmf
+from bqsgd._src.privacy import _shapes
+from bqsgd._src.privacy._message import coordinate_atoms, message_pair
+from bqsgd._src.privacy._pairs import on_grid
+from bqsgd._src.privacy._shapes import shaped_pair
 
 
 def curve(pair, log_z):

@@ -31,7 +31,7 @@ def private(tmp_path, points):
             given.setdefault("ledger", tmp_path / "me.ledger")
         if not isinstance(loader.dataset, (TensorDataset, Subset)):
             given.setdefault("sample", (torch.zeros(4), 0))
-        asked = {"loss": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": QUIET, "range": 0.5}
+        asked = {"loss_fn": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": QUIET, "range": 0.5}
         made.append(bqsgd.make_private(model, optimizer, loader, **{"ledger": None} | asked | given))
         return made[-1]
 

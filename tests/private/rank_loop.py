@@ -21,7 +21,7 @@ torch.manual_seed(rank)  # another model on every rank: training begins with tha
 def make(name, batch_size, **given):
     model = nn.Linear(4, 2)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=True)
-    asked = {"loss": loss, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "range": 0.5}
+    asked = {"loss_fn": loss, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "range": 0.5}
     ledger = None if "seed" in given else f"{folder}/{name}.ledger"
     return bqsgd.make_private(
         model, torch.optim.SGD(model.parameters(), lr=0.5), loader, ledger=ledger, **asked | given

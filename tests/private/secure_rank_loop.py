@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
-from bqsgd.errors import SecureSumError
-from bqsgd.private import SecureRanks
+from bqsgd._src.errors import SecureSumError
+from bqsgd._src.private import SecureRanks
 
 folder, rank = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
@@ -23,7 +23,7 @@ def make(name, batch_size, **given):
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=True)
-    asked = {"loss": loss, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "range": 0.5, "secure": secure}
+    asked = {"loss_fn": loss, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "range": 0.5, "secure": secure}
     ledger = None if "seed" in given else f"{folder}/{name}.ledger"
     return bqsgd.make_private(
         model, torch.optim.SGD(model.parameters(), lr=0.5), loader, ledger=ledger, **asked | given
@@ -37,7 +37,16 @@ for _ in range(2):
         private.step(batch)
 told["steps"], told["weights"] = private.steps, private.model.weight.tolist()
 told["guarantee"] = str(private.guarantee())
+state = private.state_dict()
 private.close()
+quieter = make("loop", 16, mechanism=bqsgd.Mechanism(levels=4, trials=30))
+try:
+    quieter.load_state_dict(state)
+    quieter.step(next(iter(quieter.loader)))
+    told["resumed"] = f"counted {quieter.plan.mechanism.trials} trials, and the sum had {quieter.sum_plan.trials}"
+except bqsgd.InvalidParameter as refusal:
+    told["resumed"] = f"refused: {refusal}"
+quieter.close()
 
 exact = make("exact", 64, mechanism=bqsgd.Mechanism(levels=1000, trials=0), seed=rank)
 exact.backward(next(iter(exact.loader)))

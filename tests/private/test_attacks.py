@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 import bqsgd
-from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
 
 
 def gradient(made, batch):
@@ -138,7 +138,7 @@ def test_changing_the_loader_changes_nothing(private, points):
     loader.collate_fn = None
     for batch in made.loader:
         made.step(batch)
-    assert made.plan.release.sampling.rate == pytest.approx(32 / 96)
+    assert made.plan.release.terms.sampling.rate == pytest.approx(32 / 96)
 
 
 def test_gradients_from_elsewhere_are_not_stepped_on(private, points):
@@ -163,7 +163,7 @@ def test_accumulating_by_hand_adds_up_and_counts_every_batch(private):
     assert made.steps == 2
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
 def test_a_loss_that_raises_on_a_sample_costs_that_sample_and_no_more(private, points):
     """The step is counted, so there is a gradient; the other samples count as they would have without it."""
     model = nn.Linear(4, 2)
@@ -177,7 +177,7 @@ def test_a_loss_that_raises_on_a_sample_costs_that_sample_and_no_more(private, p
     targets[5] = 7
     kept = [n for n in range(96) if n != 5]
     whole = private(
-        model, dataset=TensorDataset(points[0], targets), loss=picky, mechanism=EXACT, seed=0, batch_size=96
+        model, dataset=TensorDataset(points[0], targets), loss_fn=picky, mechanism=EXACT, seed=0, batch_size=96
     )
     found = gradient(whole, next(iter(whole.loader)))
     assert (found - one_by_one(model, points[0][kept], points[1][kept])).abs().max() <= 0.6e-3
@@ -334,7 +334,7 @@ def test_a_loss_over_the_batch_sees_one_sample(private, points):
         return (outputs - 0.5 * outputs.mean(dim=0)).square().sum(dim=1)
 
     model = nn.Linear(4, 2)
-    made = private(model, loss=against_the_others, mechanism=EXACT, seed=0, batch_size=96)
+    made = private(model, loss_fn=against_the_others, mechanism=EXACT, seed=0, batch_size=96)
     expected = one_by_one(model, *points, loss=against_the_others)
     assert (gradient(made, next(iter(made.loader))) - expected).abs().max() <= 0.6e-3
 
@@ -487,7 +487,7 @@ def test_every_loss_has_its_own_gradients(private, points):
         return LOSS(outputs, targets) / 2
 
     for loss in (LOSS, halved):
-        made = private(model, seed=0, loss=loss, mechanism=EXACT, batch_size=96)
+        made = private(model, seed=0, loss_fn=loss, mechanism=EXACT, batch_size=96)
         expected = one_by_one(model, *points, loss=loss)
         assert (gradient(made, next(iter(made.loader))) - expected).abs().max() <= 0.6e-3
 
@@ -583,8 +583,8 @@ def loads(loader):
 REFUSED = {
     "batch norm": ({"model": lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))}, "GroupNorm"),
     "a compiled model": ({"model": lambda: torch.compile(nn.Linear(4, 2), backend="eager")}, "torch.compile"),
-    "a reduced loss": ({"loss": nn.CrossEntropyLoss()}, "reduction='none'"),
-    "a loss per token": ({"loss": lambda out, y: out}, "one loss per sample"),
+    "a reduced loss": ({"loss_fn": nn.CrossEntropyLoss()}, "reduction='none'"),
+    "a loss per token": ({"loss_fn": lambda out, y: out}, "one loss per sample"),
     "a model of another shape": ({"model": lambda: nn.Linear(5, 2)}, "fails on samples of the shapes"),
     "nothing to train": (
         {"model": frozen, "optimizer": lambda model: torch.optim.SGD(model.parameters())},
@@ -678,7 +678,7 @@ def test_a_sample_that_ends_its_worker_costs_itself_and_no_more(private, points,
     def found(dataset):
         loader = DataLoader(dataset, batch_size=96, num_workers=1)
         made = private(copy.deepcopy(model), loader=loader, seed=0, micro_batch=8)
-        monkeypatch.setattr("bqsgd.private._batches.DataLoader", Failing)
+        monkeypatch.setattr("bqsgd._src.private._batches.DataLoader", Failing)
         steps = [gradient(made, batch) for batch in made.loader]
         return torch.stack(steps), made.dropped
 

@@ -12,7 +12,7 @@ from private_loops import EXACT, LOSS, recorded
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from bqsgd.persample.interrupts import StopNow, interrupts_deferred
+from bqsgd._src.runtime.interrupts import StopNow, interrupts_deferred
 
 
 def press():
@@ -206,7 +206,7 @@ def test_a_record_for_which_the_loss_raises_it_costs_itself_alone(private, point
     targets = points[1].clone()
     targets[5] = 7
     made = private(
-        model, dataset=TensorDataset(points[0], targets), loss=leaving, batch_size=96, mechanism=EXACT, seed=0
+        model, dataset=TensorDataset(points[0], targets), loss_fn=leaving, batch_size=96, mechanism=EXACT, seed=0
     )
     found = gradient(made)
     assert made.dropped == 1

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import bqsgd
-from bqsgd.errors import BudgetExhausted, InvalidParameter, LedgerError
-from bqsgd.release import Trust
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd._src.release import Trust
 
 
 def epoch(private):
@@ -53,7 +53,7 @@ def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, po
     """Without noise, against a batch-of-one oracle; the tolerance is the rounding to a thousandth of the range."""
     model = nn.Linear(4, 2)
     made = private(model, mechanism=EXACT, seed=3, clip_norm=0.7, range=1.0)
-    from bqsgd.training.draws import Purpose, Sources, draw_batch
+    from bqsgd._src.client.draws import Purpose, Sources, draw_batch
 
     rows = draw_batch("poisson", batch_size=32, dataset_size=96, rng=Sources(seed=3, client=0).at(Purpose.BATCH, 0))
     expected = torch.zeros(10)
@@ -69,7 +69,7 @@ def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, po
 
 
 def test_the_model_is_tried_once_for_samples_of_one_form_however_many_are_drawn(private, monkeypatch):
-    from bqsgd.persample import program
+    from bqsgd._src.persample import program
 
     tried, real = [], program.traced
     monkeypatch.setattr(program, "traced", lambda *given, **asked: tried.append(1) or real(*given, **asked))
@@ -122,9 +122,9 @@ def test_empty_batches_are_noise_and_are_counted(private, points, tmp_path):
 
 def test_a_sample_has_the_same_gradient_to_the_last_bit_in_every_batch(private, points):
     """Claim 8: removing a sample moves the clipped mean by that sample's own clipped gradient, to the last bit."""
-    from bqsgd.persample import L2
-    from bqsgd.training.objective import Objective
-    from bqsgd.training.samples import Reader
+    from bqsgd._src.client.objective import Objective
+    from bqsgd._src.client.samples import Reader
+    from bqsgd._src.persample import L2
 
     model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 2))
     for forward in (None, lambda model, batch: (model(batch[0]), batch[1])):
@@ -240,7 +240,7 @@ def check_against_oracle(private, model, dataset, losses, **given):
     assert made.dimension == len(expected)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_recurrent_layers(private, points, kind):
     model, dataset = Recurrent(kind), sequences(points)
@@ -251,13 +251,13 @@ def test_recurrent_layers(private, points, kind):
     check_against_oracle(private, model, dataset, losses)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 def test_attention(private, points):
     model, dataset = Attention(), sequences(points)
     check_against_oracle(private, model, dataset, lambda row: LOSS(model(dataset[row][0][None]), dataset[row][1][None]))
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 def test_a_transformer_on_dict_batches(private):
     model, dataset = Transformer(), Dicts()
 
@@ -272,7 +272,7 @@ def test_a_transformer_on_dict_batches(private):
     check_against_oracle(private, model, dataset, losses, forward=forward, sample=one)
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 def test_tied_weights_and_a_token_loss_summed_per_sequence(private):
     ids = Dicts().ids
     model, dataset = Tied(), TensorDataset(ids[:, :-1], ids[:, 1:])
@@ -281,11 +281,11 @@ def test_tied_weights_and_a_token_loss_summed_per_sequence(private):
         return nn.functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").sum(dim=1)
 
     check_against_oracle(
-        private, model, dataset, lambda row: loss(model(ids[row : row + 1, :-1]), ids[row : row + 1, 1:]), loss=loss
+        private, model, dataset, lambda row: loss(model(ids[row : row + 1, :-1]), ids[row : row + 1, 1:]), loss_fn=loss
     )
 
 
-@pytest.mark.filterwarnings("ignore::bqsgd.persample.gradients.SlowGradientsWarning")
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 def test_only_what_requires_a_gradient_is_sent_and_changed(private, points):
     """LoRA on a frozen layer: d counts the adapters, and the backbone stays as it was to the last bit."""
     model = nn.Sequential(LoRA(nn.Linear(4, 6), rank=2), nn.Tanh(), LoRA(nn.Linear(6, 2), rank=2))
@@ -319,7 +319,7 @@ def test_several_inputs_and_a_regression_loss(private, points):
         model,
         dataset,
         lambda row: loss(model(x[row : row + 1], x[row : row + 1, :2]), x[row : row + 1, 0]),
-        loss=loss,
+        loss_fn=loss,
     )
 
 

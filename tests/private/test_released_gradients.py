@@ -11,7 +11,7 @@ from private_loops import EXACT, LOSS
 from torch import nn
 from torch.utils.data import Dataset
 
-from bqsgd.errors import InvalidParameter
+from bqsgd._src.errors import InvalidParameter
 
 NOT_RELEASED = "was not released"
 
@@ -226,7 +226,7 @@ def test_the_optimizer_does_not_keep_private_training_alive(points):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*points), batch_size=32)
-    asked = {"loss": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": EXACT, "range": 0.5}
+    asked = {"loss_fn": LOSS, "epsilon": 8.0, "delta": 1e-5, "epochs": 2, "mechanism": EXACT, "range": 0.5}
     made = weakref.ref(bqsgd.make_private(model, optimizer, loader, ledger=None, seed=0, **asked))
     gc.collect()
     assert made() is None

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
-from bqsgd.errors import InvalidParameter
-from bqsgd.private import SecureRanks
-from bqsgd.secure.roster import Roster, public_key, write_identity
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.private import SecureRanks
+from bqsgd._src.secure.roster import Roster, public_key, write_identity
 
 WORKER = Path(__file__).parent / "secure_rank_loop.py"
 RANKS = 3
@@ -31,7 +31,7 @@ def test_a_process_alone_has_nobody_to_sum_with(tmp_path):
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             loader,
-            loss=nn.CrossEntropyLoss(reduction="none"),
+            loss_fn=nn.CrossEntropyLoss(reduction="none"),
             epsilon=3,
             delta=1e-5,
             epochs=1,
@@ -87,6 +87,13 @@ def test_the_step_is_the_mean_of_all_ranks(told):
     assert all(rank["gradient"] == told[0]["gradient"] for rank in told)
     expected = np.mean([rank["own"] for rank in told], axis=0)
     np.testing.assert_allclose(told[0]["gradient"], expected, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_not_resumed_with_less_noise_in_the_sums_than_its_ledger_counts(told):
+    for rank in told:
+        assert rank["resumed"].startswith("refused: "), rank["resumed"]
+        assert "another mechanism of secure sums" in rank["resumed"]
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter
-from bqsgd.params import Mechanism
-from bqsgd.reports._chart import Axis, Chart, Quantity, Series, short, thin
-from bqsgd.reports._figures import noise_chart
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import Mechanism
+from bqsgd._src.reports._chart import Axis, Chart, Quantity, Series, short, thin
+from bqsgd._src.reports._figures import noise_chart
 
 sizes = st.floats(1e-12, 1e12)
 values = sizes | sizes.map(lambda x: -x) | st.just(0.0)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.client import SumClient
-from bqsgd.secure.graph import Thresholds, thresholds
-from bqsgd.secure.messages import read_unmasking
-from bqsgd.secure.roster import Roster, public_key
-from bqsgd.secure.server import SumServer, Total
-from bqsgd.secure.sparse import Sparse
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.graph import Thresholds, thresholds
+from bqsgd._src.secure.messages import read_unmasking
+from bqsgd._src.secure.roster import Roster, public_key
+from bqsgd._src.secure.server import SumServer, Total
+from bqsgd._src.secure.sparse import Sparse
 
 
 def identity(client: int, generation: int = 0) -> Ed25519PrivateKey:

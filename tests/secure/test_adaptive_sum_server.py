@@ -2,7 +2,7 @@
 
 It holds keys and shares back from whom it likes, cuts a group off from the others, lists whom it likes, shows every
 client another list and then all of them, and has the secrets of t clients that sign whatever it wants. What it can
-compute from all of that is worked out here, and compared with what `bqsgd.secure.graph` says of it.
+compute from all of that is worked out here, and compared with what `bqsgd._src.secure.graph` says of it.
 """
 
 from collections import defaultdict
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from secure_sums import Federation, agreement, identity, some_codes
 
-from bqsgd.errors import SecureSumError
-from bqsgd.secure import messages
-from bqsgd.secure.messages import Kind, SumHeader
+from bqsgd._src.errors import SecureSumError
+from bqsgd._src.secure import messages
+from bqsgd._src.secure.messages import Kind, SumHeader
 
 SIZES = [(4, 1, 0), (5, 1, 1), (5, 2, 0), (6, 2, 1), (7, 2, 2)]
 

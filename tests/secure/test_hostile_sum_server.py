@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from secure_sums import Federation, agreement, identity, roster, some_codes
 
-from bqsgd.errors import (
+from bqsgd._src.errors import (
     BadShares,
     BadSignature,
     ConflictingSurvivors,
@@ -16,11 +16,11 @@ from bqsgd.errors import (
     WrongRound,
     WrongSession,
 )
-from bqsgd.secure import messages
-from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.client import EpochFile, SumClient
-from bqsgd.secure.messages import Kind, SumHeader
-from bqsgd.secure.roster import Roster, public_key
+from bqsgd._src.secure import messages
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.client import EpochFile, SumClient
+from bqsgd._src.secure.messages import Kind, SumHeader
+from bqsgd._src.secure.roster import Roster, public_key
 
 N = 5
 CLIENT = 2

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from secure_sums import SMALL_SPARSE, Federation, agreement, some_codes
 
-from bqsgd.errors import SecureSumError, WrongSession
-from bqsgd.secure import messages
-from bqsgd.secure.messages import Kind
+from bqsgd._src.errors import SecureSumError, WrongSession
+from bqsgd._src.secure import messages
+from bqsgd._src.secure.messages import Kind
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
 READERS = {

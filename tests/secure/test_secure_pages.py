@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 from secure_sums import agreement
 
-from bqsgd.cli.app import main
-from bqsgd.privacy.guarantee import rounded_up
-from bqsgd.secure import masks, messages
-from bqsgd.secure.graph import thresholds
-from bqsgd.secure.roster import public_key, read_identity, read_roster
-from bqsgd.training.node_limits import NodeLimits
-from bqsgd.training.settings import Config
+from bqsgd._src.cli.app import main
+from bqsgd._src.privacy.guarantee import rounded_up
+from bqsgd._src.secure import masks, messages
+from bqsgd._src.secure.graph import thresholds
+from bqsgd._src.secure.roster import public_key, read_identity, read_roster
+from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.node_limits import NodeLimits
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-WIRE = (DOCS / "secure_wire.md").read_text(encoding="utf-8")
+WIRE = (DOCS / "wire.md").read_text(encoding="utf-8").split("## Messages of a secure sum")[1]
 PAGE = (DOCS / "secure.md").read_text(encoding="utf-8")
+WORDS = " ".join(PAGE.split())
+"""The page without line breaks."""
 
 
 def table(text: str, heading: str) -> list[list[str]]:
@@ -68,11 +70,11 @@ def test_the_thresholds_of_the_page():
 
 
 def test_what_the_page_says_of_colluders_and_deleted_files():
-    assert "in [its own limits](deploy.md#what-a-client-agrees-to): `colluders`, 0 by default too" in PAGE
+    assert "in [its own limits](deploy.md#what-a-client-agrees-to): `colluders`, 0 by default too" in WORDS
     assert NodeLimits().colluders == Config().secure.colluders == 0
     rule = thresholds(clients=10, dropouts=2, colluders=2)
     assert rule.quorum - rule.colluders == 5
-    assert "(with n = 10, f = t =\n2: five)" in PAGE  # what it takes is tested in test_hostile_sum_server
+    assert "(with n = 10, f = t = 2: five)" in WORDS  # what it takes is tested in test_hostile_sum_server
 
 
 def test_lengths_follow_from_what_was_agreed():
@@ -133,19 +135,18 @@ def test_the_costs_on_the_page_are_those_of_the_benchmark():
     ]
     seconds, sharing = measured["masking"]["seconds"], measured["sharing_30_of_which_20"]
     for figure in (
-        f"A plain\nencode took {1e3 * measured['plain_encode_seconds']:.2f} ms",
+        f"A plain encode took {1e3 * measured['plain_encode_seconds']:.2f} ms",
         f"took {1e3 * seconds['ours']:.1f} ms, Flower's SecAgg+ {1e3 * seconds['flower']:.0f} ms",
         f"took {1e3 * sharing['split']:.2f} ms, pycryptodome's `Shamir` {1e3 * sharing['split_pycryptodome']:.1f} ms",
     ):
-        assert figure in PAGE
+        assert figure in WORDS
 
 
 def test_the_costs_over_flower_are_those_of_the_demos(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS.parent))
-    from experiments import secure_flower
+    from experiments.scale import secure_flower
 
     found = json.loads(secure_flower.RESULTS.read_text(encoding="utf-8"))
-    assert secure_flower.section(found) in PAGE
     for run in found["runs"]:
         batches = -(-run["rounds"] // Config().secure.key_rounds)
         assert run["round_trips"] == (3 * run["rounds"] + 3 * batches if run["secure"] else run["rounds"])

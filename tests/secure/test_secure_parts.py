@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from secure_sums import identity, roster
 
-from bqsgd.errors import BadShares, Infeasible, InvalidParameter
-from bqsgd.noise import binomial_pmf, seeded_rng
-from bqsgd.secure.graph import thresholds
-from bqsgd.secure.noise_shares import PIECE, NoiseParts, add_binomial
-from bqsgd.secure.roster import Roster, public_key, read_identity, read_roster, write_identity
-from bqsgd.secure.sharing import _product, _scaled, combine, split
+from bqsgd._src.errors import BadShares, Infeasible, InvalidParameter
+from bqsgd._src.noise import binomial_pmf, seeded_rng
+from bqsgd._src.secure.graph import thresholds
+from bqsgd._src.secure.noise_shares import PIECE, NoiseParts, add_binomial
+from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster, write_identity
+from bqsgd._src.secure.sharing import _product, _scaled, combine, split
 
 
 def test_what_is_opened_is_the_sum_over_all_honest_survivors():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
 
-from bqsgd.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, SecureSumError, WrongRound
-from bqsgd.secure import messages, state
-from bqsgd.secure.client import EpochFile, StateFile, SumClient
-from bqsgd.secure.messages import Kind, SumHeader
+from bqsgd._src.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, SecureSumError, WrongRound
+from bqsgd._src.secure import messages, state
+from bqsgd._src.secure.client import EpochFile, StateFile, SumClient
+from bqsgd._src.secure.messages import Kind, SumHeader
 
 
 def agreed_on(graph):

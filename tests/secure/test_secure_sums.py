@@ -8,12 +8,12 @@ import pytest
 from scipy import stats
 from secure_sums import Federation, agreement, plain_sum, some_codes
 
-from bqsgd.errors import RoundUsed, TooFewClients
-from bqsgd.noise import seeded_rng
-from bqsgd.secure.client import SumClient
-from bqsgd.secure.masks import add_mask, scratch_for, self_key
-from bqsgd.secure.messages import read_masked
-from bqsgd.secure.noise_shares import encode_base
+from bqsgd._src.errors import RoundUsed, TooFewClients
+from bqsgd._src.noise import seeded_rng
+from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.masks import add_mask, scratch_for, self_key
+from bqsgd._src.secure.messages import read_masked
+from bqsgd._src.secure.noise_shares import encode_base
 
 STEPS = ("keys", "shares", "masked", "signed", "unmasked")
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, roster, some_codes
 
-from bqsgd.errors import (
+from bqsgd._src.errors import (
     BadShares,
     BadSignature,
     ConflictingSurvivors,
@@ -21,13 +21,13 @@ from bqsgd.errors import (
     TooFewClients,
     WrongRound,
 )
-from bqsgd.secure import messages
-from bqsgd.secure.agreement import Agreement
-from bqsgd.secure.graph import Graph, Thresholds, thresholds
-from bqsgd.secure.masks import add_mask, scratch_for, self_key
-from bqsgd.secure.messages import Kind, SumHeader, read_masked
-from bqsgd.secure.roster import Roster
-from bqsgd.secure.sparse import _TILTS, Sparse, _committee, _crossings, _opened, cut_probability
+from bqsgd._src.secure import messages
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.graph import Graph, Thresholds, thresholds
+from bqsgd._src.secure.masks import add_mask, scratch_for, self_key
+from bqsgd._src.secure.messages import Kind, SumHeader, read_masked
+from bqsgd._src.secure.roster import Roster
+from bqsgd._src.secure.sparse import _TILTS, Sparse, _committee, _crossings, _opened, cut_probability
 
 N = 12
 

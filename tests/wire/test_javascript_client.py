@@ -22,17 +22,17 @@ import pytest
 import xxhash
 from scipy import stats
 
-from bqsgd.codec import decode_frame
-from bqsgd.errors import FrameError
-from bqsgd.mechanism.coarsening import coarse_law
-from bqsgd.mechanism.encoder import decode
-from bqsgd.noise import ROUND_BITS
-from bqsgd.params import MAX_LEVELS, MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
-from bqsgd.training.server import Server
-from bqsgd.training.settings import Config
-from bqsgd.wire.fixed import MAX_CODE_COUNT, FixedWidth
-from bqsgd.wire.frame import Coding, FrameWriter, read_frame
-from bqsgd.wire.model_message import write_model
+from bqsgd._src.codec import decode_frame
+from bqsgd._src.errors import FrameError
+from bqsgd._src.mechanism.coarsening import coarse_law
+from bqsgd._src.mechanism.encoder import decode
+from bqsgd._src.noise import ROUND_BITS
+from bqsgd._src.params import MAX_LEVELS, MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
+from bqsgd._src.server.server import Server
+from bqsgd._src.settings.config import Config
+from bqsgd._src.wire.fixed import MAX_CODE_COUNT, FixedWidth
+from bqsgd._src.wire.frame import Coding, FrameWriter, read_frame
+from bqsgd._src.wire.model_message import write_model
 
 CLIENT = Path(__file__).resolve().parents[2] / "examples" / "client.mjs"
 NODE = shutil.which("node")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_frames import codes_of, zstd_payload
 
-from bqsgd.errors import BadPayload, CodeOutOfRange, InvalidParameter
-from bqsgd.params import Mechanism
-from bqsgd.wire import entropy
-from bqsgd.wire.entropy import CHUNK_CODES, PREFIX, Mode, read_counts, write_counts
-from bqsgd.wire.fixed import Codes, FixedWidth
+from bqsgd._src.errors import BadPayload, CodeOutOfRange, InvalidParameter
+from bqsgd._src.params import Mechanism
+from bqsgd._src.wire import entropy
+from bqsgd._src.wire.entropy import CHUNK_CODES, PREFIX, Mode, read_counts, write_counts
+from bqsgd._src.wire.fixed import Codes, FixedWidth
 
 LENET = 61_706
 TYPICAL = [(1, 251), (2, 251), (52, 16279), (8, 4079), (4, 60), (1024, 2**20), (127, 0), (7, 0), (1, 0)]
@@ -183,7 +183,7 @@ def test_codes_out_of_range_are_refused_both_ways() -> None:
     with pytest.raises(CodeOutOfRange, match="below 254, got 254"):
         entropy.compress(np.full(400, 254, np.uint8), mechanism)
     payload = zstd_payload(np.tile(np.array([252, 254], np.uint8), 200), 2)  # both in the last bin of four
-    with pytest.raises(CodeOutOfRange, match="below 254, found 254"):
+    with pytest.raises(CodeOutOfRange, match="below 254, got 254"):
         entropy.decompress(array(payload), mechanism, 400)
 
 

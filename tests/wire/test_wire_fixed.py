@@ -10,8 +10,8 @@ import wire_reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bqsgd.errors import BadPayload, CodeOutOfRange, InvalidParameter
-from bqsgd.wire.fixed import LONG_WORDS, MAX_CODE_COUNT, WORD_BITS, FixedWidth, layout
+from bqsgd._src.errors import BadPayload, CodeOutOfRange, InvalidParameter
+from bqsgd._src.wire.fixed import LONG_WORDS, MAX_CODE_COUNT, WORD_BITS, FixedWidth, layout
 
 CODE_COUNTS = [
     2,

@@ -12,10 +12,10 @@ import pytest
 import wire_reference
 from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal
 
-from bqsgd import errors
-from bqsgd.errors import FrameError, InvalidParameter
-from bqsgd.params import Coarsening, Mechanism, parameters_digest
-from bqsgd.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
+from bqsgd._src import errors
+from bqsgd._src.errors import FrameError, InvalidParameter
+from bqsgd._src.params import Coarsening, Mechanism, parameters_digest
+from bqsgd._src.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
 
 MECHANISM = Mechanism(levels=2, trials=251)
 CODES = codes_of(MECHANISM, 50, np.random.default_rng(0))

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal, zstd_payload
 
-from bqsgd import errors
-from bqsgd.errors import FrameError
-from bqsgd.params import Coarsening, Mechanism
-from bqsgd.wire.fixed import FixedWidth
-from bqsgd.wire.frame import Coding, read_frame
+from bqsgd._src import errors
+from bqsgd._src.errors import FrameError
+from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.wire.fixed import FixedWidth
+from bqsgd._src.wire.frame import Coding, read_frame
 
 MUTANTS = 100_000
 FIELDS = [

@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter, ModelMessageError, ModelNotHeld, NonFiniteInput
-from bqsgd.wire.model_change import (
+from bqsgd._src.errors import InvalidParameter, ModelMessageError, ModelNotHeld, NonFiniteInput
+from bqsgd._src.wire.model_change import (
     BLOCK,
     CHANGE_HEADER_BYTES,
     FEWEST_BITS,
@@ -19,7 +19,7 @@ from bqsgd.wire.model_change import (
     receive_model,
     write_changes,
 )
-from bqsgd.wire.model_message import ModelMessage, write_model
+from bqsgd._src.wire.model_message import ModelMessage, write_model
 
 START = np.linspace(-1, 1, 2500, dtype=np.float32)
 HELD = ModelMessage(round=6, model=START)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd.errors import InvalidParameter, ModelMessageError, NonFiniteInput
-from bqsgd.wire.model_message import MODEL_HEADER_BYTES, read_model, write_model
+from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInput
+from bqsgd._src.wire.model_message import MODEL_HEADER_BYTES, read_model, write_model
 
 MODEL = np.linspace(-1, 1, 5, dtype=np.float32)
 

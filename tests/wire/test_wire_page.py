@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import zstandard
 
-from bqsgd.codec import Accumulator
-from bqsgd.errors import BadPayload, CodeOutOfRange
-from bqsgd.mechanism.encoder import decode
-from bqsgd.noise import ROUNDING_SLACK_STEPS, binomial_pmf, sampler_tv_distance
-from bqsgd.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
-from bqsgd.training.way_down import WHOLE_MODEL_NEEDED
-from bqsgd.wire import entropy
-from bqsgd.wire.fixed import FixedWidth
-from bqsgd.wire.frame import Coding, FrameWriter
-from bqsgd.wire.model_change import make_change, write_changes
-from bqsgd.wire.model_message import write_model
+from bqsgd._src.codec import Accumulator
+from bqsgd._src.errors import BadPayload, CodeOutOfRange
+from bqsgd._src.mechanism.encoder import decode
+from bqsgd._src.noise import ROUNDING_SLACK_STEPS, binomial_pmf, sampler_tv_distance
+from bqsgd._src.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
+from bqsgd._src.wire import entropy
+from bqsgd._src.wire.fixed import FixedWidth
+from bqsgd._src.wire.frame import Coding, FrameWriter
+from bqsgd._src.wire.model_change import make_change, write_changes
+from bqsgd._src.wire.model_message import write_model
+from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
 MECHANISMS = [

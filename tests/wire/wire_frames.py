@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from bqsgd.params import Mechanism, parameters_digest
-from bqsgd.wire import entropy
-from bqsgd.wire.fixed import Codes, FixedWidth
-from bqsgd.wire.frame import CHECKED_HEADER_BYTES, Coding, FrameWriter, checksum, read_frame
+from bqsgd._src.params import Mechanism, parameters_digest
+from bqsgd._src.wire import entropy
+from bqsgd._src.wire.fixed import Codes, FixedWidth
+from bqsgd._src.wire.frame import CHECKED_HEADER_BYTES, Coding, FrameWriter, checksum, read_frame
 
 RANGE = 0.5
 

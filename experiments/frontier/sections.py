@@ -1,0 +1,77 @@
+"""The sections of docs/frontier.md: the frontier's table and the search behind its presets, from their JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bqsgd._src.privacy.guarantee import as_given, method_name, rounded_up
+
+
+def table(fields: dict[str, Any]) -> str:
+    """Our points beside their targets, the curve over bits, the references."""
+    rows = [row for row in fields["rows"] if row["mean"] is not None]
+    lines = [
+        "## The table",
+        "",
+        "![Accuracy against epsilon and against bytes](figures/frontier.png)",
+        "",
+        "| run | data; clients | features; what they saw | who sees what | total ε | bits | accuracy, each seed "
+        "| mean ± standard error | target | sent up, MB; times less than float32 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(row) for row in rows]
+    if rows:
+        guarantee = rows[0]["guarantee"]
+        methods = sorted({method_name(row["guarantee"]["method"]) for row in rows})
+        lines += [
+            "",
+            f"ε: total over all rounds at δ = {guarantee['delta']:g}, {guarantee['relation']} {guarantee['unit']}; "
+            f"{' or '.join(methods)}. The largest of the runs and clients; noise from the operating system. Bits: as "
+            "measured, headers and keys included. A run is `bqsgd train --preset NAME`; one with other bits is the "
+            "preset with `--bits`, of sums with the levels and trials that `bqsgd plan --secure --bits` finds.",
+        ]
+    lines += ["", "References, published figures at δ = 1e-05:", ""]
+    lines += ["| | data | accuracy | ε | who sees what | other data |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {one['name']} | {one['dataset']} | {100 * one['accuracy']:.2f} | {as_given(one['epsilon'])} "
+        f"| {one['trust']} | {one.get('other_data', 'none')} |"
+        for one in fields["references"]
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: dict[str, Any]) -> str:
+    spread = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.2f}"
+    target = "" if row["target"] is None else f"{100 * row['target']:.1f}"
+    return (
+        f"| `{row['point']}` | {row['dataset']}; {row['clients']} "
+        f"| {row['features']}; {row['public_data'] or 'no other data'} | {row['guarantee']['trust']} "
+        f"| {rounded_up(row['guarantee']['epsilon'])} | {row['bits_measured']:.2f} "
+        f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
+        f"| **{100 * row['mean']:.2f}**{spread} | {target} "
+        f"| {row['bytes_up'] / 1e6:.1f}; {row['bytes_up_float32'] / row['bytes_up']:.1f} |"
+    )
+
+
+def search(fields: dict[str, Any]) -> str:
+    """What was tried for each preset, in the order it was tried."""
+    lines = [
+        "## The search",
+        "",
+        f"Accuracy on the {fields['held_out']:,} held-out training samples, one run each, of "
+        "`experiments.frontier.search` (Gaussian noise of about the plan's deviation in place of the mechanism's). The "
+        "test split was not looked at.",
+        "",
+    ]
+    for question, rows in fields.items():
+        if question == "held_out":
+            continue
+        first = rows[0]["varied"]
+        told = ", ".join(f"{key} {value}" for key, value in first.items())
+        lines += [f"**{question}** ({told}):", "", f"- as above: {100 * rows[0]['held_out_accuracy']:.2f} %"]
+        for row in rows[1:]:
+            changed = {key: value for key, value in row["varied"].items() if first.get(key) != value}
+            varied = ", ".join(f"{key} {value}" for key, value in changed.items())
+            lines.append(f"- {varied}: {100 * row['held_out_accuracy']:.2f} %")
+        lines.append("")
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,1 @@
+"""Everything inside the package. Import public names from `bqsgd`; nothing in here is a stable interface."""

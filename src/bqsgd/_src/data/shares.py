@@ -1,0 +1,122 @@
+"""Divide a data set into shares for clients, evenly (IID) or with label skew (Dirichlet), as features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.data.dataset import Split, load
+from bqsgd._src.data.features import compute_features, features_shape, kept_features, whole_features
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_int, check_positive
+
+_Rows = npt.NDArray[np.int64]
+_ATTEMPTS = 1000
+
+
+def iid(samples: int, clients: int, *, rng: np.random.Generator) -> list[_Rows]:
+    """Random shares whose sizes differ by at most one. Every sample goes to exactly one client."""
+    check_int("clients", clients, 1, samples)
+    return [np.sort(rows) for rows in np.array_split(rng.permutation(samples), clients)]
+
+
+def dirichlet(
+    labels: npt.NDArray[np.int64], clients: int, *, concentration: float, rng: np.random.Generator, smallest: int = 1
+) -> list[_Rows]:
+    """Label skew: each class is split among the clients by one draw of Dirichlet(concentration).
+
+    A small concentration gives each client few classes, a large one approaches IID. Every sample goes to exactly one
+    client. Draws that leave a client with fewer than `smallest` samples are drawn again, at most 1000 times.
+    """
+    check_int("clients", clients, 1, len(labels))
+    check_positive("concentration", concentration)
+    check_int("smallest", smallest, 0, len(labels) // clients)
+    for _ in range(_ATTEMPTS):
+        shares: list[list[_Rows]] = [[] for _ in range(clients)]
+        for label in np.unique(labels):
+            rows = rng.permutation(np.flatnonzero(labels == label))
+            cuts = np.rint(np.cumsum(rng.dirichlet(np.full(clients, concentration)))[:-1] * len(rows)).astype(int)
+            for share, part in zip(shares, np.split(rows, cuts), strict=True):
+                share.append(part)
+        joined = [np.sort(np.concatenate(share)) for share in shares]
+        if min(len(rows) for rows in joined) >= smallest:
+            return joined
+    raise InvalidParameter(
+        f"none of {_ATTEMPTS} Dirichlet({concentration}) draws gave each of the {clients} clients {smallest} samples; "
+        "raise concentration, or lower clients or smallest"
+    )
+
+
+def partition(
+    split: Split, clients: int, *, seed: int, concentration: float | None = None, smallest: int = 1
+) -> list[Split]:
+    """Divide `split` among clients: IID, or by Dirichlet when a concentration is given.
+
+    `seed` decides only which client holds which sample. It plays no part in noise or batches, so a fixed seed does not
+    affect the privacy claim.
+    """
+    rows = _rows(split.labels, clients, seed=seed, concentration=concentration, smallest=smallest)
+    return [split.take(share) for share in rows]
+
+
+def _rows(
+    labels: npt.NDArray[np.int64], clients: int, *, seed: int, concentration: float | None, smallest: int
+) -> list[_Rows]:
+    rng = np.random.default_rng(check_int("seed", seed, 0, 2**63 - 1))
+    if concentration is None:
+        return iid(len(labels), clients, rng=rng)
+    return dirichlet(labels, clients, concentration=concentration, rng=rng, smallest=smallest)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shares:
+    """Shares in the order of clients, and the test split if it was loaded."""
+
+    shares: tuple[Split, ...]
+    test: Split | None
+    classes: int
+    input_shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=1)
+def load_shares(
+    name: str,
+    *,
+    folder: str | None = None,
+    features: str = "none",
+    clients: int,
+    client: int | None = None,
+    seed: int,
+    concentration: float | None = None,
+    smallest: int = 1,
+    threads: int = 1,
+) -> Shares:
+    """The data set `name`, divided among `clients`, as `features`.
+
+    The last result is cached, so that successive runs in a process read the features once: do not write into the
+    arrays. A process for one client reads its rows from the cache file of the whole data set. If there is no such file,
+    it computes the features of that client only.
+
+    client: whose share to load, None for all. The test split comes with all shares, and with the share of client 0,
+    which runs beside the server.
+    """
+    if client is not None:
+        check_int("client", client, 0, clients - 1)
+    dataset = load(name, folder=folder)
+    rows = _rows(dataset.train.labels, clients, seed=seed, concentration=concentration, smallest=smallest)
+    if client is None:
+        train = whole_features(features, "train", of=dataset, threads=threads)
+        shares = [train.take(share) for share in rows]
+    elif (kept := kept_features(features, "train", of=dataset)) is not None:
+        shares = [kept.take(rows[client])]
+    else:
+        shares = [compute_features(features, dataset.train.take(rows[client]), of=dataset, threads=threads)]
+    return Shares(
+        shares=tuple(shares),
+        test=whole_features(features, "test", of=dataset, threads=threads) if client in (None, 0) else None,
+        classes=dataset.classes,
+        input_shape=features_shape(features, dataset.input_shape),
+    )

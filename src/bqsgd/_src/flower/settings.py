@@ -1,0 +1,269 @@
+"""The two configurations that Flower carries: a node's own, which no server can change, and the run's.
+
+A node's comes from `flower-supernode --node-config`:
+
+    --node-config 'client=3 ledger-folder="/var/lib/bqsgd" epsilon=3.0 delta=1e-5'
+
+In a simulation Flower gives `partition-id` instead. Simulated clients belong to the user who runs the simulation: they
+agree to any settings, and their ledgers begin anew with every run. Their identity keys for secure sums are made by the
+server, beside those ledgers; a real client has its own (`roster="..." identity="..."`).
+
+A run's is flat, with "" for an option that is not set: Flower lets `--run-config` change only keys that exist.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from bqsgd._src.client.files import client_ledger, made_register
+from bqsgd._src.client.sum_setup import made_identities
+from bqsgd._src.engines.engine import FEW
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger.opening import ledger_path, register_path
+from bqsgd._src.params import check_int, check_positive, short_repr
+from bqsgd._src.secure.roster import public_key, read_identity, read_roster, write_identity
+from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.node_limits import NodeLimits
+from bqsgd._src.storage import one_at_a_time, private_folder, write_atomic
+from bqsgd._src.tasks.task import Task
+
+logger = logging.getLogger("flwr.bqsgd")
+LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"
+_DEFAULT_FOLDER = "~/.bqsgd/ledgers"
+MakeTask = Callable[[Config, "Node | None", Mapping[str, Any]], Task]
+"""(settings, node, options) -> the task: with a node's share of the data, or, where node is None, the server's, with
+test data and no share. options: what the app's configuration holds besides the run's settings."""
+_MAX_BUDGETS = 1 << 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_ROSTER = "roster.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One client as its operator set it up.
+
+    limits: what it agrees to. options: the whole node configuration, for keys of your own.
+    """
+
+    client: int
+    ledger_folder: Path
+    simulated: bool
+    limits: NodeLimits
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, node_config: Mapping[str, Any]) -> Node:
+        """Read the node configuration."""
+        simulated = "client" not in node_config
+        number = node_config.get("partition-id" if simulated else "client")
+        if number is None:
+            raise InvalidParameter(
+                "start the SuperNode with --node-config 'client=N ...', N being this client's number"
+            )
+        limits = NodeLimits.unlimited() if simulated else NodeLimits.of(node_config)
+        folder = limits.ledger_folder
+        return cls(
+            client=check_int("client", number, 0, 2**63 - 1),
+            ledger_folder=_usual_folder() if folder is None else folder.resolve(),
+            simulated=simulated,
+            limits=limits,
+            options=dict(node_config),
+        )
+
+    def refusal(self, config: Config, *, run: str, roster: str | None) -> str | None:
+        """Why this client does not take part in the run, or None; `roster` is the digest of the server's."""
+        refusal = self.limits.refusal(config, client=self.client)
+        if refusal is not None or not config.secure.on:
+            return refusal
+        found, identity = self._key_files(run=run)
+        if found is None or identity is None:
+            return "the run has secure sums, and this node has no roster or no identity key (roster, identity)"
+        try:
+            own, key = read_roster(found), public_key(read_identity(identity))
+        except InvalidParameter as error:
+            logger.error("%s", error)
+            return "this node cannot read its roster or its identity key; its own log says why"
+        if own.digest.hex() != roster:
+            return (
+                f"this node's roster has the digest {own.digest.hex()}, the server's {short_repr(roster)}: all clients "
+                "and the server need the same roster, and a run keeps the one it began with"
+            )
+        if own.clients != tuple(range(config.clients.count)):
+            return f"the roster names {len(own.clients)} clients, the run has 0 to {config.clients.count - 1}"
+        if own.keys[self.client] != key:
+            return f"the roster has another key for client {self.client} than this node's identity"
+        return None
+
+    def _key_files(self, *, run: str) -> tuple[str | None, str | None]:
+        if self.simulated:
+            folder = self.folder(run=run)
+            return str(folder / _ROSTER), str(identity_path(folder, self.client))
+        given = (self.options.get("roster"), self.options.get("identity"))
+        roster, identity = (None if each is None else str(Path(str(each)).expanduser()) for each in given)
+        return roster, identity
+
+    def own_settings(self, config: Config, *, run: str) -> Config:
+        """The run's settings with what is this client's own in them.
+
+        One process per message: a reservation could not outlive it. Whose keys are whose is for no server to say.
+        """
+        roster, identity = self._key_files(run=run) if config.secure.on else (None, None)
+        return config.but(reserve_rounds=1, roster=roster, identity=identity, roster_digest=None)
+
+    def folder(self, *, run: str) -> Path:
+        """A real client's ledger continues from run to run; a simulated one's holds one run."""
+        return self.ledger_folder / _simulated(run) if self.simulated else self.ledger_folder
+
+    def turn(self, *, run: str) -> AbstractContextManager[None]:
+        """Let no two processes of this client answer at once: Flower starts one for every message that arrives."""
+        folder = self.folder(run=run)
+        private_folder(folder)
+        return one_at_a_time(folder / f"client-{self.client:04}.turn")
+
+    def private_path(self, *, run: str) -> Path:
+        """Where its private figures go, beside its ledger."""
+        return self.folder(run=run) / f"client-{self.client:04}.private.jsonl"
+
+    def ledger(self, config: Config, *, run: str) -> Ledger | None:
+        """This client's ledger, made on first use; None when the messages have no noise and so nothing to count."""
+        folder = self.folder(run=run)
+        if self.simulated and config.clients.count > FEW and not config.privacy.noiseless:
+            path = register_path(folder)
+            made_register(config, path).close()
+            return Ledger(path, client=self.client)
+        there = ledger_path(folder, self.client).exists()
+        limits = replace(self.limits, ledger_folder=folder)
+        return client_ledger(config, None, number=self.client, resuming=there, limits=limits)
+
+
+def with_simulated_keys(config: Config) -> Config:
+    """The settings of a named run on the server, with a roster of made keys where they have secure sums and no roster.
+
+    That is for clients of a simulation, which look for their keys in the same place. A real client trusts no such key.
+    """
+    if not config.secure.on or config.secure.roster is not None:
+        return config
+    folder = _usual_folder() / _simulated(check_name(config.run.name))
+    roster = folder / _ROSTER
+    return config.but(roster=str(roster if roster.exists() else write_identities(config, folder)))
+
+
+def write_identities(config: Config, folder: Path) -> Path:
+    """Make identity keys for all clients of a run, and their roster, which is written last; returns its path."""
+    private_folder(folder)
+    identities, roster = made_identities(config)
+    for client, identity in identities.items():
+        identity_path(folder, client).unlink(missing_ok=True)  # of a server that was stopped here
+        write_identity(identity_path(folder, client), identity)
+    write_atomic(folder / _ROSTER, roster.to_toml().encode())
+    return folder / _ROSTER
+
+
+def identity_path(folder: Path, client: int) -> Path:
+    """Where `write_identities` puts a client's key."""
+    return folder / f"client-{client:04}.key"
+
+
+def _simulated(run: str) -> str:
+    return f"simulated-{run}"
+
+
+def _usual_folder() -> Path:
+    """Where ledgers are unless a node says otherwise."""
+    return Path(os.environ.get(LEDGER_FOLDER_VARIABLE, _DEFAULT_FOLDER)).expanduser().resolve()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the server needs besides the run's own settings.
+
+    folder: on the server's disk, for the checkpoint and the records; None keeps nothing.
+    join_seconds: how long to wait for all clients before the first round; then it begins with those that are there.
+    round_seconds: how long a round waits when the run has no deadline.
+    force: begin even if the plans say that nothing can be learnt.
+    """
+
+    folder: Path | None = None
+    join_seconds: float = 300.0
+    round_seconds: float = 3600.0
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("join_seconds", "round_seconds"):
+            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
+        if not isinstance(self.force, bool):
+            raise InvalidParameter(f"force must be true or false, got {short_repr(self.force)}")
+
+
+def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[str, Any]]:
+    """The run's settings, the server's own, and what is left for the app's task.
+
+    Raises:
+        InvalidParameter: a value that its setting does not take; the message names both and the valid ones.
+    """
+    given = {name: value for name, value in run_config.items() if value != ""}
+    if "optimiser" in given:  # as apps made by earlier versions spell it
+        given["optimizer"] = given.pop("optimiser")
+    known = Config().flat()
+    if "budgets" in given:
+        given["budgets"] = _read_budgets(given["budgets"])
+    settings = {name: given.pop(name) for name in list(given) if name in known}
+    service = {field.name: given.pop(field.name) for field in fields(Service) if field.name in given}
+    if "folder" in service:
+        service["folder"] = Path(str(service["folder"])).expanduser()
+    config = Config.of(**settings)
+    if config.run.name is not None:
+        check_name(config.run.name)
+    return config, Service(**service), given
+
+
+def _read_budgets(text: object) -> list[Any]:
+    """Budgets that differ by client or round, as Flower's flat configuration carries them: a TOML list of tables.
+
+    >>> _read_budgets('[{client = 2, epsilon = 1.0}]')
+    [{'client': 2, 'epsilon': 1.0}]
+    """
+    try:
+        if not isinstance(text, str) or len(text) > _MAX_BUDGETS or "\n" in text:
+            raise ValueError
+        found = tomllib.loads(f"budgets = {text}")["budgets"]
+    except (ValueError, RecursionError):  # tomllib's own error is a ValueError
+        found = None
+    if not isinstance(found, list) or not all(isinstance(change, dict) for change in found):
+        raise InvalidParameter(
+            "budgets must be a list of tables on one line, such as '[{client = 2, epsilon = 1.0}, "
+            f"{{client = 2, from_round = 300, epsilon = 1.5}}]', got {short_repr(text)}"
+        )
+    return found
+
+
+def check_overrides(app_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter, with key, value and the valid ones, where Flower or the run would refuse an override."""
+    for key in overrides:
+        if key not in app_config:
+            near = get_close_matches(key, app_config, n=1)
+            raise InvalidParameter(
+                f"{short_repr(key)} is not in the app's configuration"
+                + (f"; did you mean {near[0]!r}? " if near else "; ")
+                + f"Known: {', '.join(app_config)}"
+            )
+    read_settings({**app_config, **overrides})
+
+
+def check_name(run: object) -> str:
+    """A run's name is part of file names on the clients, so it holds nothing that could lead elsewhere."""
+    if not isinstance(run, str) or not _NAME.fullmatch(run):
+        raise InvalidParameter(
+            f"run must be 1 to 100 of A-Z a-z 0-9 . _ - and begin with a letter or digit, got {run!r}"
+        )
+    return run

@@ -1,0 +1,426 @@
+"""The ledger: what one client has spent of its privacy budget, recorded durably before each message leaves.
+
+    with Ledger.open(path, client=3, budget_epsilon=3.0, budget_delta=1e-5) as ledger:
+        ledger.reserve(release, run="a7", first_round=0, rounds=50, seeded=False)
+        for round in range(50):
+            ledger.spend(release, run="a7", round=round, seeded=False)   # when it returns, the frame may be sent
+            send(...)
+
+`reserve` makes one durable entry for many rounds. `spend` then only ticks a round off in memory, if the same process
+has reserved it. After a crash every reserved round counts, sent or not: the ledger may count too much, never too
+little. A clean `close` gives back the rounds that were certainly not sent.
+
+Sending a round twice. Privacy is spent by new noise, not by round numbers:
+- Sending the *same bytes* again reveals nothing new. It needs no call.
+- Drawing *new noise* for a recorded round is a new release of the same data, and is counted again. The caller must ask
+  for that with `resume=True`; otherwise the ledger refuses a round that is already recorded.
+- A seeded run that resumes makes the same bytes again, so it is not charged again. It has no privacy claim anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
+from bqsgd._src.ledger._budget import Headroom, PrivacyBudget, compose_all
+from bqsgd._src.ledger._entries import (
+    MAX_RESERVED_ROUNDS,
+    MAX_ROUND,
+    EntryKind,
+    Grant,
+    LedgerEntry,
+    LedgerState,
+    entries_for,
+    first_entry,
+    grants_for,
+    now,
+)
+from bqsgd._src.ledger._store import LEDGER, LedgerFile, Store, create_file
+from bqsgd._src.params import check_int
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.guarantee import Guarantee, as_given
+from bqsgd._src.release import Release
+from bqsgd._src.storage import Closing
+
+
+class _Book:
+    """A client's entries in an open file, with the state that they add up to. It belongs to one process."""
+
+    def __init__(self, file: LedgerFile, client: int, headroom: Headroom) -> None:
+        self.store = Store(file, client)
+        self.state = LedgerState()
+        self.entries: list[LedgerEntry] = []
+        self._headroom = headroom
+        self.refresh()
+        if self.state.budget is None:
+            raise LedgerError(f"{file.path} holds no budget; restore it from a backup")
+
+    def check_process(self) -> None:
+        """Raise LedgerError in a forked child: the SQLite connection and the reserved rounds belong to the parent."""
+        if not self.store.file.opened_here:
+            raise LedgerError("a ledger does not survive a fork; open it again in the new process")
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The budget in force."""
+        assert self.state.budget is not None
+        return self.state.budget
+
+    def refresh(self) -> None:
+        """Read what other processes have written."""
+        self.check_process()
+        for body in self.store.read_new():
+            self._add(LedgerEntry.from_json(body))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Callable[[list[LedgerEntry]], None]]:
+        """Hold the write lock, with the state up to date, and give the function that appends entries."""
+        added: list[LedgerEntry] = []
+
+        def append(entries: list[LedgerEntry]) -> None:
+            for entry in entries:
+                self.store.append(entry.to_json())
+            added.extend(entries)
+
+        self.check_process()
+        with self.store.exclusive():
+            self.refresh()
+            yield append
+        # Only after the transaction: an entry whose write failed must not count.
+        for entry in added:
+            self._add(entry)
+
+    def _add(self, entry: LedgerEntry) -> None:
+        self.state.add(entry)
+        self.entries.append(entry)
+
+    def _limits(self, run: str, within: PrivacyBudget | None) -> list[tuple[Mapping[Release, int], PrivacyBudget]]:
+        """(what counts, its budget): all rounds against the client's budget, the run's rounds against `within`."""
+        limits: list[tuple[Mapping[Release, int], PrivacyBudget]] = [(self.state.rounds, self.budget)]
+        return limits if within is None else [*limits, (self.state.of_run.get(run, {}), within)]
+
+    def surely_fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> bool:
+        """Whether earlier answers prove that `rounds` more of `release` fit; quick."""
+        return rounds == 0 or all(
+            self._headroom.known_to_fit(content, release, rounds, budget)
+            for content, budget in self._limits(run, within)
+        )
+
+    def fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> bool:
+        """Whether `rounds` more of `release` stay within the budgets; the accountant may take seconds."""
+        return all(
+            self._headroom.fits(content, release, rounds, budget) for content, budget in self._limits(run, within)
+        )
+
+    def most(self, release: Release, run: str, within: PrivacyBudget | None) -> int:
+        """How many more rounds of `release` fit."""
+        left: int | None = None
+        # The run's budget first: it is usually the smaller one, and its answer often holds for the client's too.
+        for content, budget in reversed(self._limits(run, within)):
+            if left is None or not self._headroom.fits(content, release, left, budget):
+                left = self._headroom.most(content, release, budget)
+        assert left is not None
+        return left
+
+    def accountant(self) -> Accountant:
+        """The accountant of everything that counts as released."""
+        return compose_all(Accountant(), self.state.rounds)
+
+
+class Ledger(Closing):
+    """One client's ledger; open it with `Ledger.open`.
+
+    Several threads may share one. Several processes may use the same file if each opens it; a forked child may not use
+    its parent's.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "client3.ledger"
+    >>> with Ledger.open(path, client=3, budget_epsilon=3.0, budget_delta=1e-5) as ledger:
+    ...     ledger.budget, ledger.spent_rounds, ledger.guarantee()
+    (PrivacyBudget(epsilon=3.0, delta=1e-05), 0, None)
+    """
+
+    def __init__(self, path: str | Path, *, client: int | None = None) -> None:
+        """Open an existing ledger for reading. For training use `Ledger.open`, which checks client and budget.
+
+        client: whose ledger to open, needed if the file is a register.
+        """
+        file = LedgerFile(Path(path))
+        try:
+            if file.is_register and client is None:
+                raise LedgerError(f"{path} is a register of {len(file.clients)} clients; say which client's is meant")
+            number = file.clients[0] if client is None else client
+            self._hold(_Book(file, number, Headroom(Accountant())), owns_file=True)
+        except BaseException:
+            file.close()
+            raise
+
+    @classmethod
+    def in_register(cls, file: LedgerFile, client: int, headroom: Headroom) -> Self:
+        """The ledger of one client in an open register. Closing the ledger leaves the register open."""
+        ledger = cls.__new__(cls)
+        ledger._hold(_Book(file, client, headroom), owns_file=False)
+        return ledger
+
+    def _hold(self, book: _Book, *, owns_file: bool) -> None:
+        self._book, self._lock, self._owns_file = book, book.store.file.lock, owns_file
+        self._unsent: dict[tuple[str, int], Grant] = {}
+        self.closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        client: int,
+        budget_epsilon: float,
+        budget_delta: float,
+        create_missing: bool = True,
+        change_reason: str | None = None,
+    ) -> Self:
+        """Open client `client`'s ledger, or make it.
+
+        Pass create_missing=False wherever a ledger must exist already (a resumed run): a lost ledger would otherwise be
+        replaced by an empty one, with a fresh budget.
+
+        change_reason: if the ledger has another budget, change it to this one and record this reason. Without it such a
+        ledger is refused. Only the owner of the ledger may decide this, never a run.
+
+        Raises:
+            LedgerError: the ledger belongs to another client, it has another budget, or the file is damaged or not a
+                ledger.
+        """
+        budget = PrivacyBudget(epsilon=budget_epsilon, delta=budget_delta)
+        check_int("client", client, 0, 2**63 - 1)
+        where = Path(path)
+        if create_missing and not where.exists():
+            create_file(where, LEDGER, {client: first_entry(budget)})
+        ledger = cls(where)
+        try:
+            if ledger.client != client:
+                raise LedgerError(
+                    f"{where} is the ledger of client {ledger.client}, not {client}; give each client its own file"
+                )
+            if ledger.budget != budget and change_reason is not None:
+                ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason=change_reason)
+            elif ledger.budget != budget:
+                raise LedgerError(
+                    f"{where} has the budget {ledger.budget}, not {budget}; open it with the budget that it has, and "
+                    "call change_budget(...) to change it"
+                )
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._book.store.file.path
+
+    @property
+    def client(self) -> int:
+        """Whose ledger this is."""
+        return self._book.store.client
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """The budget in force."""
+        return self._book.budget
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """Every entry, oldest first."""
+        with self._up_to_date() as book:
+            return tuple(book.entries)
+
+    @property
+    def spent_rounds(self) -> int:
+        """Rounds that count as released, reserved ones included."""
+        with self._up_to_date() as book:
+            return book.state.total_rounds
+
+    @property
+    def seeded_rounds(self) -> int:
+        """How many of the spent rounds had seeded noise."""
+        with self._up_to_date() as book:
+            return book.state.seeded_rounds
+
+    def recorded(self, run: str) -> dict[int, tuple[Release, bool]]:
+        """Rounds of `run` that count as released: round -> (its release, whether its noise was seeded)."""
+        with self._up_to_date() as book:
+            return dict(book.state.recorded.get(run, {}))
+
+    @property
+    def released(self) -> Counter[Release]:
+        """How often each release counts as made, by any process. What this process reserved but did not send is left
+        out; other processes' reservations cannot be told from what they sent, so they count."""
+        with self._up_to_date() as book:
+            released = Counter(book.state.rounds)
+            released.subtract(grant.release for grant in self._unsent.values() if grant.charged)
+            return +released  # drops the releases of which none is left
+
+    def spend(
+        self,
+        release: Release,
+        *,
+        run: str,
+        round: int,
+        seeded: bool,
+        resume: bool = False,
+        within: PrivacyBudget | None = None,
+    ) -> None:
+        """Record one round durably; when this returns, its message may be sent.
+
+        For a round that this process has reserved this takes microseconds. Otherwise it reserves one round first.
+
+        Raises:
+            BudgetExhausted: the round would exceed the budget. Nothing was recorded and nothing may be sent.
+            LedgerError: the round is already recorded and `resume` is false, or the entry could not be made durable.
+        """
+        with self._lock:
+            self._book.check_process()
+            grant = self._unsent.get((run, round))
+            if grant is None:
+                self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume, within=within)
+            elif (grant.release is not release and grant.release != release) or grant.seeded != seeded:
+                raise LedgerError(
+                    f"round {round} of run {run!r} was reserved for another release or noise source; reserve it again "
+                    "for what will be sent"
+                )
+            del self._unsent[run, round]
+
+    def reserve(
+        self,
+        release: Release,
+        *,
+        run: str,
+        first_round: int,
+        rounds: int,
+        seeded: bool,
+        resume: bool = False,
+        within: PrivacyBudget | None = None,
+    ) -> None:
+        """Record `rounds` rounds ahead of time in one durable transaction: all of them or none.
+
+        within: a budget for this run alone. Its messages must stay within it, and all messages within the client's.
+        resume: count rounds that were recorded before once more, because they will have new noise. Rounds that repeat
+        the same release with the same seeded noise are not counted again.
+
+        Raises:
+            BudgetExhausted: the rounds would exceed a budget; the message says how many are left.
+            LedgerError: one of them is already recorded and `resume` is false, or it is reserved and not sent yet.
+        """
+        if not isinstance(run, str) or not run:
+            raise InvalidParameter(f"run must be a non-empty name, got {run!r}")
+        check_int("first_round", first_round, 0, MAX_ROUND)
+        check_int("rounds", rounds, 1, MAX_RESERVED_ROUNDS)
+        with self._lock:
+            wanted = range(first_round, first_round + rounds)
+            pending = next((number for number in wanted if (run, number) in self._unsent), None)
+            if pending is not None:
+                raise LedgerError(
+                    f"round {pending} of run {run!r} is already reserved and not sent yet; spend it first"
+                )
+            while True:
+                with self._book.writing() as append:
+                    grants = grants_for(self._book.state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
+                    charged = sum(grant.charged for grant in grants.values())
+                    fits = self._book.surely_fits(release, charged, run, within)
+                    if fits:
+                        append(entries_for(EntryKind.SPEND, grants))
+                if fits:
+                    self._unsent.update(grants)
+                    return
+                # The accountant is asked outside the transaction, because it may take seconds and other processes want
+                # to write. They may spend meanwhile, so a yes only leads back to the check inside the transaction.
+                if not self._book.fits(release, charged, run, within):
+                    raise BudgetExhausted(self._refusal(release, charged, run, within))
+
+    def headroom(self, release: Release, *, run: str = "", within: PrivacyBudget | None = None) -> int:
+        """How many more rounds of `release` fit into the client's budget, and into `within` for those of `run`."""
+        with self._up_to_date() as book:
+            return book.most(release, run, within)
+
+    def change_budget(self, *, epsilon: float, delta: float, reason: str) -> None:
+        """Change the budget from here on. The ledger keeps the change and its reason."""
+        if not reason.strip():
+            raise InvalidParameter("reason must say why the budget changes")
+        budget = PrivacyBudget(epsilon=epsilon, delta=delta)
+        with self._lock, self._book.writing() as append:
+            append([LedgerEntry(kind=EntryKind.BUDGET, time=now(), budget=budget, reason=reason)])
+
+    def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
+        """What the client's messages so far guarantee (at the budget's delta by default); None if it sent nothing.
+
+        Messages of different kinds (unit, relation, trust) are composed under the weakest terms among them. If any
+        round was seeded, the guarantee says that there is no privacy claim.
+        """
+        with self._up_to_date() as book:
+            return self._guarantee(book.accountant(), delta) if book.state.rounds else None
+
+    def guarantees(self, *, delta: float | None = None) -> tuple[Guarantee, ...]:
+        """One guarantee for each kind of message by itself, under its own terms."""
+        with self._up_to_date() as book:
+            return tuple(self._guarantee(kind, delta) for kind in book.accountant().kinds)
+
+    def _guarantee(self, accountant: Accountant, delta: float | None) -> Guarantee:
+        delta = self.budget.delta if delta is None else delta
+        return accountant.guarantee(delta=delta, seeded=self._book.state.seeded_rounds > 0)
+
+    def to_dict(self, *, delta: float | None = None) -> dict[str, Any]:
+        """Client, budget, guarantees and every entry, in plain JSON types."""
+        with self._lock:
+            guarantee, kinds = self.guarantee(delta=delta), self.guarantees(delta=delta)
+            return {
+                "client": self.client,
+                "budget": asdict(self.budget),
+                "spent_rounds": self._book.state.total_rounds,
+                "seeded_rounds": self._book.state.seeded_rounds,
+                "guarantee": None if guarantee is None else guarantee.to_dict(),
+                "guarantees_by_kind": [kind.to_dict() for kind in kinds],
+                "entries": [entry.to_dict() for entry in self._book.entries],
+            }
+
+    def close(self) -> None:
+        """Give back the reserved rounds that were not sent, and close the file."""
+        with self._lock:
+            if not self._book.store.file.opened_here:
+                return  # A forked child must not give back rounds that its parent will send.
+            try:
+                entries = entries_for(EntryKind.RETURN, self._unsent)
+                if entries:
+                    with self._book.writing() as append:
+                        append(entries)
+            finally:
+                self._unsent.clear()
+                if self._owns_file:
+                    self._book.store.file.close()
+                self.closed = True
+
+    @contextlib.contextmanager
+    def _up_to_date(self) -> Iterator[_Book]:
+        """The book, locked for this thread, with what other processes have written."""
+        with self._lock:
+            self._book.refresh()
+            yield self._book
+
+    def _refusal(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> str:
+        left = self._book.most(release, run, within)
+        guarantee = self.guarantee()
+        spent = "nothing is spent" if guarantee is None else f"spent so far: {guarantee}"
+        asked = "" if within is None else f", or the budget of run {run!r} ({_budget_text(within)})"
+        return (
+            f"{rounds} more round(s) would exceed the budget of client {self.client} ({_budget_text(self.budget)})"
+            f"{asked}; {left} round(s) of this release are left; {spent}. Nothing was recorded, so send nothing: stop "
+            "here, or raise the budget with change_budget(...)"
+        )
+
+
+def _budget_text(budget: PrivacyBudget) -> str:
+    return f"epsilon {as_given(budget.epsilon)} at delta {budget.delta:g}"

@@ -1,0 +1,346 @@
+"""Binomial quantisation: values in [-R, R] become unsigned integer codes, and codes become unbiased values.
+
+Vectors are flat NumPy arrays or CPU tensors, which are read in place. `scale` (paper Eq. 6) and `clamp` bring a vector
+into |x_j| <= R_j. Both keep that bound exactly in the dtype of the vector: if R is not a float32, they use the float32
+just below it.
+
+Each coordinate takes one 64-bit word of the keystream: the low 24 bits decide the stochastic rounding, the high 40 bits
+choose the binomial value. A coarsened code (`coarsening`) takes 32 bits more. The word of coordinate j has a fixed
+place in the keystream of the call, so the codes depend neither on chunks nor on threads. `quantise` is the rounding
+alone (plain QSGD): compression without noise, and without privacy.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput, OutOfRange
+from bqsgd._src.mechanism import _kernels, coarsening
+from bqsgd._src.noise import NoiseSource, alias_table
+from bqsgd._src.params import Codes, Mechanism, Range, check_int, check_range, code_dtype
+
+_Vector = npt.NDArray[Any]
+"""A flat float32 or float64 array (`_as_vector` checks that it is one of the two)."""
+
+
+def _as_vector(values: Any, name: str = "values") -> _Vector:
+    """A read-only view of a flat float32 or float64 array or CPU tensor. What would need a copy is refused.
+
+    Tensors are read through DLPack, so that this module imports no tensor library.
+
+    Raises:
+        InvalidParameter: the type, dtype, shape, memory layout or device does not fit, or the vector is empty.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        raise InvalidParameter(f"{name} must not be a masked array: its mask would be lost; fill it first")
+    array = values if isinstance(values, np.ndarray) else _from_tensor(values, name)
+    if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
+        raise InvalidParameter(f"{name} must be float32 or float64 in native byte order, got {array.dtype}")
+    if array.ndim != 1 or array.size == 0:
+        raise InvalidParameter(f"{name} must be 1-D with at least one coordinate, got shape {array.shape}; flatten it")
+    if not array.flags.c_contiguous or not array.flags.aligned:
+        raise InvalidParameter(f"{name} must be contiguous and aligned, got strides {array.strides}; copy it first")
+    view = array.view(np.ndarray)
+    view.flags.writeable = False  # numba would compile the kernels again for arrays that are writeable
+    return view
+
+
+def _from_tensor(values: Any, name: str) -> npt.NDArray[Any]:
+    if not hasattr(values, "__dlpack__"):
+        raise InvalidParameter(f"{name} must be a NumPy array or a CPU tensor, got {type(values).__name__}")
+    if hasattr(values, "is_neg") and values.is_neg():
+        raise InvalidParameter(f"{name} is a lazily negated tensor: its memory holds other signs; resolve_neg() it")
+    try:
+        return np.from_dlpack(values.detach() if hasattr(values, "detach") else values)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise InvalidParameter(f"{name} cannot be read in place ({error}); move it to the CPU as float32") from error
+
+
+def _check_finite(vector: _Vector, name: str = "values") -> None:
+    """Raise NonFiniteInput naming the first NaN or infinity."""
+    finite = np.isfinite(vector)
+    if not finite.all():
+        j = int(np.argmin(finite))
+        raise NonFiniteInput(f"{name}[{j}] is {vector[j]}: NaN and infinity are refused, drop or repair them first")
+
+
+def scale(values: Any, range: Range) -> _Vector:
+    """Shrink the whole vector until its largest |x_j| / R_j is 1 (paper Eq. 6): x / max(1, max_j |x_j| / R_j).
+
+    Raises:
+        NonFiniteInput: a coordinate is NaN or infinite.
+        InvalidParameter: the range is so small that |x_j| / R_j overflows.
+
+    >>> scale(np.array([3.0, -1.0]), 1.5).tolist()
+    [1.5, -0.5]
+    """
+    vector = _as_vector(values)
+    _check_finite(vector)
+    range = check_range(range, vector.size)
+    with np.errstate(over="ignore"):
+        excess = float(np.max(np.abs(vector.astype(np.float64)) / range))
+    if not excess > 1:
+        return vector.copy()
+    if not math.isfinite(excess):
+        raise InvalidParameter("the largest |x_j| / R_j overflows: the range is too small for these values")
+    shrunk = (vector / np.float64(excess)).astype(vector.dtype)
+    return _project(shrunk, range)
+
+
+def clamp(values: Any, range: Range) -> _Vector:
+    """Project every coordinate on its own onto [-R_j, R_j].
+
+    Raises:
+        NonFiniteInput: a coordinate is NaN or infinite.
+
+    >>> clamp(np.array([3.0, -1.0]), 1.5).tolist()
+    [1.5, -1.0]
+    """
+    vector = _as_vector(values)
+    _check_finite(vector)
+    return _project(vector, check_range(range, vector.size))
+
+
+def _project(vector: _Vector, range: Range) -> _Vector:
+    """Cut the vector to the largest bounds of its own dtype that are at most `range`."""
+    exact = np.asarray(range, dtype=np.float64)
+    nearest = exact.astype(vector.dtype)
+    # Compare in float64: with a float32 array NumPy would first round a Python float to float32, and find them equal.
+    above = nearest.astype(np.float64) > exact
+    bound = np.where(above, np.nextafter(nearest, np.zeros_like(nearest)), nearest)
+    return np.clip(vector, -bound, bound)
+
+
+CHUNK = 1 << 14
+"""Coordinates per call of a kernel: values, keystream and codes of a chunk stay in the second-level cache."""
+_MAX_THREADS = 256
+
+
+@lru_cache(maxsize=64)
+def _packed_table(trials: int) -> npt.NDArray[np.uint64]:
+    table = alias_table(trials)
+    return (table.threshold << np.uint64(_kernels.ALIAS_BITS)) | table.alias.astype(np.uint64)
+
+
+class Encoding:
+    """A vector about to be encoded: checked parameters, and a part of the keystream that belongs to it alone.
+
+    Threads may write different slices in any order. Write each slice once and drop the object: a slice that is written
+    again after its values changed would use the same noise twice.
+    """
+
+    def __init__(
+        self, values: Any, mechanism: Mechanism, *, range: Range, rng: NoiseSource, clamp: bool = False
+    ) -> None:
+        self.values: _Vector = _as_vector(values)
+        self.mechanism = mechanism
+        self.dimension = self.values.size
+        self.dtype = code_dtype(mechanism.code_count)
+        self.range = check_range(range, self.dimension)
+        if not 2.0**-900 < np.min(self.range) <= np.max(self.range) < 2.0**900:
+            raise InvalidParameter("range must lie between 2^-900 and 2^900, for the steps to be representable")
+        # R rounded up to float32 counts as R, and the kernel cuts it to R, so that a clamp done in float32 is enough.
+        self._slack = 1.0 + 2.0**-24 if self.values.dtype == np.float32 else 1.0
+        self._least_limit = sys.float_info.max if clamp else 0.0
+        self._rng = rng
+        # All noise of the call is reserved at once, so that each coordinate knows its place: two words per block, then
+        # one block per coordinate for ties, then the draws of the coarsening.
+        words = (self.dimension + 1) // 2
+        coarse = coarsening.draw_blocks(self.dimension) if mechanism.coarsening is not None else 0
+        self._first_word = rng.reserve(words + self.dimension + coarse)
+        self._first_refinement = self._first_word + words
+        self._first_draw = self._first_refinement + self.dimension
+
+    def write(self, start: int, stop: int, out: Codes) -> None:
+        """Write the codes of coordinates [start, stop) into `out`; `start` must be even.
+
+        Raises:
+            NonFiniteInput, OutOfRange: see `encode`; `out` then holds no code without noise.
+        """
+        if start % 2 or not 0 <= start <= stop <= self.dimension:
+            raise InvalidParameter(
+                f"a slice must start at an even coordinate within 0 to {self.dimension}, got {start}:{stop}"
+            )
+        table, packed = alias_table(self.mechanism.trials), _packed_table(self.mechanism.trials)
+        index_bits, first = np.uint64(table.index_bits), np.uint64(table.first)
+        levels = float(self.mechanism.levels)
+        keystream = self._rng.keystream(self._first_word + start // 2)
+        scratch = np.empty(min(CHUNK, stop - start), dtype=np.uint64)
+        rounding_to_points = self._rounding_to_points(start)
+        for a in range(start, stop, CHUNK):
+            b = min(a + CHUNK, stop)
+            words, sent = scratch[: b - a], out[a - start : b - start]
+            codes = sent if rounding_to_points is None else rounding_to_points.room(b - a)
+            keystream.fill(words)
+            if isinstance(self.range, float):
+                rounding = _kernels.round_scalar
+                bound: Any = self.range
+            else:
+                rounding, bound = _kernels.round_vector, self.range[a:b]
+            if rounding(self.values[a:b], bound, levels, self._slack, self._least_limit, words, codes):
+                # These codes are rounded but have no noise yet. The caller's array must not keep them after the error.
+                codes[:] = sent[:] = 0
+                self._refuse(a, b)
+            if _kernels.add_noise(words, packed, index_bits, first, codes):
+                _kernels.resolve_ties(words, table, codes, refinement=partial(self._refinement, a))
+            if rounding_to_points is not None:
+                rounding_to_points.write(codes, sent)
+
+    def codes(self, *, threads: int = 1, out: Codes | None = None) -> Codes:
+        """All codes, written into `out` if it is given. Call it once (see the class)."""
+        codes = np.empty(self.dimension, dtype=self.dtype) if out is None else out
+        if codes.shape != (self.dimension,) or codes.dtype != self.dtype:
+            raise InvalidParameter(
+                f"out must be {self.dimension} codes of {self.dtype}, got shape {codes.shape} of {codes.dtype}"
+            )
+        if not (codes.flags.c_contiguous and codes.flags.aligned and codes.flags.writeable):
+            raise InvalidParameter("out must be contiguous, aligned and writeable")
+        for_slices(self.dimension, CHUNK, threads, lambda a, b: self.write(a, b, codes[a:b]))
+        return codes
+
+    def _rounding_to_points(self, start: int) -> coarsening.PointRounding | None:
+        if self.mechanism.coarsening is None:
+            return None
+        return coarsening.PointRounding(self.mechanism, self._rng, first_block=self._first_draw, start=start)
+
+    def _refinement(self, start: int, offset: int) -> int:
+        word = np.empty(1, dtype=np.uint64)
+        self._rng.fill(word, block=self._first_refinement + start + offset)
+        return int(word[0])
+
+    def _refuse(self, a: int, b: int) -> None:
+        """Raise the error that names the first value in [a, b) that cannot be encoded."""
+        _check_finite(self.values[:b])  # from 0 on, so that the message counts coordinates from the vector's start
+        bound = np.broadcast_to(self.range, self.dimension)[a:b]
+        j = a + int(np.argmax(np.abs(self.values[a:b].astype(np.float64)) > bound * self._slack))
+        limit = self.range if isinstance(self.range, float) else self.range[j]
+        raise OutOfRange(f"values[{j}] is {self.values[j]}, beyond the range {limit}: clip first, or pass clamp=True")
+
+
+def encode(
+    values: Any,
+    mechanism: Mechanism,
+    *,
+    range: Range,
+    rng: NoiseSource,
+    clamp: bool = False,
+    threads: int = 1,
+    out: Codes | None = None,
+) -> Codes:
+    """Codes s + sigma*rho + o in {0, ..., 2s + m} (paper Eqs. 8 to 12, shifted by s so that they start at 0).
+
+    sigma*rho is x s / R rounded at random without bias, and o ~ Bin(m, 1/2). With a coarsening each code is then
+    rounded to one of its points, and the code is the index of the point. Extra memory does not grow with the dimension.
+    Codes made with a seeded `rng` carry no privacy claim: keep `rng.seeded` with them, as frames do.
+
+    Args:
+        values: flat contiguous float32 or float64 NumPy array or CPU tensor; read in place.
+        range: R, or one R_j per coordinate.
+        clamp: cut values beyond +-R to +-R instead of refusing them.
+        threads: number of threads; the codes do not depend on it.
+        out: array to write the codes into, with the dtype `code_dtype(mechanism.code_count)`.
+
+    Raises:
+        NonFiniteInput: a value is NaN or infinite, with or without `clamp`.
+        OutOfRange: a value lies beyond +-R and `clamp` is false.
+        InvalidParameter: another argument is invalid.
+    """
+    return Encoding(values, mechanism, range=range, rng=rng, clamp=clamp).codes(threads=threads, out=out)
+
+
+def decode(
+    codes: npt.NDArray[np.integer], mechanism: Mechanism, *, range: Range, count: int = 1
+) -> npt.NDArray[np.float64]:
+    """The values (R/s) (code - s - m/2) of codes (paper Eq. 12), or the sum of values from the sum of `count` codes.
+
+    A coarse code decodes to (R/s) step (code - centre). The result is unbiased, but for coarse codes whose noise leaves
+    the window (`coarsening.saturation_bias`).
+
+    >>> decode(np.array([4, 5, 6], dtype=np.uint8), Mechanism(levels=2, trials=6), range=1.0).tolist()
+    [-0.5, 0.0, 0.5]
+
+    Raises:
+        InvalidParameter: `codes` is not a flat integer array, or an entry is not in {0, ..., count (code_count - 1)}.
+    """
+    check_int("count", count, 1, 2**31)
+    if codes.ndim != 1 or codes.dtype.kind not in "iu":
+        raise InvalidParameter(f"codes must be 1-D integers, got {codes.ndim}-D of {codes.dtype}")
+    range = check_range(range, codes.size)
+    if codes.size and not (codes.min() >= 0 and codes.max() <= count * (mechanism.code_count - 1)):
+        raise InvalidParameter(f"codes must be from 0 to {count * (mechanism.code_count - 1)}")
+    values, centre = np.empty(codes.size), count * mechanism.centre
+    if isinstance(range, float):
+        _kernels.decode_scalar(codes, range / mechanism.levels * mechanism.step, centre, values)
+    else:
+        _kernels.decode_vector(codes, range, 1 / mechanism.levels * mechanism.step, centre, values)
+    return values
+
+
+def add_decoded(
+    total: npt.NDArray[np.float64], codes: Codes, mechanism: Mechanism, *, range: Range, weight: float
+) -> None:
+    """Add `weight` times the decoded values to `total`, in place, without an array of decoded values.
+
+    The codes are not checked here: each must be below the code count, one per coordinate of `total` (`codec` checks).
+    """
+    range = check_range(range, total.size)
+    if isinstance(range, float):
+        _kernels.accumulate_scalar(codes, weight * range / mechanism.levels * mechanism.step, mechanism.centre, total)
+    else:
+        _kernels.accumulate_vector(codes, range, weight / mechanism.levels * mechanism.step, mechanism.centre, total)
+
+
+def for_slices(dimension: int, step: int, threads: int, work: Callable[[int, int], None]) -> None:
+    """Call work(start, stop) on slices that cover [0, dimension): one per thread, cut at multiples of `step`.
+
+    An error is raised after all slices have ended; of several, that of the first slice.
+    """
+    check_int("threads", threads, 1, _MAX_THREADS)
+    length = -(-dimension // (threads * step)) * step
+    starts = range(0, dimension, length)
+    if len(starts) == 1:
+        work(0, dimension)
+        return
+    with ThreadPoolExecutor(max_workers=len(starts)) as pool:
+        pending = [pool.submit(work, start, min(start + length, dimension)) for start in starts]
+    for slice_done in pending:
+        slice_done.result()
+
+
+def levels_of_bits(bits: int) -> int:
+    """Levels of the b-bit form, s = 2^(b-1) - 1: one bit for the sign, b - 1 for the magnitude.
+
+    >>> levels_of_bits(8)
+    127
+    """
+    return (1 << (check_int("bits", bits, 2, 21) - 1)) - 1
+
+
+def quantise(
+    values: Any, levels: int, *, range: Range, rng: NoiseSource, clamp: bool = False, threads: int = 1
+) -> npt.NDArray[np.int32]:
+    """The signed integers sigma*rho in {-s, ..., s} of paper Eqs. 8 and 9: x s / R rounded at random without bias.
+
+    This is the BQ encoder with no trials, minus its shift by s; see `encode` for arguments and errors.
+    """
+    codes = encode(values, Mechanism(levels=levels, trials=0), range=range, rng=rng, clamp=clamp, threads=threads)
+    signed = codes.astype(np.int32)
+    signed -= levels
+    return signed
+
+
+def dequantise(integers: npt.NDArray[np.integer], levels: int, *, range: Range) -> npt.NDArray[np.float64]:
+    """The quantised values (R/s) sigma*rho of paper Eq. 10.
+
+    >>> dequantise(np.array([-4, 0, 1]), 4, range=2.0).tolist()
+    [-2.0, 0.0, 0.5]
+    """
+    return decode(integers + levels, Mechanism(levels=levels, trials=0), range=range)

@@ -1,0 +1,270 @@
+"""The models of the paper's experiments and four small ones: `build(name)` makes one, initialised from a seed.
+
+No model has batch normalisation: it mixes the samples of a batch, so a per-sample clip could not bound what one sample
+changes. Below the models, functions turn any model's trainable parameters into one flat float32 vector and back, in the
+order of `model.parameters()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.params import check_int
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
+
+def _activation(name: str) -> type[nn.Module]:
+    """The activation layer `name`. tanh is bounded and copes with noise; ReLU is there for comparison."""
+    if name not in _ACTIVATIONS:
+        raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+    return _ACTIVATIONS[name]
+
+
+class LeNet5(nn.Sequential):
+    """LeNet-5 for (1, 28, 28) inputs: two convolutions, three dense layers, 61,706 parameters with ten classes."""
+
+    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(1, 6, 5, padding=2),
+            act(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            act(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(400, 120),
+            act(),
+            nn.Linear(120, 84),
+            act(),
+            nn.Linear(84, classes),
+        )
+
+
+class TanhCNN(nn.Sequential):
+    """The small CNN of DP-SGD tutorials for (1, 28, 28) inputs: 26,010 parameters with ten classes.
+
+    Two strided convolutions with overlapping max-pooling and one hidden layer of 32.
+    """
+
+    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(1, 16, 8, stride=2, padding=3),
+            act(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Conv2d(16, 32, 4, stride=2),
+            act(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Flatten(),
+            nn.Linear(512, 32),
+            act(),
+            nn.Linear(32, classes),
+        )
+
+
+class MLP(nn.Sequential):
+    """Dense layers of the given widths over the flattened input."""
+
+    def __init__(
+        self,
+        *,
+        input_shape: tuple[int, ...],
+        classes: int = 10,
+        hidden: tuple[int, ...] = (64,),
+        activation: str = "tanh",
+    ) -> None:
+        act = _activation(activation)
+        widths = [math.prod(input_shape), *hidden]
+        for width in widths:
+            check_int("width", width, 1, 2**31)
+        layers: list[nn.Module] = [nn.Flatten()]
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), act()]
+        super().__init__(*layers, nn.Linear(widths[-1], classes))
+
+
+class Linear(nn.Sequential):
+    """One dense layer over the flattened input, with weights of zero at first.
+
+    The loss is convex, so there is no symmetry to break, and random weights would only be noise to unlearn. It has
+    39,700 parameters for scattering features of 28 x 28 images.
+    """
+
+    def __init__(self, *, input_shape: tuple[int, ...], classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(check_int("width", math.prod(input_shape), 1, 2**31), classes))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class Pooled(nn.Sequential):
+    """One dense layer over the means of 3 x 3 regions of every channel, with weights of zero at first.
+
+    It has 7,300 parameters for scattering features and ten classes. Fewer coordinates carry less noise in total, which
+    matters most for user-level privacy.
+    """
+
+    def __init__(self, *, input_shape: tuple[int, ...], classes: int = 10) -> None:
+        if len(input_shape) != 3:
+            raise InvalidParameter(
+                f"model pooled takes images, (channels, height, width); the data have shape {input_shape}"
+            )
+        super().__init__(nn.AdaptiveAvgPool2d(3), *Linear(input_shape=(input_shape[0], 3, 3), classes=classes))
+
+
+class AlexNet28(nn.Sequential):
+    """AlexNet's five convolutions and three dense layers, narrowed for (1, 28, 28): 1,158,010 parameters, ten classes.
+
+    With these widths a round of 4 x 32 samples with per-sample clipping takes a few tenths of a second on two cores.
+    The paper does not say how it adapted AlexNet to 28 x 28 images. There is no dropout and no response normalisation.
+    """
+
+    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(1, 16, 5, padding=2),
+            act(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            act(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            act(),
+            nn.Conv2d(64, 64, 3, padding=1),
+            act(),
+            nn.Conv2d(64, 48, 3, padding=1),
+            act(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(432, 832),
+            act(),
+            nn.Linear(832, 832),
+            act(),
+            nn.Linear(832, classes),
+        )
+
+
+class AlexNet227(nn.Sequential):
+    """The original AlexNet (Krizhevsky et al. 2012) for (3, 227, 227): 60,965,224 parameters with a thousand classes.
+
+    Grouped convolutions and local response normalisation are as published. Dropout is left out, because each client
+    would draw its own.
+    """
+
+    def __init__(self, *, classes: int = 1000, activation: str = "relu") -> None:
+        act = _activation(activation)
+        super().__init__(
+            nn.Conv2d(3, 96, 11, stride=4),
+            act(),
+            nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(96, 256, 5, padding=2, groups=2),
+            act(),
+            nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(256, 384, 3, padding=1),
+            act(),
+            nn.Conv2d(384, 384, 3, padding=1, groups=2),
+            act(),
+            nn.Conv2d(384, 256, 3, padding=1, groups=2),
+            act(),
+            nn.MaxPool2d(3, stride=2),
+            nn.Flatten(),
+            nn.Linear(9216, 4096),
+            act(),
+            nn.Linear(4096, 4096),
+            act(),
+            nn.Linear(4096, classes),
+        )
+
+
+_FIXED: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    "lenet5": (LeNet5, (1, 28, 28)),
+    "cnn": (TanhCNN, (1, 28, 28)),
+    "alexnet28": (AlexNet28, (1, 28, 28)),
+    "alexnet227": (AlexNet227, (3, 227, 227)),
+}
+_MODELS = (*_FIXED, "mlp", "linear", "pooled")
+
+
+def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, activation: str = "tanh") -> nn.Module:
+    """Make the model `name` for these inputs, with PyTorch's default initialisation drawn from `seed`.
+
+    Every client receives the initial model, so it is public and its seed does not affect the privacy claim. The state
+    of torch's global generator does not change.
+    """
+    check_int("classes", classes, 2, 2**20)
+    check_int("seed", seed, 0, 2**63 - 1)
+    if name not in _MODELS:
+        raise InvalidParameter(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name == "mlp":
+            return MLP(input_shape=input_shape, classes=classes, activation=activation)
+        if name == "linear":
+            return Linear(input_shape=input_shape, classes=classes)
+        if name == "pooled":
+            return Pooled(input_shape=input_shape, classes=classes)
+        make, shape = _FIXED[name]
+        if input_shape != shape:
+            raise InvalidParameter(
+                f"model {name} takes inputs of shape {shape}, the data have shape {input_shape}; try mlp or linear"
+            )
+        return make(classes=classes, activation=activation)
+
+
+def default_for(input_shape: tuple[int, ...], *, features: str = "none") -> str:
+    """The model of a run that names none: `cnn` for 28 x 28 images, `linear` on fixed features, `mlp` otherwise."""
+    if features != "none":
+        return "linear"
+    return "cnn" if input_shape == (1, 28, 28) else "mlp"
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained and sent: at least one, all float32 on the CPU."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise InvalidParameter("the model has no trainable parameters; set requires_grad on those to train")
+    for parameter in parameters:
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            raise InvalidParameter(
+                f"parameters must be float32 on the CPU, got {parameter.dtype} on {parameter.device}"
+            )
+    return parameters
+
+
+def dimension_of(model: nn.Module) -> int:
+    """The number of trainable coordinates, d."""
+    return sum(parameter.numel() for parameter in trainable(model))
+
+
+def to_vector(model: nn.Module) -> npt.NDArray[np.float32]:
+    """A copy of the trainable parameters as one vector."""
+    parts = [parameter.detach().reshape(-1).numpy() for parameter in trainable(model)]
+    return np.concatenate(parts)
+
+
+def load_vector(model: nn.Module, vector: npt.ArrayLike) -> None:
+    """Copy `vector` into the model's trainable parameters. Raises if its length is wrong or a value is not finite."""
+    array = np.asarray(vector, dtype=np.float32)
+    parameters = trainable(model)
+    dimension = sum(parameter.numel() for parameter in parameters)
+    if array.shape != (dimension,):
+        raise InvalidParameter(f"the model takes a vector of {dimension} coordinates, got shape {array.shape}")
+    if not bool(np.isfinite(array).all()):
+        raise NonFiniteInput("the model vector holds NaN or infinity; lower the learning rate and resume")
+    start = 0
+    with torch.no_grad():
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            parameter.copy_(torch.from_numpy(array[start:stop].copy()).view_as(parameter))
+            start = stop

@@ -1,0 +1,246 @@
+"""The mean of clipped per-sample gradients of an ordinary model: the input of the mechanism."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_int
+from bqsgd._src.persample._kernels.grid import MOST_COORDINATES, MOST_SAMPLES, Grid
+from bqsgd._src.persample._kernels.loops import Steps
+from bqsgd._src.persample.alone import AloneRoad
+from bqsgd._src.persample.clips import BatchMean, Clip
+from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered
+from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
+from bqsgd._src.persample.rows import Numbers, RowsRoad, check_numbers
+from bqsgd._src.persample.rules import NotLanes
+from bqsgd._src.runtime.generators import alone
+
+
+class SlowGradientsWarning(UserWarning):
+    """A model whose samples are run one at a time: the result is the same, the step slower."""
+
+
+class ClippedGradients(NamedTuple):
+    """What one batch gives.
+
+    mean: flat float64 sum of the clipped per-sample gradients over the public batch size, in the order of
+        `model.parameters()` (those that require a gradient).
+    dropped: samples whose gradient held NaN or infinity or could overflow, or that made the program raise an error.
+        They count as zero in `mean`. The number depends on the data: keep it on the client.
+    """
+
+    mean: Tensor
+    dropped: int
+
+
+def clipped_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    indices: Numbers | None,
+    clip: Clip,
+    batch_size: int,
+    forward: Forward | None = None,
+) -> ClippedGradients:
+    """Eq. (7): (1/L) sum over the batch of the clipped gradient of each sample, with L the *public* batch size.
+
+    What a sample adds is, to the last bit, a function of the sample, its index, the model and the settings, and the sum
+    is exact: one sample more or less moves the mean by that sample's own clipped gradient and nothing else.
+
+    Args:
+        model: an ordinary module. It sees one made-up sample when its program is traced, never a batch, and is left as
+            it was: no attribute, hook or `.grad` remains.
+        loss_fn: (outputs, targets) -> one loss per sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
+        batch: (inputs..., targets), or any structure of tensors that `forward` takes, the sample dimension first in
+            all of them. May be empty (a Poisson batch): the mean is then zero.
+        indices: the number of each sample in the client's data, the same in every batch it is drawn for. It decides the
+            row in which a sample goes through a program that is vectorised in several rows. None packs the samples as
+            they come; the claim then rests on the assumption that the kernels of this machine give a row the same
+            result in every place of a pass.
+        clip: `Scale`, `Clamp`, `L2`, `Dual` or `BatchMean`; `clip.sensitivity(batch_size=L)` belongs to the result.
+        batch_size: L, fixed in advance; not the number of samples that happen to be in the batch.
+        forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets).
+
+    Raises:
+        InvalidParameter: a layer mixes samples (BatchNorm), the loss is reduced, or an argument is out of place.
+    """
+    if not isinstance(clip, Clip):
+        raise InvalidParameter(f"clip must be Scale, Clamp, L2, Dual or BatchMean, got {clip!r}")
+    leaves = _check_batch(batch)
+    check_int("batch_size", batch_size, 1, 2**53)
+    check_int("samples in the batch", len(leaves[0]), 0, MOST_SAMPLES)
+    numbers = None if indices is None else check_numbers(indices, len(leaves[0]))
+    form, whole = Form.of(batch), Whole(model, loss_fn, forward)
+    road = road_of(model, loss_fn, forward, form, batch_size=batch_size, packed=numbers is None)
+    found = places(clip, [value.numel() for value in whole.tensors()[0].values()])
+    dimension = check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES)
+    passes = road.passes(whole, leaves, numbers)
+    if isinstance(clip, BatchMean):
+        return _batch_mean(passes, found, clip, batch_size)
+    total, dropped = Steps(dimension), 0
+    with torch.no_grad():
+        for _, lost, pieces in passes:
+            dropped += lost + clipped_steps(pieces, found, clip, total)
+    mean = total.total()
+    for place in found:
+        mean[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
+    return ClippedGradients(mean, dropped)
+
+
+class Road(Protocol):
+    """A way to run the program of one sample for every sample of a batch.
+
+    draws: whether it draws random numbers.
+    assumes: what keeping samples apart rests on besides its construction, in words; empty for nothing.
+    """
+
+    @property
+    def draws(self) -> bool: ...
+
+    @property
+    def assumes(self) -> str: ...
+
+    def passes(
+        self, whole: Whole, leaves: Sequence[Tensor], numbers: npt.NDArray[np.int64] | None
+    ) -> Iterator[tuple[int, int, list[Piece]]]:
+        """(samples, how many of them were lost, pieces of the others' gradients), some samples at a time."""
+
+
+_roads: WeakKeyDictionary[Program | NotTraceable, dict[object, Road]] = WeakKeyDictionary()
+
+
+def road_of(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    forward: Forward | None,
+    form: Form,
+    *,
+    batch_size: int,
+    packed: bool,
+) -> Road:
+    """The fastest road for samples of this form, from the model and the settings alone: over lanes by our own loops;
+    else in passes on torch's kernels; else one sample at a time by the user's code.
+
+    Raises:
+        InvalidParameter: model and loss do not take such samples.
+    """
+    with alone:  # torch traces in one thread at a time, and looks at the generators meanwhile
+        try:
+            program = program_of(model, loss_fn, forward, form)
+        except NotTraceable as reason:
+            known = _roads.setdefault(reason, {})
+            if "alone" not in known:
+                known["alone"] = AloneRoad(Whole(model, loss_fn, forward), form)
+                warnings.warn(
+                    "samples of this model are run one at a time, which is slow, because torch cannot trace it "
+                    f"({reason})",
+                    SlowGradientsWarning,
+                    stacklevel=3,
+                )
+            return known["alone"]
+        known = _roads.setdefault(program, {})
+        if "lanes" not in known and (batch_size, packed) not in known:
+            try:
+                known["lanes"] = LanesRoad(program)
+            except NotLanes:
+                whole = Whole(model, loss_fn, forward)
+                known[batch_size, packed] = RowsRoad(program, whole, batch_size, packed=packed)
+        return known["lanes"] if "lanes" in known else known[batch_size, packed]
+
+
+def _batch_mean(
+    passes: Iterator[tuple[int, int, list[Piece]]], places: Sequence[Place], clip: BatchMean, batch_size: int
+) -> ClippedGradients:
+    """The mean of unclipped gradients, clamped: one record can move it across the whole range whatever is rounded."""
+    mean, dropped = torch.zeros(places[-1].span.stop, dtype=torch.float64), 0
+    with torch.no_grad():
+        for samples, _, pieces in passes:
+            finite = provably_finite([piece.factor for piece in pieces]) if pieces else torch.zeros(0)
+            dropped += samples - int(finite.sum())
+            index = finite.nonzero().flatten()
+            for piece in pieces if len(index) else []:
+                span = slice(places[piece.parameters.start].span.start, places[piece.parameters.stop - 1].span.stop)
+                mean[span] += piece.factor.take(index).total() / batch_size
+    return ClippedGradients(mean.clamp_(-clip.bound, clip.bound), dropped)
+
+
+def _check_batch(batch: Any) -> list[Tensor]:
+    leaves, _ = tree_flatten(batch)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):
+        raise InvalidParameter("batch must be tensors with the sample dimension first: (inputs, targets), for example")
+    if len({len(leaf) for leaf in leaves}) != 1:
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        raise InvalidParameter(f"the tensors of a batch must have the same sample dimension first, got {shapes}")
+    return [leaf.detach() for leaf in leaves]
+
+
+LARGEST = 2.0**126
+"""A gradient whose bound is beyond this may overflow float32 on the way: it is dropped whole."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter tensor: its place in the flat sum, and the grid of its coordinates."""
+
+    span: slice
+    grid: Grid
+
+
+def places(clip: Clip, sizes: Sequence[int]) -> list[Place]:
+    """Where each parameter tensor lies and what its coordinates are bounded by after the clip."""
+    found, start = [], 0
+    for size, bound in zip(sizes, clip.bounds(len(sizes)), strict=True):
+        found.append(Place(slice(start, start + size), Grid(bound)))
+        start += size
+    return found
+
+
+def provably_finite(factors: Sequence[Factor]) -> Tensor:
+    """(batch,) which samples have a gradient that cannot overflow in any parameter; NaN and infinity show as False."""
+    return torch.stack([factor.max_norms().cpu() <= LARGEST for factor in factors]).all(dim=0)
+
+
+def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, total: Steps) -> int:
+    """Add sum_b clip(g_b) in whole steps of each place's grid; return how many samples were dropped.
+
+    All of it sample by sample: what a sample adds is a function of its own gradient.
+    """
+    if not pieces:
+        return 0
+    used = [part for piece in pieces for part in _placed(piece, places)]
+    finite = provably_finite([factor for factor, _ in used])
+    dropped = int((~finite).sum())
+    if dropped == len(finite):
+        return dropped
+    if dropped:  # taken out, not weighted by zero: 0 * inf is NaN
+        index = finite.nonzero().flatten()
+        used = [(factor.take(index), place) for factor, place in used]
+    scales = clip.weights([factor for factor, _ in used], grid=places[0].grid, coordinates=places[-1].span.stop)
+    weights = torch.ones(len(finite) - dropped, dtype=torch.float64) if scales is None else torch.from_numpy(scales)
+    for factor, place in used:
+        factor.add_steps(place.grid, weights, total, at=place.span.start, bound=clip.clamp(place.grid.bound))
+    return dropped
+
+
+def _placed(piece: Piece, places: Sequence[Place]) -> list[tuple[Factor, Place]]:
+    """A piece where its parameters lie; in parts where their grids differ."""
+    own = places[piece.parameters]
+    start, stop = own[0].span.start, own[-1].span.stop
+    if all(place.grid == own[0].grid for place in own):
+        return [(piece.factor, Place(slice(start, stop), own[0].grid))]
+    assert isinstance(piece.factor, (Dense, Scattered))
+    spans = [slice(place.span.start - start, place.span.stop - start) for place in own]
+    return [(piece.factor.part(n, span), place) for n, (span, place) in enumerate(zip(spans, own, strict=True))]

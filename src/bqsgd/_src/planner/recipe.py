@@ -1,0 +1,172 @@
+"""The recipe: defaults for the rounds, batch size, sampling rate, range and learning rate that the user leaves open.
+
+`bqsgd train`, `Task.config`, `bqsgd plan` and the Flower template all ask here, so that the same data get the same
+settings everywhere. A recipe is a starting point without a guarantee; the plan that is made from it has one.
+
+Key: N samples of all K clients, d coordinates of a message, L the batch size that a client divides by, q the sampling
+rate, T messages of a client, C the clip norm, mu the total shift that the budget allows (`total_shift`).
+
+The ratio of noise to signal of a run with T rounds (`settings.outlook`) is sqrt(d K) / (mu N) * sqrt(x / log(1 + x)),
+x = mu^2 / (q^2 T). A larger rate lowers it, with less and less effect, and costs work. So the recipe takes the smallest
+rate that either wastes little of the budget or leaves little noise, and at which all clients together draw at least
+about a thousand samples per round. L is a client's batch on average, the range is twice the noise of a client (wider or
+narrower made no difference: docs/frontier.md), and the learning rate gets smaller as the noise grows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.ledger import PrivacyBudget
+from bqsgd._src.params import check_int
+from bqsgd._src.planner.plan import Budget
+from bqsgd._src.planner.search import shift_per_round, total_shift
+
+_AnyBudget = Budget | PrivacyBudget
+CLIENTS = 4
+ROUNDS = 300
+"""Twice as many made no difference; half as many cost about as much as a change of seed (docs/frontier.md)."""
+CLIP_NORM, CLIP_BOUND = 0.5, 0.1
+"""The dual clip: bounds on the Euclidean norm of a sample's gradient, and on the magnitude of its coordinates."""
+BATCH_SIZE, LEARNING_RATE = 512, 0.5
+"""For settings without data, and for batches that are not Poisson samples: then there is nothing to fit to."""
+_FEW_SAMPLES, _ROUNDS_OF_FEW = 10_000, 60
+"""Data sets with fewer samples in all are learnt in fewer rounds, at LEARNING_RATE; chosen on the data set `digits`."""
+_WASTE = 0.7
+"""x at which sqrt(x / log(1 + x)) is 1.15: a seventh of the noise could be saved, at more than twice the work."""
+_LITTLE_NOISE = 0.01
+"""A noise to signal that is not worth more work."""
+_LEAST_DRAWN = 1024
+"""Samples that all clients together draw in a round, at least."""
+_LARGEST_STEP, _STEP_TIMES_NOISE = 2.0, 0.018
+"""The largest learning rate, and its product with the noise to signal if there is more noise; chosen on samples held
+out of MNIST's training data, with 4 and with 100 clients."""
+_RANGE_TO_NOISE = 2.0
+
+
+def rounds_for(samples: int) -> int:
+    """How many rounds to train, for this many samples of all clients together."""
+    return _ROUNDS_OF_FEW if samples < _FEW_SAMPLES else ROUNDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """What the recipe depends on; all of it is public.
+
+    samples: of all clients together. dimension: coordinates of a message. cohort: how many clients a round asks (None:
+    all). shares_noise: whether the clients add up to one noise, as in a secure sum, instead of adding one each.
+    """
+
+    samples: int
+    clients: int
+    dimension: int
+    cohort: int | None = None
+    shares_noise: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("dimension", self.dimension, 1, 2**53)
+        check_int("samples", self.samples, 1, 2**53)
+        if not 1 <= self.clients <= self.samples:
+            raise InvalidParameter(
+                f"clients={self.clients} for {self.samples} samples in all: every client needs a sample; use at most "
+                f"{self.samples} clients"
+            )
+
+    @property
+    def samples_per_client(self) -> float:
+        """N / K."""
+        return self.samples / self.clients
+
+    def least_noise(self, budget: _AnyBudget) -> float:
+        """The noise to signal of a run that wastes nothing of the budget (x = 0)."""
+        noises = 1 if self.shares_noise else self.clients
+        return math.sqrt(self.dimension * noises) / (total_shift(budget) * self.samples)
+
+    def batch_size(self, budget: _AnyBudget, *, messages: int) -> int:
+        """L for Poisson batches, if every client sends this many messages."""
+        # The larger x is, the smaller the rate: waste up to _WASTE, or more if little noise is left all the same.
+        largest_waste = max(_WASTE, _excess(_LITTLE_NOISE / self.least_noise(budget)))
+        rate = total_shift(budget) / math.sqrt(messages * largest_waste)
+        least_rate = _LEAST_DRAWN / self.samples * self.clients / (self.cohort or self.clients)
+        return max(1, round(min(1.0, max(rate, least_rate)) * self.samples_per_client))
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise InvalidParameter if clients hold fewer samples than this on average."""
+        if batch_size > math.ceil(self.samples_per_client):
+            most = math.floor(self.samples_per_client)
+            raise InvalidParameter(
+                f"batch_size={batch_size} is more than the {most} samples that each of {self.clients} clients holds on "
+                f"average; use --batch-size {most} or fewer clients"
+            )
+
+    def rate(self, batch_size: int) -> float:
+        """The q at which a client draws L samples on average."""
+        return min(1.0, batch_size / self.samples_per_client)
+
+    def learning_rate(self, budget: _AnyBudget) -> float:
+        """The server's first learning rate, for the default clip."""
+        if self.samples < _FEW_SAMPLES:
+            return LEARNING_RATE
+        return float(f"{min(_LARGEST_STEP, _STEP_TIMES_NOISE / self.least_noise(budget)):.2g}")
+
+
+def fitting_range(budget: _AnyBudget, *, clip_norm: float, batch_size: int, rate: float, messages: int) -> float:
+    """The range for batch means of a client that sends this many messages, its samples drawn at `rate` and clipped."""
+    return range_for_noise(clip_norm / batch_size / shift_per_round(budget, rate=rate, rounds=messages))
+
+
+def range_for_noise(deviation: float) -> float:
+    """The range for a client that adds noise of this standard deviation to a coordinate."""
+    return float(f"{_RANGE_TO_NOISE * deviation:.2g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Settings of a run with the dual clip and Poisson batches, some of them proposed by the recipe."""
+
+    clients: int
+    batch_size: int
+    rounds: int
+    clip_norm: float
+    clip_bound: float
+    range: float
+
+    @property
+    def l2(self) -> float:
+        """The most that one sample can move the vector, as a fraction of the range."""
+        return self.clip_norm / (self.batch_size * self.range)
+
+    @property
+    def linf(self) -> float:
+        """The most that one sample can move a coordinate, as a fraction of the range."""
+        return min(self.clip_norm, self.clip_bound) / (self.batch_size * self.range)
+
+
+def propose(
+    budget: _AnyBudget, federation: Federation, *, batch_size: int | None = None, rounds: int | None = None
+) -> Proposal:
+    """The settings that `bqsgd train` would use with this budget; `batch_size` and `rounds` are kept if given."""
+    rounds = rounds_for(federation.samples) if rounds is None else check_int("rounds", rounds, 1, 2**53)
+    if batch_size is None:
+        batch_size = federation.batch_size(budget, messages=rounds)
+    federation.check_batch_size(check_int("batch_size", batch_size, 1, 2**53))
+    rate = federation.rate(batch_size)
+    return Proposal(
+        clients=federation.clients,
+        batch_size=batch_size,
+        rounds=rounds,
+        clip_norm=CLIP_NORM,
+        clip_bound=CLIP_BOUND,
+        range=fitting_range(budget, clip_norm=CLIP_NORM, batch_size=batch_size, rate=rate, messages=rounds),
+    )
+
+
+def _excess(factor: float) -> float:
+    """The x with sqrt(x / log(1 + x)) = factor; 0 if factor is below 1, the function's least value."""
+    from scipy.optimize import brentq  # imported here because it is slow to import
+
+    if factor <= 1:
+        return 0.0
+    return float(brentq(lambda x: math.sqrt(x / math.log1p(x)) - factor, 1e-9, 1e18)) if factor < 1e6 else 1e18

@@ -1,0 +1,249 @@
+"""Poisson batches of a loader's data set: drawn in secret, each for one step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils import signal_handling
+
+from bqsgd._src.client.draws import Purpose, Sources, draw_batch, torch_generator
+from bqsgd._src.client.samples import Part, Reader, check_loader
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.release import Scheme
+from bqsgd._src.runtime.interrupts import interrupts_deferred
+
+_log = logging.getLogger("bqsgd.samples")
+
+
+class Batch:
+    """One Poisson batch, for one step. Beyond its first samples it is read when the step is taken."""
+
+    def __init__(self, number: int, drawn: int, reading: Iterator[Part]) -> None:
+        self._number, self._drawn, self._reading = number, drawn, reading
+
+    def __len__(self) -> int:
+        """How many samples were drawn. It depends on a secret draw: keep it private."""
+        return self._drawn
+
+    def __reduce__(self) -> str:
+        raise TypeError("a batch is for one step of the process that drew it: it cannot be copied or pickled")
+
+
+class PoissonLoader:
+    """Poisson batches of a loader's data set: iterate over it once per epoch, as over the loader itself.
+
+    Every sample is drawn independently with probability L / n from the cryptographic generator; a batch may be empty or
+    larger than L. Which samples are drawn is secret. Whatever a program does with a batch besides `step` is outside the
+    guarantee: a printed training loss, or skipping batches for what is in them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources) -> None:
+        self._batch_size = check_loader(loader)
+        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn))
+        self._samples = len(self._reader)
+        if self.batch_size > self.samples:
+            raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
+        self.steps = math.ceil(self.samples / self.batch_size)
+        self.next_draw = 0
+        self._most, self._sources = micro_batch, sources
+        self._fresh: Batch | None = None
+        """The batch that may be used for a step."""
+        self._drawn: deque[tuple[int, int, int]] = deque()
+        self.asked: Iterator[list[int]] = iter(())
+        """The numbers of the samples of an epoch, piece by piece, for the workers."""
+        self._how = _workers_of(loader) | {
+            "collate_fn": self._reader.collate,
+            "generator": torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
+        }
+        self._pieces = self._loader()
+
+    @property
+    def batch_size(self) -> int:
+        """L, the public batch size; the plan is made for it."""
+        return self._batch_size
+
+    @property
+    def samples(self) -> int:
+        """How many samples the data set had when training was planned."""
+        return self._samples
+
+    @property
+    def dataset(self) -> Any:
+        """The data set of the loader."""
+        return self._reader.dataset
+
+    def form(self, sample: Any) -> Any:
+        """Zeros in the form of one sample; see `Reader.form`."""
+        return self._reader.form(sample)
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One epoch of batches."""
+        drawn: deque[tuple[int, int, int]] = deque()
+        self._drawn, self._fresh = drawn, None
+        pieces = self._read(self._draw(drawn))
+        for _ in range(self.steps):
+            if drawn is not self._drawn:
+                raise InvalidParameter(
+                    "the loader was iterated over anew meanwhile, and its workers now read for that iteration: go "
+                    "through one epoch at a time"
+                )
+            with interrupts_deferred(), self._sources.lent(Purpose.READ, self.next_draw):
+                first = next(pieces, None)
+                if first is None:  # an interrupt has ended the reading; what was drawn ahead goes with it
+                    drawn.clear()
+                    pieces = self._read(self._draw(drawn))
+                    first = next(pieces)
+            number, size, count = drawn.popleft()
+            reading = _reading(first, pieces, count - 1)
+            self._fresh = Batch(number, size, reading)
+            yield self._fresh
+            if drawn is self._drawn:
+                self._fresh = None
+                with interrupts_deferred(), self._sources.lent(Purpose.READ, number):
+                    for _ in reading:  # samples of a batch that was not used must not be taken for the next one's
+                        pass
+
+    def _read(self, drawing: Iterator[list[int]]) -> Generator[list[Part]]:
+        """The samples of an epoch, piece by piece.
+
+        When a worker dies or takes too long, each sample of the piece waited for is read by a worker of its own. The
+        one that does it counts as zero, and all others as if it were not there.
+        """
+        waited_for: deque[list[int]] = deque()
+        while True:
+            outstanding = tuple(waited_for)
+            waited_for.clear()
+            self.asked = _noted(chain(outstanding, drawing), waited_for)
+            try:
+                for found in _without_alarm(iter(self._pieces)):
+                    waited_for.popleft()
+                    yield found
+                return
+            except InvalidParameter:
+                raise
+            except Exception:
+                if not self._how["num_workers"] or not waited_for:
+                    raise
+                _log.debug("a worker process failed (keep this line private)", exc_info=True)
+            self._pieces = self._loader()
+            yield [part for number in waited_for.popleft() for part in self._alone(number)]
+
+    def _loader(self, **settings: Any) -> DataLoader[list[Part]]:
+        return DataLoader(cast(Any, self._reader), **({"batch_sampler": _Draws(self)} | self._how | settings))
+
+    def _alone(self, number: int) -> list[Part]:
+        """One sample, read by a worker of its own."""
+        try:
+            alone = self._loader(batch_sampler=[[number]], num_workers=1, persistent_workers=False)
+            return next(_without_alarm(iter(alone)))
+        except Exception:
+            return [Part(numbers=np.asarray([number], np.int64), data=None)]
+
+    def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
+        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
+        for _ in range(self.steps):
+            self.check_size()
+            rng = self._sources.at(Purpose.BATCH, self.next_draw)
+            drawn = draw_batch(Scheme.POISSON, batch_size=self.batch_size, dataset_size=self.samples, rng=rng)
+            pieces = [drawn[start : start + self._most] for start in range(0, len(drawn), self._most)] or [drawn]
+            queue.append((self.next_draw, len(drawn), len(pieces)))
+            self.next_draw += 1
+            for piece in pieces:
+                yield piece.tolist()
+
+    def take(self, batch: Batch) -> Iterator[Part]:
+        """The samples of a batch, once.
+
+        Raises:
+            InvalidParameter: it is not the batch that this loader gave last, or it was used already.
+        """
+        if not isinstance(batch, Batch):
+            raise InvalidParameter(f"step takes a batch of private.loader, got {type(batch).__name__}")
+        if batch is not self._fresh:
+            raise InvalidParameter(
+                "a batch is for one step, taken before the next batch is asked for: each step is accounted with a draw "
+                "of its own; nothing was spent"
+            )
+        self._fresh = None
+        return batch._reading
+
+    def check_size(self) -> None:
+        """Raise when the data set has another size than the one that was planned for."""
+        if len(self._reader) != self.samples:
+            raise InvalidParameter(
+                f"the data set has {len(self._reader)} samples now and had {self.samples} when training was planned, "
+                "so the sampling rate would differ; call make_private again"
+            )
+
+
+class _Draws(Sampler[list[int]]):
+    """What torch's loader asks for the numbers of the samples, always in the process that trains."""
+
+    def __init__(self, loader: PoissonLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.asked
+
+
+def _without_alarm(workers: Any) -> Iterator[list[Part]]:
+    """The same workers. When one dies torch raises an error in the midst of whatever runs then, also after a spend;
+    whoever waits for its piece finds out anyway."""
+    if getattr(workers, "_worker_pids_set", False):
+        cast(Any, signal_handling)._remove_worker_pids(id(workers))
+        workers._worker_pids_set = False
+    return cast(Iterator[list[Part]], workers)
+
+
+def _noted(pieces: Iterator[list[int]], note: deque[list[int]]) -> Iterator[list[int]]:
+    for piece in pieces:
+        note.append(piece)
+        yield piece
+
+
+def _reading(first: list[Part], pieces: Generator[list[Part]], more: int) -> Iterator[Part]:
+    """The samples of a batch: those of its first piece, then of so many more."""
+    try:
+        yield from first
+        for _ in range(more):
+            yield from next(pieces)
+    except BaseException:
+        pieces.close()  # nobody could tell how many of this batch's are left, and they must not be the next batch's
+        raise
+
+
+def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader reads its samples; what it draws and pins is not taken over."""
+    how: dict[str, Any] = {"num_workers": loader.num_workers}
+    if loader.num_workers:
+        names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+        how |= {name: getattr(loader, name) for name in names} | {"worker_init_fn": _Beginning(loader.worker_init_fn)}
+    return how
+
+
+class _Beginning:
+    """What a worker process runs first.
+
+    A terminal sends Ctrl-C to all processes, and the one that trains decides what it stops. An interrupt that a worker
+    meets is then raised by a record.
+    """
+
+    def __init__(self, own: Callable[[int], Any] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._own is not None:
+            self._own(worker)

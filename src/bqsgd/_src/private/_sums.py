@@ -1,0 +1,148 @@
+"""Secure sums between the ranks of a private loop: rank 0 carries the steps, and no rank sees another's message.
+
+Ranks do not come and go, so nobody may be missing: a rank that sends nothing ends the step for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.client.client import answer_step
+from bqsgd._src.engines.torch_distributed.ranks import SERVER, MessageKind
+from bqsgd._src.errors import InvalidParameter, TooFewClients
+from bqsgd._src.planner.sums import SumPlan
+from bqsgd._src.private._ranks import Peers
+from bqsgd._src.records.record import one_line
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.messages import is_sum_message, most_bytes
+from bqsgd._src.secure.roster import read_identity, read_roster
+from bqsgd._src.server.sums import SumRounds
+from bqsgd._src.wire.frame import Buffer
+from bqsgd._src.wire.reply import Reply
+
+_KEY_ROUNDS = 10
+_NO_END = 2**40
+_MOST_WORDS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureRanks:
+    """What a rank needs for secure sums with the others.
+
+    roster: file of all ranks' identity keys. identity: file of this rank's own; `{client}` in it stands for its number.
+    colluders: most ranks that may tell rank 0 all they know.
+
+    >>> SecureRanks(roster="roster.toml", identity="keys/{client}.pem").colluders
+    0
+    """
+
+    roster: str | Path
+    identity: str | Path
+    colluders: int = 0
+
+
+class RankSums:
+    """One rank's side of the sums; rank 0 has the server's side as well.
+
+    Args:
+        peers: the ranks.
+        plan: of the sums, the same on every rank.
+        dimension: coordinates of a message.
+        secure: roster and identity.
+        seed: makes everything reproducible, and voids every claim.
+    """
+
+    def __init__(self, peers: Peers, *, plan: SumPlan, dimension: int, secure: SecureRanks, seed: int | None) -> None:
+        roster = read_roster(secure.roster)
+        if roster.clients != tuple(range(peers.size)):
+            raise InvalidParameter(f"{secure.roster} must name ranks 0 to {peers.size - 1}, one each")
+        # Every rank adds to the name of the run: one that was restarted is in no sum of before.
+        own = (
+            secrets.token_hex(16) if seed is None else hashlib.sha256(f"{seed}-{peers.rank}".encode()).hexdigest()[:32]
+        )
+        tokens = [str(note["token"])[:32] for note in peers.tell({"token": own})]
+        run = "private-" + hashlib.sha256("-".join(tokens).encode()).hexdigest()
+        agreement = Agreement(
+            roster=roster, run=run, rule=plan.rule, dimension=dimension, width=plan.width, trials=plan.trials
+        )
+        identity = read_identity(str(secure.identity).replace("{client}", str(peers.rank)))
+        self._peers, self._plan, self._dimension = peers, plan, dimension
+        self.client = SumClient(agreement, identity=identity, number=peers.rank, seed=seed)
+        self._rounds = SumRounds(agreement, rounds=_NO_END, key_rounds=_KEY_ROUNDS) if peers.rank == SERVER else None
+        self._longest = most_bytes(plan.rule, rounds=_KEY_ROUNDS) + 4 * dimension + _MOST_WORDS
+
+    def mean(self, masked: Callable[[], bytearray | None], *, round: int) -> npt.NDArray[np.float32]:
+        """The mean of all ranks' values in ranges; `masked` is called once, when this rank's vector is due.
+
+        Raises:
+            TooFewClients: a rank sent nothing, or refused a step: no rank has a mean.
+        """
+
+        def answer(message: bytes) -> Reply:
+            if is_sum_message(message):
+                return answer_step(self.client, message)
+            return _reply(self._peers.rank, masked() if self.client.ready(round) else None)
+
+        return self._served(answer, round) if self._rounds is not None else self._followed(answer)
+
+    def _served(self, answer: Callable[[bytes], Reply], round: int) -> npt.NDArray[np.float32]:
+        assert self._rounds is not None
+        channels = {rank: self._peers.channel(rank) for rank in range(self._peers.size) if rank != SERVER}
+
+        def carry(messages: Mapping[int, bytes]) -> Iterator[Reply]:
+            others = [channels[rank] for rank in sorted(messages) if rank != SERVER]
+            for channel in others:
+                channel.send(MessageKind.MODEL, messages[channel.peer])
+            if SERVER in messages:
+                yield answer(messages[SERVER])
+            for channel in others:
+                kind, content = channel.receive(most_bytes=self._longest)
+                yield _reply(channel.peer, content if kind is MessageKind.FRAME else None)
+
+        found = self._rounds.round(dict.fromkeys(range(self._peers.size), b"step"), round=round, carry=carry)
+        if found.total is None:
+            silent = "; ".join(f"rank {reply.client}: {reply.reason}" for reply in found.trouble.values())
+            words = f"{found.lost}; {silent}"
+            result, kind = words.encode()[:_MOST_WORDS], MessageKind.NO_SUM
+        else:
+            mean = self._plan.mean(found.total.lanes, survivors=len(found.total.survivors)).astype("<f4")
+            result, kind = mean.tobytes(), MessageKind.SUM
+        for channel in channels.values():
+            channel.send(kind, result)
+        return self._result(kind, result)
+
+    def _followed(self, answer: Callable[[bytes], Reply]) -> npt.NDArray[np.float32]:
+        channel = self._peers.channel(SERVER)
+        while True:
+            kind, message = channel.receive(most_bytes=self._longest)
+            if kind is not MessageKind.MODEL:
+                return self._result(kind, bytes(message))
+            reply = answer(bytes(message))
+            if reply.frame is None:
+                channel.send(MessageKind.DECLINED)
+            else:
+                channel.send(MessageKind.FRAME, reply.frame)
+
+    def _result(self, kind: MessageKind, content: bytes) -> npt.NDArray[np.float32]:
+        if kind is MessageKind.NO_SUM:
+            raise TooFewClients(
+                f"the sum of this step is lost: {one_line(content[:_MOST_WORDS].decode(errors='replace'))}"
+            )
+        if kind is not MessageKind.SUM or len(content) != 4 * self._dimension:
+            raise InvalidParameter("rank 0 sent something that is not the mean of a step")
+        mean = np.frombuffer(content, "<f4").astype(np.float32)
+        if not bool(np.isfinite(mean).all()):
+            raise InvalidParameter("rank 0 sent a mean that is not finite")
+        return mean
+
+
+def _reply(rank: int, content: Buffer | None) -> Reply:
+    return Reply(client=rank, frame=content) if content is not None else Reply.decline(rank, "it sent nothing")

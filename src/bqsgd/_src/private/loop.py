@@ -1,0 +1,567 @@
+"""`make_private` and what it returns: one private step of a loop, its plan, its guarantee and its state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils.data import DataLoader
+
+from bqsgd._src.client.draws import Sources
+from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.outlet import FrameOutlet, MaskedOutlet
+from bqsgd._src.client.samples import Part
+from bqsgd._src.client.sender import Sender
+from bqsgd._src.client.values import Values
+from bqsgd._src.codec import Accumulator
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, SecureSumError
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger.spending import Charge, Spending, sorted_releases
+from bqsgd._src.mechanism.properties import noise_variance
+from bqsgd._src.models import trainable
+from bqsgd._src.params import Mechanism, check_int, check_positive
+from bqsgd._src.persample.clips import L2, Dual
+from bqsgd._src.persample.program import Forward, LossFunction, refuse_mixing
+from bqsgd._src.planner.plan import Budget, Plan
+from bqsgd._src.planner.recipe import fitting_range
+from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum, width_of
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.private._batches import Batch, PoissonLoader
+from bqsgd._src.private._gradients import Gradients
+from bqsgd._src.private._ranks import Peers
+from bqsgd._src.private._sums import RankSums, SecureRanks
+from bqsgd._src.release import Release, Sampling, Scheme, Spent, Terms
+from bqsgd._src.runtime.interrupts import StopNow, interrupts_deferred
+from bqsgd._src.runtime.modes import full_precision
+from bqsgd._src.secure.graph import Thresholds, thresholds
+from bqsgd._src.settings.client_plan import clipped_terms, plan_release
+from bqsgd._src.wire.fixed import FixedWidth
+from bqsgd._src.wire.frame import HEADER_BYTES
+
+_log = logging.getLogger("bqsgd.private")
+_FORMAT = "bqsgd.private.v1"
+_AHEAD = 20
+"""Steps that the ledger records in one write; a crash leaves at most so many counted that were not taken."""
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader[Any],
+    *,
+    loss_fn: LossFunction,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    ledger: str | Path | Ledger | None,
+    bits: int = 8,
+    clip_norm: float = 1.0,
+    clip_bound: float | None = None,
+    range: float | None = None,
+    forward: Forward | None = None,
+    sample: Any = None,
+    micro_batch: int = 512,
+    mechanism: Mechanism | None = None,
+    secure: SecureRanks | None = None,
+    seed: int | None = None,
+) -> Private:
+    """Plan private training of an ordinary model, and return what a loop of your own needs for it.
+
+    Model, loss and shapes are tried on made-up samples first; nothing is spent before the first step. From then on the
+    optimizer refuses to step on gradients that were not released, until `close`.
+
+    Args:
+        model: an ordinary module. Only parameters that require a gradient are clipped, encoded and counted.
+        optimizer: any torch optimizer of those parameters; use schedulers and `state_dict` as usual.
+        loader: its data set, collate_fn and workers are used, and its batch_size is the public batch size L; the
+            batches are drawn afresh: every sample independently with probability L / len(dataset).
+        loss_fn: (outputs, targets) -> one loss per sample.
+        epsilon, delta: what all steps may spend together.
+        epochs: passes of ceil(len(dataset) / L) steps that the budget is planned for.
+        ledger: path of the ledger that records what is spent, or an open one. Under torchrun each rank adds its number
+            to the name. None only with a seed, which makes no privacy claim.
+        bits: most bits per coordinate of a message.
+        clip_norm: Euclidean bound of one sample's gradient.
+        clip_bound: bound of each of its coordinates besides, for the dual clip.
+        range: what the mean is clamped to before it is encoded; chosen from the plan unless given.
+        forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
+        sample: a made-up record as the data set gives one, for example (torch.zeros(3, 32, 32), 0): shapes and types
+            are found out from it, and no record is read for them. Not needed for tensors in memory (TensorDataset, and
+            Subset, random_split or ConcatDataset of such).
+        micro_batch: samples that are read and differentiated at a time; the result does not depend on it.
+        mechanism: levels and trials to use instead of planned ones; the ledger still enforces the budget.
+        secure: roster and identity of this rank, for secure sums under torchrun: no rank sees another's message, and
+            all share one noise. Every rank then needs the same rate and range; a mechanism has the trials of the sum.
+        seed: reproducible noise and batches; anyone who knows it can remove the noise: no privacy claim.
+
+    Raises:
+        InvalidParameter: something cannot be private (BatchNorm, a reduced loss, a weighted sampler); the message says
+            what to do instead. Nothing was spent.
+        Infeasible: no mechanism meets the budget.
+
+    >>> import tempfile
+    >>> from torch.utils.data import TensorDataset
+    >>> model = nn.Linear(4, 2)
+    >>> loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.arange(64) % 2), batch_size=16, shuffle=True)
+    >>> private = make_private(
+    ...     model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss_fn=nn.CrossEntropyLoss(reduction="none"),
+    ...     epsilon=3, delta=1e-5, epochs=1, ledger=tempfile.mkdtemp() + "/me.ledger",
+    ...     mechanism=Mechanism(levels=1, trials=3000), range=0.5)
+    >>> for batch in private.loader:
+    ...     private.step(batch)
+    >>> private.steps, private.guarantee().epsilon <= 3
+    (4, True)
+    >>> print(private.guarantee().trust)
+    the training process is trusted with the data; what it releases is protected
+    """
+    wanted = _Wanted(
+        budget=Budget(bits=bits, epsilon=epsilon, delta=delta),
+        epochs=check_int("epochs", epochs, 1, 2**31),
+        clip=L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound),
+        range=None if range is None else check_positive("range", range),
+        micro_batch=check_int("micro_batch", micro_batch, 1, 2**31),
+        mechanism=mechanism,
+        secure=secure,
+        seed=seed,
+    )
+    return Private(Objective(model, loss_fn, forward), optimizer, loader, wanted=wanted, ledger=ledger, sample=sample)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """The settings of `make_private`, checked; the names are its own."""
+
+    budget: Budget
+    epochs: int
+    clip: L2 | Dual
+    range: float | None
+    micro_batch: int
+    mechanism: Mechanism | None
+    secure: SecureRanks | None
+    seed: int | None
+
+
+class Private:
+    """Private training of one model; made by `make_private`."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        loader: DataLoader[Any],
+        *,
+        wanted: _Wanted,
+        ledger: str | Path | Ledger | None,
+        sample: Any,
+    ) -> None:
+        model, budget, epochs, secure = objective.model, wanted.budget, wanted.epochs, wanted.secure
+        _check_model(model, optimizer)
+        self.model, self.optimizer, self.budget = model, optimizer, budget
+        self._parameters = trainable(model)
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._clip, self._range, self._mechanism = wanted.clip, wanted.range, wanted.mechanism
+        self._peers = Peers.met()
+        if secure is not None and self._peers.size == 1:
+            raise InvalidParameter("secure sums are between the ranks of torchrun; this process is alone")
+        self._secure, self._seed = secure, wanted.seed
+        self._sums: RankSums | None = None
+        self._sources = Sources(seed=wanted.seed, client=self._peers.rank)
+        self.loader = PoissonLoader(loader, micro_batch=wanted.micro_batch, sources=self._sources)
+        self._objective = objective
+        self._form = self.loader.form(sample)
+        self._check_objective()
+        told = self._peers.tell({"steps": len(self.loader), "dimension": self.dimension, "epochs": epochs})
+        if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
+            raise InvalidParameter("the ranks train models of different sizes or for different epochs")
+        self.loader.steps = max(check_int("steps", note["steps"], 1, 2**40) for note in told)
+        self._peers.share(model)
+        self.rounds = epochs * len(self.loader)
+        """Steps that the budget is planned for."""
+        self.dropped = 0
+        """Samples that counted as zero so far, because they could not be read, raised an error or had a gradient that
+        was not finite. It depends on the data: keep it private."""
+        self._refusal: BudgetExhausted | None = None
+        self._plan: Plan | None = None
+        self._settings: list[tuple[Mechanism, float]] | None = None
+        """Mechanism and range of every rank."""
+        self._ledger = _opened(ledger, budget, self._peers)
+        if self._ledger is not None and not isinstance(ledger, Ledger):
+            weakref.finalize(self, self._ledger.close)
+        self._sender = self._sending(f"private-{secrets.token_hex(8)}", resume=False)
+        if not self._sender.spending.sent:
+            self.plan  # noqa: B018  (refuse a budget that cannot be met; with earlier spends this may be a resumed run)
+        self._gradients = Gradients(model, optimizer)
+
+    def _sending(self, run: str, *, resume: bool) -> Sender:
+        """What records and sends the steps of a run. With secure sums nothing is reserved ahead: a sum that is lost
+        must not take with it what was reserved for others."""
+        ahead = _AHEAD if self._secure is None else 1
+        spending = Spending(self._ledger, run=run, seeded=self._sources.seeded, ahead=ahead, resume=resume)
+        return Sender(spending, self._sources)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken. A step is taken once it is recorded, whatever ends it: its number is never used again."""
+        return self._sender.next_round
+
+    @cached_property
+    def _rule(self) -> Thresholds | None:
+        if self._secure is None:
+            return None
+        return thresholds(clients=self._peers.size, dropouts=0, colluders=self._secure.colluders)
+
+    @cached_property
+    def sum_plan(self) -> SumPlan | None:
+        """What the ranks run for secure sums, None without them.
+
+        Raises:
+            Infeasible: no plan meets the budget, or so many colluders cannot be borne.
+        """
+        rule, fixed = self._rule, self._mechanism
+        if rule is None:
+            return None
+        if fixed is None:
+            return plan_sum(self.budget.privacy, self._terms(), rule, rounds=self.rounds)
+        width = width_of(rule, fixed.levels, fixed.trials)
+        return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width)
+
+    @property
+    def dimension(self) -> int:
+        """Trained coordinates, d."""
+        return sum(shape.numel() for shape in self._shapes)
+
+    @property
+    def plan(self) -> Plan:
+        """What is run: mechanism, sampling and rounds, and what all rounds together guarantee.
+
+        What the ledger has recorded before counts: the steps are planned for what is left of the budget.
+        """
+        if self._plan is None:
+            spent = tuple(sorted_releases(self._sender.spending.sent))
+            chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
+            release = Release(mechanism=chosen, terms=self._terms()) if chosen is not None else plan_release(
+                self._terms(), self.budget, rounds=self.rounds, spent=spent
+            )  # fmt: skip
+            self._plan = self._planned(release, spent)
+        return self._plan
+
+    def _planned(self, release: Release, spent: Spent) -> Plan:
+        total = Accountant().compose(release, self.rounds)
+        for earlier, count in spent:
+            total = total.compose(earlier, count)
+        return Plan(
+            budget=self.budget,
+            release=release,
+            rounds=self.rounds,
+            variance=noise_variance(release.mechanism),
+            guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
+        )
+
+    @property
+    def range(self) -> float:
+        """R: the mean is clamped to [-R, R] and encoded there."""
+        if self._range is None:
+            batch_size = self.loader.batch_size
+            unit_range = fitting_range(
+                self.budget,
+                clip_norm=1.0,
+                batch_size=batch_size,
+                rate=batch_size / self.loader.samples,
+                messages=self.rounds,
+            )
+            self._range = min(unit_range, 1.0) * self._clip.norm
+        return self._range
+
+    def _terms(self) -> Terms:
+        loader = self.loader
+        terms = clipped_terms(
+            self._clip,
+            range=self.range,
+            batch_size=loader.batch_size,
+            sampling=Sampling.of_batch(Scheme.POISSON, batch_size=loader.batch_size, dataset_size=loader.samples),
+            dimension=self.dimension,
+        )
+        if self._rule is not None:
+            return in_sums(terms, self._rule)
+        return replace(terms, trust=self._peers.trust)
+
+    def step(self, batch: Batch) -> None:
+        """One private step of the optimizer: its gradients are cleared, `backward(batch)`, `optimizer.step()`.
+
+        A Ctrl-C is raised when the step is complete, a second one at once; the next step works after either.
+
+        Raises:
+            BudgetExhausted: the step would pass the budget; nothing was recorded, and the model stays as it is.
+        """
+        with interrupts_deferred():
+            self.optimizer.zero_grad()
+            self.backward(batch)
+            self.optimizer.step()
+
+    def backward(self, batch: Batch, *, accumulate: bool = False) -> None:
+        """Put the private gradient of a batch into `.grad`, instead of `loss.backward()`; each call is counted.
+
+        Once the spend is recorded there is a gradient whatever the data are: a sample that cannot be read, raises an
+        error in the model or the loss, or has a gradient that is not finite, counts as zero. Until the optimizer has
+        stepped, the gradient must stay as it is: the optimizer refuses any other.
+
+        accumulate: add it to the gradients that were released since `optimizer.zero_grad()`, for a step on their sum.
+
+        Raises:
+            BudgetExhausted: as `step`.
+            InvalidParameter: the batch was used before, or model, data set or gradients have changed in a way that the
+                plan does not cover; nothing was spent.
+        """
+        with interrupts_deferred():
+            self._check_unchanged()
+            held = self._gradients.held(self._parameters)
+            samples, step = self.loader.take(batch), self.steps
+            if self._secure is not None:
+                update = self._summed(samples, step)
+            else:
+                update = self._exchange(self._frame(samples, step), step)
+            self._gradients.put(update, self._parameters, onto=held if accumulate else None)
+
+    def _check_unchanged(self) -> None:
+        """Raise now what must not be raised once the step is recorded."""
+        if torch.is_inference_mode_enabled():
+            raise InvalidParameter("a step needs gradients: take it outside of torch.inference_mode()")
+        found = trainable(self.model)
+        if [id(p) for p in found] != [id(p) for p in self._parameters] or [p.shape for p in found] != self._shapes:
+            raise InvalidParameter(
+                "other parameters require gradients now than when training was planned: they are what is clipped, sent "
+                "and counted; freeze before make_private, or call it again"
+            )
+        refuse_mixing(self.model)
+        for parameter in found:
+            if not bool(parameter.isfinite().all()):
+                raise NonFiniteInput("the model holds NaN or infinity; lower the learning rate and resume")
+        self.loader.check_size()
+        if self._terms() != self.plan.release.terms:
+            raise InvalidParameter("loader or clip are not those that training was planned for; begin anew")
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        with full_precision():
+            self._objective.check(self._form, clip=self._clip, batch_size=self.loader.batch_size)
+
+    def _summed(self, samples: Iterator[Part], step: int) -> npt.NDArray[np.float32]:
+        """The mean of all ranks from a secure sum.
+
+        Raises:
+            BudgetExhausted: this rank's budget is spent. TooFewClients: another rank sent nothing; all stop here.
+        """
+        self._settle()
+        assert self._sums is not None
+        MaskedOutlet(sums=self._sums.client, range=self.range).check(self.plan.release, seeded=self._sources.seeded)
+        try:
+            return self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
+        except SecureSumError as error:
+            if self._refusal is not None:
+                raise BudgetExhausted("the budget of this rank is spent: every rank stops here") from self._refusal
+            raise error
+
+    def _frame(self, samples: Iterator[Part], step: int) -> bytearray | None:
+        """Record the step, then encode its clipped mean; None when the budget is spent."""
+        self._settle()
+        charge = Charge(release=self.plan.release, round=step, last_round=max(self.rounds - 1, step))
+        outlet = (
+            FrameOutlet(client=self._peers.rank, range=self.range)
+            if self._sums is None
+            else MaskedOutlet(sums=self._sums.client, range=self.range)
+        )
+        try:
+            return self._sender.send(charge, outlet, lambda: self._mean(samples))
+        except BudgetExhausted as reason:
+            if self._peers.size == 1:
+                raise
+            self._refusal = reason
+            return None  # the others are told, so that all stop in the same step
+
+    def _mean(self, samples: Iterator[Part]) -> Values:
+        mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
+        self.dropped += lost
+        return mean
+
+    def _settle(self) -> None:
+        """Tell the other ranks, once, how this rank's frames are to be read."""
+        if self._settings is None:
+            own = {"mechanism": self.plan.mechanism.to_dict(), "range": self.range, "step": self.steps}
+            told = self._peers.tell(own)
+            if any(note["step"] != self.steps for note in told):
+                raise InvalidParameter(
+                    f"the ranks are at steps {[note['step'] for note in told]}; resume all from the same checkpoint"
+                )
+            self._settings = [self._frames_of(rank, note) for rank, note in enumerate(told)]
+            if self._secure is not None and self.sum_plan is not None:
+                if len(set(self._settings)) > 1:
+                    raise InvalidParameter(
+                        "the ranks of a secure sum need one plan: give all of them the same range, and the same share "
+                        "of their samples in a batch or the same mechanism"
+                    )
+                self._sums = RankSums(
+                    self._peers, plan=self.sum_plan, dimension=self.dimension, secure=self._secure, seed=self._seed
+                )
+
+    def _frames_of(self, rank: int, note: dict[str, Any]) -> tuple[Mechanism, float]:
+        """How to read the frames of a rank, if it asks for no more than an honest rank with these settings may.
+
+        Raises:
+            InvalidParameter: its range or its codes would give it more of a say than the others have.
+        """
+        try:
+            mechanism, reach = Mechanism.from_dict(note["mechanism"]), check_positive("range", note["range"])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidParameter(f"rank {rank} sent something that is not a note of make_private") from error
+        if self._secure is not None:
+            return mechanism, reach  # must be this rank's own
+        most, bits = max(self.range, self._clip.norm), (mechanism.code_count - 1).bit_length()
+        if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
+            raise InvalidParameter(
+                f"rank {rank} sends {bits} bits per coordinate within +-{reach:g}; at most {self.budget.bits} bits "
+                f"within +-{most:g} are taken: give every rank the same bits, clip_norm and range"
+            )
+        return mechanism, reach
+
+    def _exchange(self, frame: bytearray | None, step: int) -> npt.NDArray[np.float32]:
+        """The mean of all ranks' frames, each of the same weight: none gains by a claim. Each is read as hostile."""
+        assert self._settings is not None
+        sizes = [
+            HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(self.dimension)
+            for mechanism, _ in self._settings
+        ]
+        frames = self._peers.gather(frame or bytearray(sizes[self._peers.rank]), sizes)
+        spent = [rank for rank, content in enumerate(frames) if not content.any()]
+        if spent:
+            raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here") from self._refusal
+        total = Accumulator(self.dimension)
+        for rank, (content, (mechanism, reach)) in enumerate(zip(frames, self._settings, strict=True)):
+            total.add(content, range=reach, mechanism=mechanism, client=rank, round=step)
+        return total.mean().astype(np.float32)
+
+    def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
+        """What the steps so far, and all else in the ledger, guarantee; None before anything is spent."""
+        found = self._sender.spending.guarantee(delta=self.budget.delta if delta is None else delta)
+        return None if found is None else self._objective.stated(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides those of model, optimizer and scheduler; plain values."""
+        return {
+            "format": _FORMAT,
+            "run": self._sender.spending.run,
+            "steps": self.steps,
+            "range": self.range,
+            "plan": json.loads(json.dumps(self.plan.to_dict())),  # plain strings: torch.load takes them unasked
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint: the same plan, run and step. Load model and optimizer as well.
+
+        Steps that the ledger has recorded are not counted again. Steps taken after the checkpoint and now taken again
+        draw new noise, which is a new release: they are counted, and the budget may then end training early.
+
+        Raises:
+            InvalidParameter: the state is of other settings.
+            LedgerError: the ledger does not know the steps of this state; a lost ledger must be restored.
+        """
+        if self.steps:
+            raise InvalidParameter("load the state before the first step")
+        try:
+            if state["format"] != _FORMAT:
+                raise InvalidParameter(f"not a state of {_FORMAT}")
+            plan, run, steps, reach = Plan.from_dict(state["plan"]), state["run"], state["steps"], state["range"]
+        except (KeyError, TypeError) as error:
+            raise InvalidParameter(f"not a state of {_FORMAT}: {error}") from error
+        check_int("steps", steps, 0, 2**40)
+        before, self._range = self._range, check_positive("range", reach)
+        same = plan.budget == self.budget and plan.rounds == self.rounds
+        # The ranks of a sum bring the noise of the sum plan, so the ledger must count that and no other.
+        same_noise = self.sum_plan is None or self.sum_plan.mechanism == plan.mechanism
+        if not same or not same_noise or self._terms() != plan.release.terms:
+            self._range = before
+            raise InvalidParameter(
+                "the state was saved with another budget, clip, batch size, number of samples, parameters or epochs, "
+                "or with another mechanism of secure sums; make_private must be given the same"
+            )
+        sender = self._sending(run, resume=True)
+        recorded = sender.spending.recorded
+        if self._ledger is not None and recorded < steps:
+            self._range = before
+            raise LedgerError(
+                f"the state was saved after {steps} steps and {self._ledger.path} knows {recorded} of them: "
+                "restore the ledger that belongs to this training"
+            )
+        self._plan, self._sender = plan, sender
+        self._sender.next_round = self.loader.next_draw = steps
+
+    def close(self) -> None:
+        """Give back the steps that were reserved and not taken. Done at exit as well, but not after a crash.
+
+        The optimizer is an ordinary one again.
+        """
+        self._gradients.close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("private training cannot be copied or pickled: its noise and its budget exist once")
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what no plan can make private, each with what to do instead."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise InvalidParameter("give the module itself (model.module): make_private joins the ranks")
+    if hasattr(model, "_orig_mod"):
+        raise InvalidParameter("give the module itself, not what torch.compile made of it: layers are taken one by one")
+    refuse_mixing(model)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = trainable(model)
+    if not held <= {id(parameter) for parameter in model.parameters()}:
+        raise InvalidParameter("the optimizer holds a parameter that is not the model's: nothing would make it private")
+    if not {id(parameter) for parameter in own} <= held:
+        raise InvalidParameter(
+            "some parameters require gradients and are not in the optimizer: they would be sent and counted for "
+            "nothing; freeze them with requires_grad_(False), or add them to the optimizer"
+        )
+    if isinstance(optimizer, (LBFGS, SparseAdam)):
+        raise InvalidParameter(f"{type(optimizer).__name__} cannot step on one dense gradient; use SGD, Adam or AdamW")
+
+
+def _opened(ledger: str | Path | Ledger | None, budget: Budget, peers: Peers) -> Ledger | None:
+    if ledger is None or isinstance(ledger, Ledger):
+        if ledger is not None and (ledger.budget.epsilon, ledger.budget.delta) != (budget.epsilon, budget.delta):
+            raise InvalidParameter(f"the ledger has the budget {ledger.budget}; plan for the same epsilon and delta")
+        return ledger
+    path = Path(ledger)
+    if peers.size > 1:
+        path = path.with_name(f"{path.stem}-{peers.rank}{path.suffix}")
+    return Ledger.open(path, client=peers.rank, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
+
+
+def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
+    """The parts of a batch; what is left counts as zero when no worker process can be started."""
+    try:
+        yield from samples
+    except (StopNow, GeneratorExit):
+        raise
+    except BaseException:
+        _log.debug("reading a batch failed; the rest of it counts as zero (keep this line private)", exc_info=True)

@@ -1,0 +1,283 @@
+"""The report of one run, and the comparison of several: one self-contained HTML file each.
+
+Every text from a run folder is escaped. A comparison warns where the epsilons of its runs do not mean the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from bqsgd import __version__
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given
+from bqsgd._src.records.folder import REPORT, SHOWN, ClientTally, History, Parameters
+from bqsgd._src.records.record import Status
+from bqsgd._src.reports._chart import Chart, Point, Quantity, Series, short
+from bqsgd._src.reports._figures import framed, measured, run_figures, running_total
+from bqsgd._src.reports._ledgers import read_run
+from bqsgd._src.storage import write_atomic
+
+_MAX_CLIENT_ROWS = 40
+_MAX_SETTINGS = 300
+_MAX_SETTING_TEXT = 200
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Read a run folder and write its report, by default as report.html inside it."""
+    target = Path(folder) / REPORT if out is None else Path(out)
+    write_atomic(target, run_page(read_run(folder)).encode(), mode=SHOWN)
+    return target
+
+
+def run_page(run: History) -> str:
+    """The report of `run` as HTML."""
+    statuses: Counter[Status] = Counter()
+    for tally in run.clients:
+        statuses.update(tally.counts)
+    return _render(
+        "run.html",
+        title=run.name,
+        run=run,
+        lead=_lead(run),
+        notices=_notices(run),
+        statuses=statuses,
+        charts=run_figures(run),
+        clients=_client_rows(run.clients),
+        tables=_tables(run),
+    )
+
+
+def epsilon_text(claim: Guarantee) -> str:
+    """The bound with its sign, rounded up: "= 2.94", or "> 1000" beyond the largest epsilon that means anything."""
+    # `not <=` and not `>`: a NaN must also count as meaningless.
+    if not claim.epsilon <= MEANINGLESS_EPSILON:
+        return f"> {MEANINGLESS_EPSILON:.0f}"
+    return f"= {short(claim.epsilon, Quantity.EPSILON, digits=4)}"
+
+
+def _claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
+    """(name, value) of everything that must be stated beside an epsilon."""
+    floor = [] if not claim.delta_floor else [("delta floor", short(claim.delta_floor))]
+    return [
+        ("neighbours", claim.relation),
+        ("unit", claim.unit),
+        ("trust", claim.trust_text),
+        ("sampling", claim.sampling),
+        ("method", claim.method),
+        *([("assuming", claim.assumption)] if claim.assumption else []),
+        *floor,
+    ]
+
+
+def _render(template: str, **fields: Any) -> str:
+    """Fill a template. The page's security policy allows one script, by its hash, and no requests."""
+    script = (files("bqsgd._src.reports") / "templates" / "page.js").read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    css = (files("bqsgd._src.reports") / "templates" / "page.css").read_text("utf-8")
+    trusted = {"css": Markup(css), "script": Markup(script), "script_hash": digest}
+    return _environment().get_template(template).render(version=__version__, **trusted, **fields)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("bqsgd._src.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"short": short, "epsilon_text": epsilon_text, "claim_terms": _claim_terms}
+    environment.globals |= {"Quantity": Quantity, "Status": Status}
+    return environment
+
+
+def _lead(run: History) -> str:
+    """Data set, model, aggregation and optimiser in one line, as far as the settings name them."""
+    settings = dict(flatten(run.config))
+    named = []
+    for word in ("dataset", "model", "aggregation", "optimiser"):
+        value = settings.get(word) or next(
+            (v for key, v in settings.items() if key.endswith((f".{word}", f"{word}.name"))), None
+        )
+        if value:
+            named.append(f"{word} {value}")
+    return " · ".join(named)
+
+
+def _notices(run: History) -> list[tuple[str, str]]:
+    notices = []
+    if run.summary is None:
+        notices.append(("Unfinished run", "It has written no summary yet, so nothing is claimed about its privacy."))
+    if run.repeated_rounds:
+        notices.append(
+            ("Resumed", f"{run.repeated_rounds} rounds were run again after a resume; the later records are shown.")
+        )
+    idle = sum(not record.stepped for record in run.rounds)
+    if idle:
+        notices.append(
+            (
+                "Rounds without a step",
+                f"Too few clients answered in {idle} {'round' if idle == 1 else 'rounds'}, so the model stood still.",
+            )
+        )
+    if run.guarantee is not None and not run.guarantee.epsilon <= MEANINGLESS_EPSILON:
+        notices.append(
+            ("No meaningful guarantee", f"The epsilon proven at this delta is above {MEANINGLESS_EPSILON:.0f}.")
+        )
+    return notices
+
+
+def _parameters(used: Parameters) -> str:
+    levels, trials, points, _ = used
+    return f"{levels}, {trials}" + (f" to {points} points" if points else "")
+
+
+def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
+    """One row for each client, in order. If there are too many, only those with most trouble, the worst first."""
+    if len(clients) > _MAX_CLIENT_ROWS:
+        worst = sorted(clients, key=lambda tally: (tally.counts[Status.OK] - tally.counts.total(), tally.client))
+        clients = tuple(worst[:_MAX_CLIENT_ROWS])
+    return [
+        {
+            "client": tally.client,
+            "counts": [tally.counts[status] for status in Status],
+            "sent": short(tally.frame_bytes, Quantity.BYTES),
+            "mechanisms": "; ".join(_parameters(used) for used, _ in tally.mechanisms.most_common(3)) or "–",
+            "reasons": "; ".join(f"{_cut(reason)} ({n})" for reason, n in tally.reasons.most_common(3)),
+        }
+        for tally in clients
+    ]
+
+
+def _tables(run: History) -> list[tuple[str, list[tuple[str, str]]]]:
+    settings = run.config or (run.summary.config if run.summary is not None else {})
+    versions = run.summary.versions if run.summary is not None else {}
+    named = [("Settings", flatten(settings)), ("Versions", flatten(versions))]
+    return [(name, rows) for name, rows in named if rows]
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
+    """Nested tables as dotted names: at most 300 rows of 200 characters, eight tables deep."""
+    rows: list[tuple[str, str]] = []
+    for key, value in table.items():
+        name = _cut(f"{prefix}{key}")
+        if isinstance(value, Mapping) and depth < 8:
+            rows += flatten(value, f"{name}.", depth + 1)
+        else:
+            rows.append((name, _cut(_setting(name, value))))
+        if len(rows) >= _MAX_SETTINGS:
+            break
+    return rows[:_MAX_SETTINGS]
+
+
+def _setting(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return as_given(value) if "epsilon" in name else short(value, digits=6)
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _MAX_SETTING_TEXT else words[: _MAX_SETTING_TEXT - 1] + "…"
+
+
+_MAX_RUNS = 16
+_TERMS = "Proven epsilon of the client that spent most; its delta and terms are in the table."
+_COMPARED: dict[str, tuple[str, Callable[[History], list[Point]]]] = {
+    "accuracy": ("On the public test split.", lambda run: measured(run.rounds, "test_accuracy")),
+    "accuracy-bytes": (
+        "Further left is cheaper: measured frames, headers included.",
+        lambda run: _accuracy_for(running_total(run.rounds, "bytes_up"), run),
+    ),
+    "accuracy-epsilon": (
+        f"Further left is more private. {_TERMS}",
+        lambda run: _accuracy_for(measured(run.rounds, "epsilon_max"), run),
+    ),
+    "loss": ("On the public test split.", lambda run: measured(run.rounds, "test_loss")),
+    "epsilon": (_TERMS, lambda run: measured(run.rounds, "epsilon_max")),
+    "bytes": (
+        "Measured frames, headers included, summed over clients and rounds.",
+        lambda run: running_total(run.rounds, "bytes_up"),
+    ),
+}
+"""Chart of a comparison -> its note, and the points of one run."""
+_COLOURS = (0, 1, 2, 4, 6, 7, 5, 3)
+
+
+def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
+    """Read the run folders and write one page that compares them."""
+    write_atomic(Path(out), comparison_page([read_run(folder) for folder in folders]).encode(), mode=SHOWN)
+    return Path(out)
+
+
+def comparison_page(runs: Sequence[History]) -> str:
+    """The comparison of 2 to 16 runs as HTML."""
+    if not 2 <= len(runs) <= _MAX_RUNS:
+        raise InvalidParameter(f"a comparison takes 2 to {_MAX_RUNS} runs, got {len(runs)}")
+    runs = _distinct(runs)
+    return _render(
+        "compare.html",
+        title=f"{len(runs)} runs compared",
+        runs=runs,
+        colours=_COLOURS,
+        seeded=[run.name for run in runs if run.seeded],
+        differing=_differing_terms(runs),
+        charts=comparison_figures(runs),
+    )
+
+
+def comparison_figures(runs: Sequence[History]) -> list[Chart]:
+    """Accuracy against rounds, bytes and epsilon; loss, epsilon and bytes against rounds. Each run has its colour.
+
+    From the ninth run on, colours repeat and curves are dashed.
+    """
+    return [
+        framed(
+            key,
+            note,
+            *(
+                Series(label=run.name, points=points(run), colour=_COLOURS[i % 8], dashed=i >= 8)
+                for i, run in enumerate(runs)
+            ),
+        )
+        for key, (note, points) in _COMPARED.items()
+    ]
+
+
+def _differing_terms(runs: Sequence[History]) -> list[str]:
+    """The terms in which the runs' guarantees differ. If there are any, their epsilons cannot be compared."""
+    claims = [run.guarantee for run in runs if run.guarantee is not None]
+    terms: dict[str, set[object]] = {
+        "delta": {claim.delta for claim in claims},
+        "neighbours": {claim.relation for claim in claims},
+        "unit": {claim.unit for claim in claims},
+        "trust": {claim.trust_text for claim in claims},
+    }
+    return [name for name, stated in terms.items() if len(stated) > 1]
+
+
+def _accuracy_for(spent: list[Point], run: History) -> list[Point]:
+    """(bytes or epsilon spent so far, accuracy) for the rounds in which both are known."""
+    by_round = dict(spent)
+    return [(by_round[at], value) for at, value in measured(run.rounds, "test_accuracy") if at in by_round]
+
+
+def _distinct(runs: Sequence[History]) -> list[History]:
+    """The runs, with numbers added to the names that several folders share."""
+    shared, seen = Counter(run.name for run in runs), Counter[str]()
+    named = []
+    for run in runs:
+        seen[run.name] += 1
+        named.append(replace(run, name=f"{run.name} ({seen[run.name]})") if shared[run.name] > 1 else run)
+    return named

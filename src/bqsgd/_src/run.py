@@ -1,0 +1,540 @@
+"""A run from start to end, on any engine: its settings, rounds, records, checkpoint, summary and report.
+
+    task = Task(make_model=Net, shares=[(x0, y0), (x1, y1)], test=(x, y))
+    with Run.start(task, Config.of(clients=2, epsilon=3), folder="runs/one") as run:
+        for record in run.rounds():
+            print(record.round, record.test_accuracy)
+    print(run.summary.guarantee)
+
+`Run` is the one owner of a run's state. The engine given to it only exchanges bytes, so a run in this process, over
+torch.distributed or over Flower leaves the same folder: config.toml, rounds.jsonl, summary.json, report.html,
+model.safetensors, checkpoint.safetensors and, where clients work here, their ledgers.
+
+kill -9 it at any point and `Run.resume` continues from the last checkpoint. Rounds that are made again are counted
+again when their noise is new; with seeded noise they are the same bytes, and the final model is the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from bqsgd import __version__
+from bqsgd._src.client.least_squares import LeastSquares
+from bqsgd._src.client.sum_setup import SumSetup, with_roster
+from bqsgd._src.engines.engine import Engine, MakeEngine, Setup
+from bqsgd._src.engines.in_process import in_process
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import load_vector, to_vector
+from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
+from bqsgd._src.records.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    round_of,
+    save_checkpoint,
+    save_model,
+    seconds_of,
+)
+from bqsgd._src.records.folder import CONFIG, RunWriter, read_config, read_rounds
+from bqsgd._src.records.record import RoundRecord, Summary, one_line
+from bqsgd._src.reports.page import write_report
+from bqsgd._src.runtime.modes import one_thread
+from bqsgd._src.secure.client import EpochFile
+from bqsgd._src.server.aggregation import client_weights, read_sizes
+from bqsgd._src.server.cohort import Choose, Cohorts
+from bqsgd._src.server.server import Server
+from bqsgd._src.server.sums import SumRounds
+from bqsgd._src.settings.config import LEAST_SQUARES, Config
+from bqsgd._src.settings.outlook import check_outlook, foresee
+from bqsgd._src.storage import one_writer
+from bqsgd._src.tasks.task import Evaluation, Task
+from bqsgd._src.wire.model_change import is_change
+from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED, Reply
+
+_log = logging.getLogger("bqsgd.run")
+_DATA = "data"
+"""The table of config.toml that holds the settings of a named task."""
+_EPOCH = "secure.epoch"
+_TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
+_MOST_NAMED = 10
+_OUTLOOK_SECONDS = 60.0
+"""CPU time of the outlook where it rests on what clients claim."""
+STILL_ROUNDS = 10
+"""A run stops when so many rounds in a row have left the model as it was."""
+
+
+class Run:
+    """A run; use `Run.start` or `Run.resume`, as a context manager.
+
+    >>> from torch import nn
+    >>> share = np.eye(4, dtype=np.float32), np.arange(4)
+    >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share], test=share)
+    >>> settings = Config.of(clients=1, rounds=2, batch_size=4, levels=8, trials=0)  # trials=0: no noise, no privacy
+    >>> with Run.start(task, settings) as run:
+    ...     [record.round for record in run.rounds()]
+    [0, 1]
+    >>> run.summary.rounds
+    2
+
+    Leaving the `with` block writes checkpoint, summary and report, and closes the engine; after an error it only closes
+    the engine, and the folder stays as the last round left it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        *,
+        folder: Path | None,
+        engine: MakeEngine,
+        resuming: bool,
+        choose: Choose | None,
+        resources: ExitStack,
+    ) -> None:
+        self.task, self.config, self.folder = task, config, folder
+        self.summary: Summary | None = None
+        """What the run came to, once it is closed."""
+        model = task.make_model()
+        self._objective = task.check(config, model)
+        self._rest = {name: value.clone() for name, value in model.state_dict().items()}
+        self._evaluate = task.evaluator(model)
+        initial = to_vector(model)
+        self._resources = resources
+        listed = config.server.sizes
+        sizes = None if listed is None else read_sizes(listed)
+        self.config = config = with_roster(config)
+        problem = LeastSquares.of(model) if config.run.method == LEAST_SQUARES else None
+        dimension = initial.size if problem is None else problem.dimension
+        sums = SumSetup.of(config, run=config.run.name or "run", dimension=dimension)
+        setup = Setup(
+            task=task,
+            config=config,
+            folder=folder,
+            resuming=resuming,
+            dimension=dimension,
+            sizes=sizes,
+            sums=sums,
+        )
+        self.engine = engine(setup)
+        self._resources.callback(self.engine.close)
+        choice = config.server.weights
+        if choice is None and (config.privacy.rate is not None or config.secure.on):
+            choice = "equal"  # at one rate a batch grows with the client's samples: every sample counts alike
+        weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
+        self.server = Server(model=initial, weights=weights, config=config, least_squares=problem)
+        self._sums = None if sums is None else self._sum_rounds(sums)
+        self.cohorts = Cohorts(config, self.engine.samples, choose=choose)
+        """Who is asked, and how often each client was."""
+        self._started = time.monotonic()
+        self.last: RoundRecord | None = None
+        """The record of the last round, None before the first."""
+        self._totals = dict.fromkeys(_TOTALS, 0)
+        self.steps = 0
+        """Rounds that moved the model."""
+        self._still = 0
+        self._writer: RunWriter | None = None
+
+    def _sum_rounds(self, sums: SumSetup) -> SumRounds:
+        return SumRounds(
+            sums.agreement,
+            rounds=self.config.run.rounds,
+            key_rounds=self.config.secure.key_rounds,
+            last_epoch=None if self.folder is None else EpochFile(self.folder / _EPOCH),
+        )
+
+    @classmethod
+    def start(
+        cls,
+        task: Task,
+        config: Config,
+        *,
+        folder: str | Path | None = None,
+        engine: MakeEngine = in_process,
+        choose: Choose | None = None,
+        force: bool = False,
+    ) -> Self:
+        """Begin a run in `folder`, which must not hold one. Without a folder nothing is kept, which is allowed for
+        seeded and noiseless runs only: neither makes a privacy claim.
+
+        choose: picks each round's cohort in the place of chance: (round, clients with turns left, how many) -> whom.
+
+        force: begin it even if its plans say that nothing can be learnt (`settings.outlook`).
+
+        Raises:
+            CannotLearn: no client has a plan, or the noise is larger than any signal; nothing was spent.
+        """
+        path = None if folder is None else Path(folder)
+        with _closing_on_error() as resources:
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+                resources.enter_context(one_writer(path))
+                if (path / CONFIG).exists() or load_checkpoint(path) is not None:
+                    raise CheckpointError(f"{path} holds a run already; resume it or name another folder")
+            run = cls(
+                task,
+                named(config),
+                folder=path,
+                engine=engine,
+                resuming=False,
+                choose=choose,
+                resources=resources,
+            )
+            if not force:
+                run._check_outlook()
+            if path is not None:
+                run._open_writer(keep_through=-1)
+        return run
+
+    @classmethod
+    def resume(
+        cls,
+        task: Task,
+        *,
+        folder: str | Path,
+        engine: MakeEngine = in_process,
+        choose: Choose | None = None,
+    ) -> Self:
+        """Continue the run in `folder` from its last checkpoint, or from round 0 when it was stopped before the first.
+
+        The settings are those the run was started with.
+        """
+        path = Path(folder)
+        config, _ = stored_settings(path)
+        with _closing_on_error() as resources:
+            resources.enter_context(one_writer(path))
+            found = load_checkpoint(path)
+            run = cls(
+                task,
+                config,
+                folder=path,
+                engine=engine,
+                resuming=True,
+                choose=choose,
+                resources=resources,
+            )
+            if found is not None:
+                arrays, state = found
+                if state.get("run") != config.run.name:
+                    raise CheckpointError(
+                        f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
+                    )
+                run.server.restore(arrays, round=round_of(state))
+                run._started -= seconds_of(state)
+            run._open_writer(keep_through=run.server.round - 1)
+        return run
+
+    def _check_outlook(self) -> None:
+        """Say what the plans leave to be learnt, and raise CannotLearn where that is nothing.
+
+        Where clients claim their sizes, one plan for the middle size stands for all, within a limit of time: nobody
+        makes this process plan a thousand times, or without an end, by what it claims.
+        """
+        samples = self.engine.samples
+        if self.engine.claimed:
+            samples = dict.fromkeys(samples, sorted(samples.values())[len(samples) // 2])
+        with cpu_seconds(_OUTLOOK_SECONDS if self.engine.claimed else None):
+            try:
+                outlook = foresee(
+                    self.config,
+                    samples,
+                    dimension=self.server.dimension,
+                    learnt=self.server.model.size,
+                    weights=self.server.weights,
+                )
+                check_outlook(outlook, self.config, samples)
+            except PlanningTooLong:
+                _log.warning("planning took too long to say what the noise leaves to be learnt")
+                return
+        for line in outlook.lines():
+            _log.info(line)
+
+    def _open_writer(self, *, keep_through: int) -> None:
+        assert self.folder is not None
+        self._writer = self._resources.enter_context(RunWriter(self.folder, keep_through=keep_through))
+        if not (self.folder / CONFIG).exists():  # after the ledgers: a folder with settings has all its ledgers
+            self._writer.config(self._settings())
+        for record in read_rounds(self.folder):
+            self._count(record)
+
+    def _settings(self) -> dict[str, Any]:
+        source = self.task.source
+        return self.config.to_dict() | ({} if source is None else {_DATA: source.to_table()})
+
+    def _count(self, record: RoundRecord) -> None:
+        self.last = record
+        self.cohorts.count(entry.client for entry in record.clients if entry.client is not None)
+        self.steps += record.stepped
+        self._still = 0 if record.stepped else self._still + 1
+        for name in _TOTALS:
+            self._totals[name] += getattr(record, name)
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return self.server.round
+
+    @property
+    def model(self) -> npt.NDArray[np.float32]:
+        """The model as it stands, flat: the exponential average where there is one."""
+        return self.server.best_model
+
+    def rounds(self) -> Iterator[RoundRecord]:
+        """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
+
+        A record is written before the state moves past it: first its line, then, every `checkpoint_every` rounds and
+        after the last, the checkpoint. A run that lost so many clients that no round can count stops, and so does one
+        whose model has not moved for STILL_ROUNDS rounds.
+        """
+        settings = self.config.run
+        while self.round < settings.rounds:
+            asked = None
+            if self.config.clients.cohort is not None:
+                asked = self.cohorts.draw(self.round, lost=self.engine.lost)
+                if len(asked) < self.config.server.fewest_frames:
+                    _log.warning("%d clients have turns left: stopping before round %d", len(asked), self.round)
+                    return
+            with one_thread():
+                record = self._evaluated(run_round(self.server, self.engine, asked=asked, sums=self._sums))
+            self._count(record)
+            if self._writer is not None:
+                self._writer.append(record)
+            _log_trouble(record)
+            yield record
+            if self.round % settings.checkpoint_every == 0 or self.round == settings.rounds:
+                self.checkpoint()
+            left, needed = len(self.engine.samples) - len(self.engine.lost), self._fewest_frames
+            if left < needed:
+                _log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
+                return
+            if self.stalled:
+                _log.warning(
+                    "the model has not moved for %d rounds: stopping after round %d", self._still, record.round
+                )
+                return
+
+    @property
+    def _fewest_frames(self) -> int:
+        fewest = self.config.server.fewest_frames
+        return fewest if self._sums is None else max(fewest, self._sums.agreement.rule.fewest)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the last STILL_ROUNDS rounds all left the model as it was."""
+        return self._still >= STILL_ROUNDS
+
+    def _evaluated(self, record: RoundRecord) -> RoundRecord:
+        """The record of the round just closed, with the figures of the model after it if they are due."""
+        found, epsilon = None, None
+        if self.config.run.evaluated_after(self.round):
+            found, epsilon = self.evaluate(), self._epsilon()
+        return replace(
+            record,
+            time=time.monotonic() - self._started,
+            test_accuracy=None if found is None else found.accuracy,
+            test_metric=None if found is None else found.metric,
+            test_loss=None if found is None else found.loss,
+            epsilon_max=epsilon,
+        )
+
+    def _epsilon(self) -> float | None:
+        found = self.engine.guarantees(delta=self.config.privacy.delta).values()
+        return max((guarantee.epsilon for guarantee in found if guarantee is not None), default=None)
+
+    def evaluate(self) -> Evaluation | None:
+        """What the model comes to as it stands on the test data; None without test data."""
+        return None if self._evaluate is None else self._evaluate(self.model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model as it stands, as `load_state_dict` of your own module takes it."""
+        model = self.task.make_model()
+        model.load_state_dict(self._rest)  # buffers and frozen parameters, which no round changes
+        load_vector(model, self.model)
+        return dict(model.state_dict())
+
+    def checkpoint(self) -> None:
+        """Write the state down, durably."""
+        if self.folder is not None:
+            elapsed = time.monotonic() - self._started
+            state = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
+            save_checkpoint(self.folder, self.server.arrays(), state)
+
+    def close(self) -> Summary:
+        """Write checkpoint, model, summary and report, and end the run on every client. Returns the summary."""
+        if self.summary is None:
+            try:
+                self.checkpoint()
+                self.summary = self._summarise()
+                if self._writer is not None and self.folder is not None:
+                    save_model(self.folder, {name: value.numpy() for name, value in self.state_dict().items()})
+                    self._writer.summary(self.summary)
+            finally:
+                self._resources.close()
+            if self.folder is not None:
+                write_report(self.folder)  # from the ledgers as they are now: what was reserved and not sent is back
+        return self.summary
+
+    def _summarise(self) -> Summary:
+        with one_thread():
+            found = self.evaluate()
+        guarantees = self.engine.guarantees(delta=self.config.privacy.delta)
+        worst = max(
+            ((guarantee.epsilon, client) for client, guarantee in guarantees.items() if guarantee is not None),
+            default=None,
+        )
+        claim = None if worst is None else guarantees[worst[1]]
+        return Summary(
+            accuracy=None if found is None else found.accuracy,
+            metric=None if found is None else found.metric,
+            metric_name=self.task.metric_name,
+            loss=None if found is None else found.loss,
+            rounds=self.round,
+            guarantee=None if claim is None else self._objective.stated(self.task.stated(claim)),
+            guarantee_client=None if worst is None else worst[1],
+            **self._totals,
+            seeded=self.config.privacy.seed is not None,
+            seconds=None if self.last is None else self.last.time,
+            one_liar=self.server.one_liar,
+            versions=_versions(),
+            config=self._settings(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._resources.close()
+
+
+@contextmanager
+def _closing_on_error() -> Iterator[ExitStack]:
+    """A collection of things to close: by this block if it fails, else by whoever keeps the collection."""
+    resources = ExitStack()
+    try:
+        yield resources
+    except BaseException:
+        resources.close()
+        raise
+
+
+def run_round(
+    server: Server, engine: Engine, *, asked: Sequence[int] | None = None, sums: SumRounds | None = None
+) -> RoundRecord:
+    """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller.
+
+    asked: the clients that are asked, in the order in which they are wanted; all by default.
+    sums: takes the round through the steps of a secure sum.
+    """
+    began = time.perf_counter()
+    messages = server.open_round(asked)
+    writing = time.perf_counter() - began
+    if sums is None:
+        wanted = messages if asked is None else {client: messages[client] for client in asked}
+        for reply in _exchanged(server, engine, wanted):
+            server.take(reply)
+    else:
+        carry = partial(_exchanged, server, engine)
+        server.receive_sum(sums.round(messages, round=server.round, carry=carry))
+    record = server.close_round()
+    seconds = dict(engine.seconds())
+    for stage, elapsed in {**record.seconds, "frame": writing}.items():
+        seconds[stage] = seconds.get(stage, 0.0) + elapsed
+    return replace(record, seconds=seconds)
+
+
+def _exchanged(server: Server, engine: Engine, messages: Mapping[int, bytes]) -> Iterator[Reply]:
+    """The replies to these messages; whoever does not hold the model that was changed is sent the whole one."""
+    clients, carry = server.config.clients, partial(engine.exchange, round=server.round)
+    whole: dict[int, bytes] = {}
+    for reply in carry(messages) if clients.ask is None else carry(messages, enough=clients.cohort):
+        if reply.reason == WHOLE_MODEL_NEEDED and is_change(messages.get(reply.client, b"")):
+            whole[reply.client] = server.whole_model(reply.client)
+        else:
+            yield reply
+    if whole:
+        yield from carry(whole)
+
+
+def train(
+    task: Task,
+    config: Config | None = None,
+    *,
+    folder: str | Path | None = None,
+    engine: MakeEngine = in_process,
+    **settings: Any,
+) -> Summary:
+    """Run every round of a new run and return what it came to.
+
+    Give the settings as keywords, and what you leave out is fitted to the data as `bqsgd train` does it
+    (`Task.config`); or give a complete `config`.
+
+    >>> from torch import nn
+    >>> share = np.eye(4, dtype=np.float32), np.arange(4)
+    >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share, share], test=share)
+    >>> train(task, Config.of(clients=2, rounds=100, batch_size=4, levels=64, trials=0)).accuracy  # no privacy
+    1.0
+    """
+    if config is not None and settings:
+        raise InvalidParameter(f"give {', '.join(settings)} in the config, or leave out the config")
+    config = task.config(**settings) if config is None else config
+    with Run.start(task, config, folder=folder, engine=engine) as run:
+        for _ in run.rounds():
+            pass
+    return run.close()
+
+
+def named(config: Config) -> Config:
+    """The same settings with a name for the ledgers, drawn at random where there is none."""
+    return config if config.run.name is not None else config.but(run=f"run-{secrets.token_hex(8)}")
+
+
+def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
+    """The settings of the run in `folder`, and those of its named task (empty for your own task).
+
+    Raises:
+        InvalidParameter: the folder holds no run.
+    """
+    if not (folder / CONFIG).exists():
+        raise InvalidParameter(f"{folder} holds no run to resume: it has no {CONFIG}")
+    tables = read_config(folder)
+    data = tables.pop(_DATA, {})
+    config = Config.from_dict(tables)
+    if config.run.name is None:
+        raise InvalidParameter(f"{folder / CONFIG} does not name its run, so it cannot be resumed")
+    return config, data
+
+
+def _log_trouble(record: RoundRecord) -> None:
+    """A line for each client whose frame was not used, up to a limit, and one for a round without a step."""
+    trouble = record.trouble
+    for entry in trouble[:_MOST_NAMED]:
+        who = "somebody" if entry.client is None else f"client {entry.client}"
+        _log.warning("round %d: %s %s: %s", record.round, who, entry.status, one_line(entry.reason or "-"))
+    if len(trouble) > _MOST_NAMED:
+        _log.warning("round %d: %d more answers were not used", record.round, len(trouble) - _MOST_NAMED)
+    if not record.stepped:
+        _log.warning("round %d: %d frames are too few; the model stays as it is", record.round, record.used)
+
+
+def _versions() -> dict[str, str]:
+    # Ours comes from the code that runs: the metadata of an editable install are as old as the installation.
+    libraries = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "dp-accounting")}
+    return {"python": platform.python_version(), "bqsgd": __version__} | libraries

@@ -1,0 +1,108 @@
+"""What all parties of a secure sum fix before the first message.
+
+Its digest, the session, is in every message and in everything that is signed: parties that disagree about anything here
+do not understand each other, and no message of one run, cohort or setting is valid in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from bqsgd._src.errors import InvalidParameter, TooFewClients
+from bqsgd._src.params import check_int
+from bqsgd._src.secure.graph import Graph, Thresholds
+from bqsgd._src.secure.masks import MAX_WIDTH
+from bqsgd._src.secure.noise_shares import NoiseParts
+from bqsgd._src.secure.roster import Roster
+
+_MAX_DIMENSION = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Roster, run, thresholds, size of the vectors, and the noise that a sum needs.
+
+    width: sums are taken modulo 2^width. trials: M, the trials that the honest clients of a sum must contribute
+    together. cohort: the clients of a key batch, ascending, if they are not the whole roster. The server names
+    the cohort, `of` makes the agreement for it, and the thresholds are those of one cohort.
+    """
+
+    roster: Roster
+    run: str
+    rule: Thresholds
+    dimension: int
+    width: int
+    trials: int = 0
+    cohort: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_int("dimension", self.dimension, 1, _MAX_DIMENSION)
+        check_int("width", self.width, 2, MAX_WIDTH)
+        clients, taking_part = len(self.roster.keys), self.rule.clients
+        if taking_part > clients:
+            raise InvalidParameter(f"the roster has {clients} clients, the thresholds are for {taking_part}")
+        if taking_part < clients and self.rule.sparse is not None:
+            raise InvalidParameter(
+                f"a cohort of {taking_part} clients is too large: it would have a sparse graph, and a server that "
+                "chooses the cohort would choose a client's neighbours; name fewer clients, or all"
+            )
+        if self.cohort is not None and len(self.cohort) != taking_part:
+            raise TooFewClients(f"a cohort of {len(self.cohort)} clients, {taking_part} were agreed on")
+        if not 1 <= len(self.run.encode()) <= 255:
+            raise InvalidParameter("the run's name must take 1 to 255 bytes")
+        self.noise.parts  # noqa: B018  (raises now if the trials are out of range)
+
+    def of(self, cohort: Iterable[int]) -> Agreement:
+        """The agreement for one cohort.
+
+        Raises:
+            TooFewClients: the cohort does not have the agreed number of clients.
+            ForeignClient: a member is not in the roster.
+        """
+        chosen = tuple(sorted(set(cohort)))
+        if self.rule.clients == len(self.roster.keys) and chosen == self.roster.clients:
+            return self
+        named = replace(self, cohort=chosen)
+        named.members  # noqa: B018  (raises now if a member is not in the roster)
+        return named
+
+    @cached_property
+    def members(self) -> Roster:
+        """The clients that take part: the whole roster, or the cohort."""
+        if self.cohort is not None:
+            return self.roster.only(self.cohort)
+        if self.rule.clients < len(self.roster.keys):
+            raise TooFewClients(f"no cohort of {self.rule.clients} clients was named")
+        return self.roster
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Who is whose neighbour."""
+        return Graph(self.members, self.rule)
+
+    @cached_property
+    def noise(self) -> NoiseParts:
+        """How many trials each client contributes."""
+        return NoiseParts(total=self.trials, rule=self.rule)
+
+    @cached_property
+    def run_digest(self) -> bytes:
+        """SHA-256 over everything except the cohort."""
+        rule, name = self.rule, self.run.encode()
+        state = hashlib.sha256(b"bqsgd.secure.run.v2" + self.roster.digest)
+        state.update(struct.pack("<B", len(name)) + name)
+        state.update(struct.pack("<III", rule.clients, rule.dropouts, rule.colluders))
+        state.update(struct.pack("<QBI", self.dimension, self.width, self.trials))
+        return state.digest()
+
+    @cached_property
+    def session(self) -> bytes:
+        """SHA-256 over everything, including the cohort."""
+        cohort = np.array(() if self.cohort is None else self.cohort, dtype="<u4").tobytes()
+        return hashlib.sha256(b"bqsgd.secure.session.v2" + self.run_digest + cohort).digest()

@@ -1,0 +1,592 @@
+"""A client of a secure sum: it turns messages into answers, and leaves sending to the caller.
+
+    client = SumClient(agreement, identity=key, number=3)
+    send(client.keys(epoch=1, first_round=0, rounds=20))     # once for 20 rounds
+    send(client.shares(receive()))                           # key bundle -> encrypted shares
+    send(client.take_shares(receive()))                      # share bundle -> on a sparse graph, its partners
+    client.take_partners(receive())                          # on a sparse graph: its neighbours' partners
+    send(client.mask(round, codes))                          # each round, after the ledger has recorded it
+    send(client.sign(receive()))                             # survivors -> signature
+    send(client.unmask(receive()))                           # certificate -> shares
+
+Whatever the server says, a client keeps to these rules, on which the proof rests (docs/secure.md, Claim 12):
+
+- It masks one vector per round.
+- It signs one list of survivors per round, and only if at most f clients are missing from it.
+- It reveals shares only for a list that a quorum has signed. Of each other client it then reveals a share of the
+  self-mask or a share of the mask seed, never both for one round: the two together would unmask a single vector.
+
+If a client refuses a message it raises a SecureSumError, and has revealed nothing.
+
+Secrets live in memory, or in a file of the client that is written before an answer leaves (`state.StateFile`). A client
+that has lost them takes part again from the next batch on, whose epoch must be larger than all that it has seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from bqsgd._src.errors import (
+    BadSecureMessage,
+    BadShares,
+    BadSignature,
+    ConflictingSurvivors,
+    ForeignClient,
+    InvalidParameter,
+    ReplacedKeys,
+    RoundUsed,
+    TooFewClients,
+    WrongRound,
+)
+from bqsgd._src.noise import NoiseSource, privacy_rng, seeded_rng
+from bqsgd._src.params import Codes, check_int
+from bqsgd._src.secure import messages
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.masks import (
+    KEY_BYTES,
+    add_mask,
+    agree,
+    derive,
+    keystream,
+    lane_type,
+    pair_keys,
+    scratch_for,
+    self_key,
+    wrap_stream,
+    xor,
+)
+from bqsgd._src.secure.messages import Bytes, Keys, Kind, SealedShares, SumHeader, Unmasking
+from bqsgd._src.secure.roster import public_key
+from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
+from bqsgd._src.secure.state import (
+    BatchState,
+    ClientState,
+    EpochFile,
+    RoundState,
+    Secrets,
+    StateFile,
+    read_state,
+    write_state,
+)
+
+__all__ = ["EpochFile", "StateFile", "SumClient"]
+_NONCE = bytes(12)
+"""Every key encrypts a single message, so the nonce of AES-GCM may be fixed."""
+_NO_SEED = bytes(SECRET_BYTES)
+_NO_SHARE = bytes(SHARE_BYTES)
+
+
+class SumClient:
+    """One client of a secure sum.
+
+    Args:
+        agreement: what all parties agree on.
+        identity: the private key whose public half the roster has for `number`.
+        last_epoch: remembers the last epoch, as `EpochFile` does: a call without argument returns it, a call with one
+            stores it durably.
+        keep: stores the whole state, and returns that of an earlier process, from which this client continues. A
+            client without `keep` and `last_epoch` must never be restarted: it would forget which epochs it has seen.
+        seed: makes everything reproducible, and voids every claim.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        *,
+        identity: Ed25519PrivateKey,
+        number: int,
+        last_epoch: Callable[..., int] | None = None,
+        keep: StateFile | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if agreement.roster.keys[agreement.roster.check(number)] != public_key(identity):
+            raise InvalidParameter(f"the identity key is not the one that the roster has for client {number}")
+        self.agreement, self.number, self._identity = agreement, number, identity
+        self._last_epoch, self._keep = last_epoch, keep
+        self._state = ClientState()
+        if keep is not None:
+            epoch, kept = keep.load()
+            self._state = ClientState(epoch) if kept is None else read_state(kept, agreement, number)
+        if last_epoch is not None:
+            self._state.epoch = max(self._state.epoch, last_epoch())
+        self._seed = None if seed is None else check_int("seed", seed, 0, 2**63 - 1)
+        self._private = privacy_rng() if seed is None else None
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the randomness comes from a seed. Whoever knows it can remove masks and noise."""
+        return self._seed is not None
+
+    def source(self, purpose: str, number: int) -> NoiseSource:
+        """The source of randomness: the operating system, or a stream of the seed for one purpose in one round."""
+        if self._private is not None:
+            return self._private
+        assert self._seed is not None
+        key = f"bqsgd.secure.{purpose}.v1".encode() + struct.pack("<QQQ", self._seed, self.number, number)
+        return seeded_rng(seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+
+    def _header(self, kind: Kind, round: int, rounds: int = 1) -> SumHeader:
+        epoch = self._current().epoch
+        return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded)
+
+    def _batch_header(self, kind: Kind) -> SumHeader:
+        return self._header(kind, self._current().first_round, self._current().count)
+
+    def _remember(self) -> None:
+        """Store the state. Every method that answers calls this before it returns."""
+        if self._keep is None:
+            return
+        try:
+            self._keep.save(self._state.epoch, write_state(self._state, self.agreement, self.number))
+        except BaseException:
+            # Drop the batch: an answer whose state was not saved must never be sent, not even later.
+            self._state.batch = None
+            raise
+
+    def answer(self, message: Bytes) -> bytes:
+        """Answer any message of the server; engines call this. The answer is empty if none is due.
+
+        Raises:
+            SecureSumError: the message is refused.
+        """
+        match messages.message_kind(message):
+            case Kind.BATCH:
+                header, agreed = messages.read_batch(message, self.agreement)
+                if header.client != self.number:
+                    raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
+                cohort = agreed.members.clients
+                return self.keys(epoch=header.epoch, first_round=header.round, rounds=header.rounds, cohort=cohort)
+            case Kind.KEY_BUNDLE:
+                return self.shares(message)
+            case Kind.SHARE_BUNDLE:
+                return self.take_shares(message)
+            case Kind.PARTNER_BUNDLE:
+                self.take_partners(message)
+                return b""
+            case Kind.SURVIVORS:
+                return self.sign(message)
+            case Kind.CERTIFICATE:
+                return self.unmask(message)
+            case kind:
+                raise BadSecureMessage(f"a message of kind {int(kind)} is not for clients")
+
+    def ready(self, round: int) -> bool:
+        """Whether `mask` can be called for this round."""
+        batch = self._state.batch
+        return batch is not None and self._complete(batch) and round in batch.secrets and round not in batch.rounds
+
+    @staticmethod
+    def _complete(batch: BatchState) -> bool:
+        return batch.partners is not None and (batch.agreement.rule.sparse is None or batch.strangers is not None)
+
+    # Exchanges 1 and 2: keys and shares, for a key batch (several rounds whose keys are exchanged together).
+
+    def keys(self, *, epoch: int, first_round: int, rounds: int, cohort: Iterable[int] | None = None) -> bytes:
+        """Begin a batch: draw fresh secrets for each of its rounds and forget those of the previous batch.
+
+        A repeated request for the same batch gets the same bytes.
+
+        Args:
+            cohort: the clients that take part; all of the roster by default.
+
+        Raises:
+            WrongRound: the epoch is not larger than all epochs so far.
+            TooFewClients, ForeignClient: the cohort has the wrong size, or a member that is not in the roster.
+            BadSecureMessage: too many rounds; the client would have to hold too many shares.
+        """
+        check_int("epoch", epoch, 0, 2**63 - 1)
+        check_int("first_round", first_round, 0, 2**53 - messages.MAX_BATCH)
+        check_int("rounds", rounds, 1, messages.MAX_BATCH)
+        agreed = self.agreement if cohort is None else self.agreement.of(cohort)
+        if self.number not in agreed.members.place:
+            raise ForeignClient(f"client {self.number} is not in the cohort that it was asked to join")
+        if rounds > (most := messages.most_rounds(agreed)):
+            raise BadSecureMessage(f"keys for {rounds} rounds at once; at most {most} are allowed")
+        state, batch = self._state, self._state.batch
+        if batch is not None and (batch.epoch, batch.first_round, batch.count) == (epoch, first_round, rounds):
+            if batch.agreement.session != agreed.session:
+                raise ReplacedKeys(f"another cohort for epoch {epoch}; the client keeps to the first")
+            return batch.keys
+        if self._last_epoch is not None:
+            state.epoch = max(state.epoch, self._last_epoch())  # another process of this client may have begun one
+        if epoch <= state.epoch:
+            raise WrongRound(f"epoch {epoch} is not above {state.epoch}, the last one that client {self.number} saw")
+        if self._last_epoch is not None:
+            self._last_epoch(epoch)  # stored before any secret of the epoch exists: after a crash it counts as used
+        state.epoch = epoch
+        if not state.cipher:
+            state.cipher = self.source("cipher", 0).words(4).tobytes()
+        nonce = self.source("batch", first_round).words(2).tobytes()
+        secrets = {number: self._draw(number) for number in range(first_round, first_round + rounds)}
+        state.batch = batch = BatchState(agreed, epoch, first_round, rounds, b"", secrets)
+        cipher = X25519PrivateKey.from_private_bytes(state.cipher).public_key().public_bytes_raw()
+        signature = self._identity.sign(messages.keys_statement(agreed, self.number, cipher))
+        batch.keys = messages.write_keys(
+            self._batch_header(Kind.KEYS), agreed, cipher=cipher, nonce=nonce, signature=signature
+        )
+        self._remember()
+        return batch.keys
+
+    def _draw(self, number: int) -> Secrets:
+        drawn = self.source("round", number).words(6).tobytes()
+        noise, parts = self.agreement.noise, self.agreement.noise.parts
+        return Secrets(
+            self_seed=drawn[:16],
+            mask_seed=drawn[16:32],
+            noise_seeds=noise.seeds(drawn[32:48], self.agreement.run_digest, count=parts),
+        )
+
+    def shares(self, bundle: Bytes) -> bytes:
+        """Read the neighbours' keys, encrypt a share of every secret to each neighbour, and wrap the keys of the masks.
+
+        Raises:
+            BadSignature, ForeignClient, WrongRound, TooFewClients: the bundle, or a Keys message in it, is refused.
+            ReplacedKeys: the bundle is not the one that came first.
+        """
+        batch = self._current()
+        agreed, digest = batch.agreement, hashlib.sha256(bundle).digest()
+        if batch.bundle:
+            if batch.bundle != digest:
+                raise ReplacedKeys(f"other keys for epoch {batch.epoch}; the client keeps to the first")
+            return batch.shares
+        header, parts = messages.read_key_bundle(bundle, agreed)
+        self._expect(header, batch.first_round, batch.count)
+        offered = {client: self._peer(client, part) for client, part in parts.items()}
+        peers = {client: keys for client, keys in offered.items() if keys is not None}
+        if len(peers) < agreed.rule.share_threshold:
+            raise TooFewClients(f"{len(peers)} other clients sent keys, {agreed.rule.share_threshold} are needed")
+        batch.peers, batch.bundle = peers, digest
+        masks = [client for client in agreed.graph.masks(self.number) if client in peers]
+        batch.pairs = {client: self._pair_keys(client) for client in masks}
+        said = SealedShares(header=self._batch_header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
+        batch.shares = messages.write_shares(said, agreed)
+        self._remember()
+        return batch.shares
+
+    def _peer(self, client: int, part: memoryview) -> Keys | None:
+        """The keys of a neighbour; None if no secret can be agreed on with them."""
+        batch, common = self._current(), self._state.common
+        keys = messages.read_keys(part, batch.agreement)
+        if keys.header.client != client or client not in batch.agreement.graph.holders(self.number):
+            raise ForeignClient(f"keys of client {keys.header.client} in the place of client {client}")
+        stated = (keys.header.epoch, keys.header.round, keys.header.rounds)
+        if stated != (batch.epoch, batch.first_round, batch.count):
+            raise WrongRound(f"keys of client {client} are for (epoch, round, rounds) = {stated}")
+        # A public key that was verified in an earlier batch of this run is not verified again.
+        if client not in common or common[client][0] != keys.cipher:
+            keys.verify(batch.agreement)
+            try:
+                secret = agree(X25519PrivateKey.from_private_bytes(self._state.cipher), keys.cipher)
+            except ForeignClient:
+                return None  # a key of low order: no channel to this client, so it cannot be a partner
+            common[client] = (keys.cipher, secret)
+        return keys
+
+    def _pair_keys(self, client: int) -> bytes:
+        """The keys of the masks shared with a client, for all rounds of the batch; both clients compute the same."""
+        batch = self._current()
+        ours, theirs = batch.digest, batch.peers[client].digest
+        lower, higher = (ours, theirs) if self.number < client else (theirs, ours)
+        secret, session = self._state.common[client][1], batch.agreement.session
+        return pair_keys(secret, session, lower=lower, higher=higher, rounds=batch.count)
+
+    def _sealed(self) -> dict[int, bytes]:
+        """The encrypted shares for each holder."""
+        batch = self._current()
+        # A holder's point follows from its place in the graph, not from who answered: all parties know it.
+        point = {client: index + 1 for index, client in enumerate(batch.agreement.graph.holders(self.number))}
+        secrets = b"".join(
+            drawn.self_seed + drawn.mask_seed + b"".join(drawn.noise_seeds) for drawn in batch.secrets.values()
+        )
+        shares = split(
+            secrets,
+            [point[client] for client in batch.peers],
+            threshold=batch.agreement.rule.share_threshold,
+            rng=self.source("shares", batch.first_round),
+        )
+        return {
+            client: AESGCM(self._channel("channel", client, sender=True)).encrypt(_NONCE, text, None)
+            for client, text in zip(batch.peers, shares, strict=True)
+        }
+
+    def _wrapped(self) -> bytes:
+        """For each round the keys of its masks, hidden by the mask seed of the round.
+
+        If this client drops out, the others open that seed, and with it the masks of this round and no other.
+        """
+        batch, wrapped = self._current(), []
+        for offset, drawn in enumerate(batch.secrets.values()):
+            start = KEY_BYTES * offset
+            check, pads = wrap_stream(drawn.mask_seed, len(batch.pairs))
+            wrapped += [check, xor(pads, b"".join(keys[start : start + KEY_BYTES] for keys in batch.pairs.values()))]
+        return b"".join(wrapped)
+
+    def _channel(self, purpose: str, client: int, *context: bytes, sender: bool) -> bytes:
+        """The key of one direction between this client and a peer, derived from the Keys messages of both."""
+        batch = self._current()
+        ends = (batch.digest, batch.peers[client].digest)
+        first, second = ends if sender else ends[::-1]
+        return derive(self._state.common[client][1], purpose, batch.agreement.session, first, second, *context)
+
+    def take_shares(self, bundle: Bytes) -> bytes:
+        """Decrypt the shares that the others sent. Their senders are the partners of this batch.
+
+        Shares that decrypt were made by a client that knew this client's fresh nonce, so the server cannot replay keys
+        of an earlier batch. On a sparse graph the answer tells the holders of this client's shares whom it shares masks
+        with; otherwise it is empty.
+
+        Raises:
+            BadShares: some shares do not decrypt.
+            TooFewClients: too few clients sent shares.
+        """
+        batch, digest = self._current(), hashlib.sha256(bundle).digest()
+        rule = batch.agreement.rule
+        if not batch.bundle:
+            raise WrongRound("shares came before keys")
+        if batch.partners is not None:
+            if batch.share_bundle != digest:
+                raise ReplacedKeys(f"other shares for epoch {batch.epoch}; the client keeps to the first")
+            return batch.statement
+        header, sealed = messages.read_share_bundle(bundle, batch.agreement)
+        self._expect(header, batch.first_round, batch.count)
+        opened = {client: self._open(client, part) for client, part in sealed.items()}
+        if len(opened) < rule.share_threshold:
+            raise TooFewClients(f"{len(opened)} other clients sent shares, {rule.share_threshold} are needed")
+        batch.partners, batch.held, batch.share_bundle = frozenset(opened), opened, digest
+        if rule.sparse is not None:
+            bits = messages.partner_bits(batch.agreement, self.number, batch.partners)
+            tags = {
+                client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES] for client in opened
+            }
+            batch.statement = messages.write_partners(self._batch_header(Kind.PARTNERS), batch.agreement, bits, tags)
+        self._remember()
+        return batch.statement
+
+    def _open(self, client: int, sealed: bytes) -> bytes:
+        if client not in self._current().peers:
+            raise ForeignClient(f"shares of client {client}, whose keys were not in the key bundle")
+        try:
+            return AESGCM(self._channel("channel", client, sender=False)).decrypt(_NONCE, sealed, None)
+        except InvalidTag as error:
+            raise BadShares(f"the shares of client {client} do not decrypt: made for other keys, or changed") from error
+
+    def take_partners(self, bundle: Bytes) -> None:
+        """On a sparse graph: learn with whom each client whose shares we hold shares masks.
+
+        Raises:
+            BadShares: a statement was not made by the client that it names.
+        """
+        batch = self._current()
+        if batch.partners is None or batch.agreement.rule.sparse is None:
+            raise WrongRound("statements of partners came before the shares, or on a full graph")
+        header, statements = messages.read_partner_bundle(bundle, batch.agreement)
+        self._expect(header, batch.first_round, batch.count)
+        strangers = {}
+        for client, (bits, tag) in statements.items():
+            if client not in batch.partners:
+                raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
+            expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
+            if not hmac.compare_digest(expected, tag):
+                raise BadShares(f"client {client} did not make this statement of its partners")
+            partners = messages.read_partner_bits(batch.agreement, client, bits)
+            strangers[client] = frozenset(batch.agreement.graph.masks(client)) - partners
+        if batch.strangers is not None and batch.strangers != strangers:
+            raise ReplacedKeys(f"other statements for epoch {batch.epoch}; the client keeps to the first")
+        batch.strangers = strangers
+        self._remember()
+
+    # Exchanges 3 to 5: one round.
+
+    def mask(self, round: int, codes: Codes) -> bytearray:
+        """The masked message of one round: codes + noise parts + own mask +- pair masks, modulo 2^width.
+
+        Call it after the ledger has recorded the round. `codes` come from `noise_shares.encode_base`.
+
+        Raises:
+            RoundUsed: a vector of this round was masked before.
+            WrongRound: the round is not in the batch, or keys and shares are not complete.
+        """
+        batch = self._current()
+        agreed = batch.agreement
+        if not self._complete(batch):
+            raise WrongRound("a masked vector was asked for before the shares are complete")
+        if round in batch.rounds:
+            raise RoundUsed(f"round {round} was masked before; its masks must not be used for a second vector")
+        if round not in batch.secrets:
+            raise WrongRound(f"round {round} is not among the {batch.count} rounds from {batch.first_round} on")
+        if codes.shape != (agreed.dimension,) or codes.dtype.kind != "u":
+            raise InvalidParameter(f"codes must be {agreed.dimension} unsigned integers, got {codes.shape}")
+        assert batch.partners is not None
+        # Stored before the vector exists: if the process ends now, the round is lost, and its masks are never reused.
+        batch.rounds[round] = RoundState()
+        self._remember()
+        secrets = batch.secrets[round]
+        lanes = codes.astype(lane_type(agreed.width))
+        if secrets.noise_seeds:
+            agreed.noise.add_from(0, secrets.noise_seeds[0], lanes, agreed.run_digest)
+        scratch = scratch_for(lanes)
+        key = self_key(secrets.self_seed, agreed.session, client=self.number, round=round)
+        add_mask(lanes, key, scratch=scratch)
+        start = KEY_BYTES * (round - batch.first_round)
+        for client, keys in batch.pairs.items():
+            if client in batch.partners:  # a neighbour that is not a partner does not add this mask either
+                add_mask(lanes, keys[start : start + KEY_BYTES], scratch=scratch, subtract=client < self.number)
+        return messages.write_masked(self._header(Kind.MASKED, round), agreed, lanes)
+
+    def sign(self, survivors: Bytes) -> bytes:
+        """Sign the first list of survivors that comes for a round, and no other.
+
+        On a sparse graph only the committee signs. The other clients keep the list, and their answer is empty.
+
+        Raises:
+            TooFewClients: the list is too short, or has too few neighbours of a survivor.
+            ForeignClient: this client is not on the list, or a neighbour on it shares no mask with this client.
+            ConflictingSurvivors: another list came first.
+        """
+        batch = self._current()
+        agreed = batch.agreement
+        header, listed = messages.read_survivors(survivors, agreed)
+        state, rule, graph = self._round(header), agreed.rule, agreed.graph
+        assert batch.partners is not None
+        if state.survivors is not None:
+            if state.survivors != listed:
+                raise ConflictingSurvivors(f"a second list of survivors for round {header.round}")
+            return state.signature
+        if self.number not in listed:
+            raise ForeignClient(f"client {self.number} is not among the survivors of round {header.round}")
+        if len(listed) < rule.fewest:
+            raise TooFewClients(f"{len(listed)} survivors of {rule.clients}, at least {rule.fewest} must be in a sum")
+        strangers = set(listed) & set(graph.masks(self.number)) - batch.partners
+        if strangers:
+            # Such a client may not be in the sum at all. The list would count its noise, and noise that is needed
+            # would be taken out.
+            raise ForeignClient(f"client {min(strangers)} is listed as a survivor and shares no mask with this client")
+        if self.number in graph.committee:
+            alone = graph.too_far_away(listed)
+            if alone:
+                raise TooFewClients(f"too many neighbours of client {alone[0]} are missing from the list of survivors")
+            statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=header.round, survivors=listed)
+            signature = self._identity.sign(statement)
+            state.signature = messages.write_signature(self._header(Kind.SIGNATURE, header.round), agreed, signature)
+        state.survivors, state.check = listed, self.source("check", header.round).words(2).tobytes()
+        self._remember()
+        return state.signature
+
+    def unmask(self, certificate: Bytes) -> bytes:
+        """Reveal what opens the sum over the survivors, if a quorum has signed the list that this client has.
+
+        Raises:
+            TooFewClients: fewer signatures than the quorum.
+            BadSignature: a signature is not on this client's list. On a sparse graph, where a client verifies only
+                some, the round is then over for it.
+        """
+        batch = self._current()
+        agreed = batch.agreement
+        header, signatures = messages.read_certificate(certificate, agreed)
+        state, rule = self._round(header), agreed.rule
+        if state.survivors is None:
+            raise WrongRound(f"signatures came before the list of survivors of round {header.round}")
+        if state.unmasking:
+            return state.unmasking
+        if state.refused:
+            raise RoundUsed(f"a forged signature came in round {header.round}, so this client reveals nothing in it")
+        if len(signatures) < rule.quorum:
+            raise TooFewClients(f"{len(signatures)} signatures on the list of survivors, {rule.quorum} are needed")
+        foreign = signatures.keys() - frozenset(state.survivors)
+        if foreign:
+            raise ForeignClient(f"client {min(foreign)} signed a list that it is not on")
+        self._verify(header.round, state, signatures)
+        revealed = self._revealed(header.round, state.survivors)
+        state.unmasking = messages.write_unmasking(revealed, agreed)
+        del batch.secrets[header.round]  # not needed any more; a later thief does not find them
+        self._remember()
+        return state.unmasking
+
+    def _verify(self, round: int, state: RoundState, signatures: dict[int, bytes]) -> None:
+        """Verify `checked` signatures: on a full graph a quorum of them, on a sparse graph a secret random choice."""
+        batch = self._current()
+        agreed, order = batch.agreement, sorted(signatures)
+        assert state.survivors is not None
+        if agreed.rule.sparse is not None:
+            drawn = np.frombuffer(keystream(state.check, 8 * len(order)), dtype="<u8")
+            order = [order[index] for index in np.argsort(drawn, kind="stable")]
+        statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=round, survivors=state.survivors)
+        try:
+            for client in order[: agreed.rule.checked]:
+                agreed.members.verify(client, signatures[client], statement)
+        except BadSignature:
+            # On a sparse graph a server could otherwise try again until the forged signatures are not among those
+            # that this client draws.
+            state.refused = agreed.rule.sparse is not None
+            self._remember()
+            raise
+
+    def _revealed(self, round: int, survivors: tuple[int, ...]) -> Unmasking:
+        """For each survivor shares of its self seed and unneeded noise, for each other client of its mask seed."""
+        batch = self._current()
+        agreed = batch.agreement
+        noise, per_round = agreed.noise, messages.secrets_per_round(agreed) * SHARE_BYTES
+        first = (round - batch.first_round) * per_round
+        listed, for_survivors, for_missing = frozenset(survivors), {}, {}
+        rank, low, high = noise.unneeded(len(survivors))
+        boundary = survivors[rank] if rank < len(survivors) else survivors[-1] + 1
+        for client, text in batch.held.items():
+            shares = text[first : first + per_round]
+            if client not in listed:
+                for_missing[client] = shares[SHARE_BYTES : 2 * SHARE_BYTES]
+                continue
+            if batch.strangers is not None:
+                if client not in batch.strangers:
+                    continue  # it has not stated its partners, so it may be cut off: reveal nothing of it
+                if not batch.strangers[client].isdisjoint(listed):
+                    cut = min(batch.strangers[client] & listed)
+                    raise ForeignClient(f"client {client} is on the list with client {cut} but shares no mask with it")
+            part = low if client < boundary else high
+            start = (2 + part) * SHARE_BYTES
+            seed_share = shares[start : start + SHARE_BYTES] if part < noise.parts else _NO_SHARE
+            for_survivors[client] = (shares[:SHARE_BYTES], seed_share)
+        secrets, self_seed, noise_seed = batch.secrets[round], _NO_SEED, _NO_SEED
+        # On a sparse graph a client verifies only some signatures and could be deceived about the list. It does not
+        # reveal its own seeds there: they open only if enough holders of its shares are deceived as well.
+        if agreed.rule.sparse is None:
+            self_seed = secrets.self_seed
+            unneeded = secrets.noise_seeds[low if self.number < boundary else high :]
+            noise_seed = unneeded[0] if unneeded else _NO_SEED
+        return Unmasking(
+            header=self._header(Kind.UNMASKING, round),
+            self_seed=self_seed,
+            noise_seed=noise_seed,
+            survivors=for_survivors,
+            missing=for_missing,
+        )
+
+    def _current(self) -> BatchState:
+        if self._state.batch is None:
+            raise WrongRound("no key batch has begun")
+        return self._state.batch
+
+    def _expect(self, header: SumHeader, round: int, rounds: int) -> None:
+        batch = self._current()
+        if header.client != self.number:
+            raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
+        if (header.epoch, header.round, header.rounds) != (batch.epoch, round, rounds):
+            raise WrongRound(
+                f"a message of epoch {header.epoch}, round {header.round}, in epoch {batch.epoch}, round {round}"
+            )
+
+    def _round(self, header: SumHeader) -> RoundState:
+        """The state of the round that a message is for; WrongRound if this client has not masked a vector in it."""
+        batch = self._current()
+        self._expect(header, header.round, 1)
+        if header.round not in batch.rounds:
+            raise WrongRound(f"round {header.round} of this batch has not been masked by client {self.number}")
+        return batch.rounds[header.round]

@@ -1,0 +1,123 @@
+"""Noise in parts, so that a sum has the noise it needs and no more, whoever is missing (Claim 12, steps 2 and 3).
+
+A sum needs M trials from its honest clients. With d clients missing and t that may collude, n - d - t clients must
+contribute them, M / (n - d - t) each. Nobody knows d beforehand, so a client draws enough for d = f, in parts: a base
+for d = 0, and further parts that are needed only if clients are missing. Each further part has a seed. Once the list of
+survivors is fixed, the clients reveal the seeds of the parts that are not needed, and the server subtracts these parts.
+The seeds form a chain, seed of part j + 1 = HKDF(seed of part j): a seed reveals its part and all later ones, and
+nothing about earlier ones.
+
+In the order of the survivors, the first t + r keep b + 1 trials and the others b, where M = b (n - d - t) + r and r >
+0; if r = 0, all keep b. Whoever the t colluders are, the honest clients keep at least M together: rounding is always
+up. With t = 0 the sum has exactly M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bqsgd._src.mechanism.encoder import encode
+from bqsgd._src.noise import NoiseSource
+from bqsgd._src.params import Codes, Mechanism, Range, check_int
+from bqsgd._src.secure.graph import Thresholds
+from bqsgd._src.secure.masks import Lanes, derive, lane_type
+
+PIECE = 64
+"""Trials drawn at a time. Up to 64 trials the encoder's law is exactly Bin(m, 1/2) (`noise`), and so is the number of
+ones among random bits, so the pieces add up to exactly the binomial of their total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseParts:
+    """How many of the trials M = `total` each client contributes, by the number of survivors. M = 0 means no noise."""
+
+    total: int
+    rule: Thresholds
+
+    def __post_init__(self) -> None:
+        check_int("total", self.total, 0, 2**20)
+
+    def kept(self, survivors: int, rank: int) -> int:
+        """Trials that the survivor of this rank (from 0, in the order of client numbers) leaves in the sum.
+
+        >>> from bqsgd._src.secure.graph import thresholds
+        >>> parts = NoiseParts(total=100, rule=thresholds(clients=10, dropouts=2, colluders=0))
+        >>> [parts.kept(10, rank) for rank in range(10)], sum(parts.kept(8, rank) for rank in range(8))
+        ([10, 10, 10, 10, 10, 10, 10, 10, 10, 10], 100)
+        """
+        fewest, extra = divmod(self.total, survivors - self.rule.colluders)
+        return fewest + 1 if extra and rank < self.rule.colluders + extra else fewest
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """All numbers of trials that a client may have to leave in a sum, ascending: base, base + part 0, ..."""
+        sizes = range(self.rule.fewest, self.rule.clients + 1)
+        return tuple(sorted({self.kept(size, rank) for size in sizes for rank in (0, size - 1)}))
+
+    @property
+    def parts(self) -> int:
+        """Parts in addition to the base, each with a seed."""
+        return len(self.cuts) - 1
+
+    @property
+    def drawn(self) -> int:
+        """Trials that a client draws in all: what it leaves in the sum if f clients are missing."""
+        return self.cuts[-1]
+
+    def first_unneeded(self, survivors: int, rank: int) -> int:
+        """The first part to reveal; `parts` if all are needed."""
+        return self.cuts.index(self.kept(survivors, rank))
+
+    def unneeded(self, survivors: int) -> tuple[int, int, int]:
+        """(rank, first, other): ranks below `rank` reveal from part `first` on, all others from part `other` on."""
+        extra = self.total % (survivors - self.rule.colluders)
+        rank = self.rule.colluders + extra if extra else 0
+        return rank, self.first_unneeded(survivors, 0), self.first_unneeded(survivors, survivors - 1)
+
+    def in_sum(self, survivors: int) -> int:
+        """Trials of all survivors together, colluders included."""
+        return sum(self.kept(survivors, rank) for rank in range(survivors))
+
+    def seeds(self, first: bytes, session: bytes, *, count: int) -> list[bytes]:
+        """The chain of `count` seeds that starts with `first`."""
+        chain = [first]
+        while len(chain) < count:
+            chain.append(derive(chain[-1], "noise-chain", session)[: len(first)])
+        return chain[:count]
+
+    def add_from(self, part: int, seed: bytes, total: Lanes, session: bytes, *, subtract: bool = False) -> None:
+        """Add part `part` and all later ones to `total` (or subtract them), in place; `seed` is that of `part`."""
+        for offset, part_seed in enumerate(self.seeds(seed, session, count=self.parts - part)):
+            index = part + offset
+            rng = NoiseSource(derive(part_seed, "noise", session, index), seeded=False)
+            add_binomial(total, self.cuts[index + 1] - self.cuts[index], rng, subtract=subtract)
+
+
+def add_binomial(total: Lanes, trials: int, rng: NoiseSource, *, subtract: bool = False) -> None:
+    """Add an exact Bin(trials, 1/2) to every lane of `total` (or subtract it), in place, by counting random bits."""
+    for first in range(0, trials, PIECE):
+        piece = min(PIECE, trials - first)
+        size = next(size for size in (1, 2, 4, 8) if 8 * size >= piece)
+        words = rng.words(-(-total.size * size // 8))
+        bits = words.view(f"<u{size}")[: total.size]
+        bits &= bits.dtype.type((1 << piece) - 1)
+        drawn = np.bitwise_count(bits).astype(total.dtype, copy=False)
+        (np.subtract if subtract else np.add)(total, drawn, out=total)
+
+
+def encode_base(
+    values: Any, levels: int, base: int, *, width: int, range: Range, rng: NoiseSource, clamp: bool = False
+) -> Codes:
+    """s + rounded value + Bin(base, 1/2) for every coordinate: the codes of a client before its further noise parts.
+
+    Raises:
+        NonFiniteInput, OutOfRange, InvalidParameter: as `mechanism.encoder.encode`.
+    """
+    first = Mechanism(levels=levels, trials=min(PIECE, base))
+    codes = encode(values, first, range=range, rng=rng, clamp=clamp).astype(lane_type(width))
+    add_binomial(codes, base - first.trials, rng)
+    return codes

@@ -1,0 +1,223 @@
+"""Aggregation rules: pure functions from the clients' decoded updates (n, d) to one update (d).
+
+The mean weighs client i by p_i (paper Line 13). A client never decides its own weight: weights come from the operator,
+who knows the data (in a simulation) or has a list of sizes; without either, all weights are equal. The robust rules
+tolerate clients that send anything. They count each client once and need every single update, so they keep n updates in
+memory and cannot be used with secure sums. Every rule refuses NaN and infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.params import check_int, short_repr
+from bqsgd._src.planner.sums import SumPlan
+from bqsgd._src.settings.config import smallest_quorum
+from bqsgd._src.storage import read_toml
+
+_Array = npt.NDArray[np.float64]
+
+
+def _checked(updates: npt.ArrayLike) -> _Array:
+    array = np.asarray(updates, dtype=np.float64)
+    if array.ndim != 2 or 0 in array.shape:
+        raise InvalidParameter(f"updates must have shape (clients, dimension), neither of them 0, got {array.shape}")
+    if not bool(np.isfinite(array).all()):
+        raise NonFiniteInput("an update holds NaN or infinity; refuse that client's frame before aggregating")
+    return array
+
+
+def weighted_mean(updates: npt.ArrayLike, *, weights: Sequence[float] | None = None) -> _Array:
+    """sum_i p_i u_i with p_i = weights_i / sum(weights); equal weights when none are given.
+
+    >>> weighted_mean([[0.0], [4.0]], weights=[3, 1]).tolist()
+    [1.0]
+    """
+    array = _checked(updates)
+    if weights is None:
+        return np.asarray(array.mean(axis=0), dtype=np.float64)
+    p = np.asarray(weights, dtype=np.float64)
+    if p.shape != (len(array),) or not bool(np.isfinite(p).all()) or p.min() < 0 or p.sum() <= 0:
+        raise InvalidParameter(f"weights must be {len(array)} finite numbers >= 0, not all 0, got {list(weights)}")
+    return np.asarray((p / p.sum()) @ array, dtype=np.float64)
+
+
+def median(updates: npt.ArrayLike) -> _Array:
+    """Coordinate-wise median. While fewer than half of the clients lie, it stays between honest values.
+
+    >>> median([[0.0], [1.0], [1e9]]).tolist()
+    [1.0]
+    """
+    return np.asarray(np.median(_checked(updates), axis=0), dtype=np.float64)
+
+
+def trimmed_mean(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
+    """Coordinate-wise mean without the f = `byzantine` largest and the f smallest values; needs n > 2 f.
+
+    >>> trimmed_mean([[0.0], [1.0], [2.0], [3.0], [1e9]], byzantine=1).tolist()
+    [2.0]
+    """
+    array = _checked(updates)
+    f = check_int("byzantine", byzantine, 0, 2**31)
+    if len(array) <= 2 * f:
+        raise InvalidParameter(f"trimmed mean with byzantine={f} needs at least {2 * f + 1} updates, got {len(array)}")
+    if f:
+        array = np.partition(array, (f, len(array) - f - 1), axis=0)[f : len(array) - f]
+    return np.asarray(array.mean(axis=0), dtype=np.float64)
+
+
+def _krum_scores(array: _Array, f: int) -> _Array:
+    """For each update, the sum of squared distances to its n - f - 2 nearest others (Blanchard et al. 2017)."""
+    n = len(array)
+    if n < 2 * f + 3:
+        raise InvalidParameter(f"Krum with byzantine={f} needs at least {2 * f + 3} updates, got {n}")
+    squared = np.zeros((n, n))
+    for i in range(n - 1):  # Differences rather than the Gram matrix, in which close updates cancel.
+        difference = array[i + 1 :] - array[i]
+        squared[i, i + 1 :] = squared[i + 1 :, i] = np.einsum("ij,ij->i", difference, difference)
+    if not bool(np.isfinite(squared).all()):
+        raise NonFiniteInput("updates are so large that their squared distances overflow")
+    np.fill_diagonal(squared, np.inf)
+    return np.asarray(np.sort(squared, axis=1)[:, : n - f - 2].sum(axis=1), dtype=np.float64)
+
+
+def krum(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
+    """The update closest to its n - f - 2 nearest others; needs n >= 2 f + 3. The first wins a tie."""
+    array = _checked(updates)
+    f = check_int("byzantine", byzantine, 0, 2**31)
+    return np.array(array[int(np.argmin(_krum_scores(array, f)))])
+
+
+def multi_krum(updates: npt.ArrayLike, *, byzantine: int, keep: int | None = None) -> _Array:
+    """Mean of the `keep` updates with the best Krum scores; keep is at most, and by default, n - f - 2."""
+    array = _checked(updates)
+    f = check_int("byzantine", byzantine, 0, 2**31)
+    scores = _krum_scores(array, f)
+    most = len(array) - f - 2
+    kept = most if keep is None else check_int("keep", keep, 1, most)
+    # Sorted back into the clients' order, so that the sum's rounding does not depend on the scores.
+    return np.asarray(array[np.sort(np.argsort(scores, kind="stable")[:kept])].mean(axis=0), dtype=np.float64)
+
+
+def aggregate(rule: str, updates: npt.ArrayLike, *, weights: Sequence[float] | None, byzantine: int) -> _Array:
+    """Apply the aggregation rule with this name; only the mean uses the weights."""
+    smallest_quorum(rule, byzantine=byzantine)
+    if rule == "mean":
+        return weighted_mean(updates, weights=weights)
+    if rule == "median":
+        return median(updates)
+    if rule == "trimmed-mean":
+        return trimmed_mean(updates, byzantine=byzantine)
+    return (krum if rule == "krum" else multi_krum)(updates, byzantine=byzantine)
+
+
+_MAX_SAMPLES = 2**40
+_MAX_SIZES_BYTES = 4 << 20
+
+
+def read_sizes(path: str | Path) -> dict[int, int]:
+    """Read the operator's list of sizes, a TOML file with the table [samples]: client -> number of samples.
+
+    Raises:
+        InvalidParameter: the file is missing, or it is not a table of client numbers and sizes.
+    """
+    tables = read_toml(path, limit=_MAX_SIZES_BYTES, kind="list of sizes")
+    listed = tables.get("samples")
+    if set(tables) != {"samples"} or not isinstance(listed, dict) or not listed:
+        raise InvalidParameter(
+            f"{path} must contain one table, [samples], with a line such as 0 = 1200 for each client"
+        )
+    sizes: dict[int, int] = {}
+    for client, samples in listed.items():
+        if not (client.isascii() and client.isdecimal() and len(client) <= 18):
+            raise InvalidParameter(f"{path}: clients are listed by their numbers, got {short_repr(client)}")
+        sizes[int(client)] = check_int(f"samples of client {client}", samples, 1, _MAX_SAMPLES)
+    return sizes
+
+
+def client_weights(
+    choice: str | None, samples: Mapping[int, int], *, claimed: bool, sizes: Mapping[int, int] | None
+) -> dict[int, float]:
+    """Client -> its weight in the mean, not yet divided by their sum.
+
+    choice: "equal", "size", or None: by size if the operator knows the sizes, equal if the clients only claim them.
+    claimed: whether `samples` is only what the clients claim; a claim never decides a weight. sizes: the operator's
+    list of sizes, if there is one.
+
+    >>> client_weights(None, {0: 10, 1: 2**40}, claimed=True, sizes=None)
+    {0: 1.0, 1: 1.0}
+    >>> client_weights("size", {0: 10, 1: 2**40}, claimed=True, sizes={0: 10, 1: 30})
+    {0: 10.0, 1: 30.0}
+
+    Raises:
+        InvalidParameter: "size" although the clients only claim their sizes, or a client missing on the list of sizes.
+    """
+    unlisted = [] if sizes is None else sorted(set(samples) - set(sizes))
+    if unlisted:
+        raise InvalidParameter(f"clients {unlisted[:20]} are not on the list of sizes; add a line for each of them")
+    if choice == "size" and claimed and sizes is None:
+        raise InvalidParameter(
+            "weights = 'size' needs a list of sizes: here each client claims its own size, and one that lies could "
+            "determine the whole mean. Give a file of sizes, or leave the weights equal"
+        )
+    if choice == "equal" or (claimed and sizes is None):
+        return dict.fromkeys(samples, 1.0)
+    return {client: float((sizes or samples)[client]) for client in samples}
+
+
+def one_liar_moves(
+    rule: str, *, weights: Sequence[float], fewest_frames: int, byzantine: int, reach: float
+) -> tuple[float, float] | None:
+    """How far one lying client can move a coordinate of the result, in units of the range R.
+
+    Two figures: with all clients, and in a round with only `fewest_frames` frames. A lie is any code, worth up to
+    `reach`; the true value that it replaces lies in [-1, 1], apart from noise of mean 0. None if one liar cannot move
+    the result beyond what honest clients sent (median, trimmed mean), or no further than honest updates differ (Krum).
+
+    >>> one_liar_moves("mean", weights=[1.0] * 4, fewest_frames=2, byzantine=0, reach=127.5)
+    (32.125, 64.25)
+    """
+    order = sorted(weights)
+    if rule in ("krum", "multi-krum"):
+        return None
+    if rule == "mean":
+        largest = order[-1]
+        # The worst small round: the heaviest client lies, and all others in it are the lightest.
+        present = largest + sum(order[: min(fewest_frames, len(order)) - 1])
+        fractions = largest / sum(order), largest / present
+    else:
+        counts = len(order), min(fewest_frames, len(order))
+        if min(counts) >= 3 and (rule == "median" or byzantine >= 1):
+            return None
+        fractions = 1 / counts[0], 1 / counts[1]
+    return (1 + reach) * fractions[0], (1 + reach) * fractions[1]
+
+
+def one_liar_words(moves: tuple[float, float] | None, *, rule: str, clients: int, fewest_frames: int) -> str:
+    """The result of `one_liar_moves` as a sentence for reports."""
+    if moves is None and rule in ("krum", "multi-krum"):
+        return f"One lying client moves the {rule} no further than honest updates lie from each other."
+    if moves is None:
+        return f"One lying client cannot take a coordinate of the {rule} beyond what honest clients sent."
+    fewer = "" if fewest_frames >= clients else f", {_up(moves[1])} R if only {fewest_frames} of them"
+    return (
+        f"One lying client can move a coordinate of the {rule} by up to {_up(moves[0])} R when all {clients} clients "
+        f"answer{fewer}; R is the encoder's range."
+    )
+
+
+def one_liar_in_sum(plan: SumPlan) -> str:
+    """The same sentence for a secure sum: a liar may send any vector, since the server cannot look under the mask."""
+    moves, clients, fewest = 2.0 ** (plan.width - 1) / plan.levels, plan.rule.clients, plan.rule.fewest
+    return one_liar_words((moves / clients, moves / fewest), rule="mean", clients=clients, fewest_frames=fewest)
+
+
+def _up(value: float) -> str:
+    """Three significant digits, rounded up because the figure is an upper bound; 1e-9 absorbs floating-point error."""
+    digits = 2 - int(np.floor(np.log10(value)))
+    return f"{np.ceil(value * 10.0**digits - 1e-9) / 10.0**digits:,.{max(0, digits)}f}"

@@ -1,0 +1,165 @@
+"""The server's side of secure sums in a run, over any engine.
+
+The client's side is `client.client.Client`, which answers the messages of a sum as it answers a model. Engines carry
+the messages of both sides without reading them.
+
+Keys and secret shares are exchanged for a batch of rounds at once, or, with cohorts, for every round. A round then has
+three exchanges: model and masked vector, survivors and signature, certificate and unmasking. A client that does not
+answer one of them is missing from there on. If a round ends without a sum it is lost, but the clients that masked a
+vector have counted it in their ledgers; the next round begins with new keys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bqsgd._src.errors import SecureSumError
+from bqsgd._src.secure import messages
+from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.messages import Bytes
+from bqsgd._src.secure.server import SumServer, Total
+from bqsgd._src.wire.reply import Reply
+
+Carry = Callable[[Mapping[int, bytes]], Iterable[Reply]]
+"""An engine's exchange within one round: client -> message, to the replies."""
+_Take = Callable[[Bytes], int]
+
+
+@dataclass(kw_only=True)
+class SumOutcome:
+    """The result of a round with a secure sum.
+
+    total: the sum; None if the round is lost, and then `lost` says why. trouble: client -> why it is not in the sum
+    (its reply without bytes, or why the server refused its bytes). masked: client -> bytes of its masked vector.
+    """
+
+    total: Total | None = None
+    lost: str | None = None
+    trouble: dict[int, Reply] = field(default_factory=dict)
+    masked: dict[int, int] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0
+    """Time for everything but the exchange of model and masked vector, in which clients train."""
+
+
+class SumRounds:
+    """The server's side of a run's secure sums.
+
+    Args:
+        agreement: what all parties agree on.
+        rounds: how many rounds the run has.
+        key_rounds: for how many rounds keys are exchanged at once.
+        last_epoch: remembers the number of the last key batch across restarts. Without an argument it returns the
+            number, with one it stores it.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        *,
+        rounds: int,
+        key_rounds: int,
+        last_epoch: Callable[..., int] | None = None,
+    ) -> None:
+        self.agreement, self.rounds, self.key_rounds = agreement, rounds, key_rounds
+        self._server = SumServer(agreement)
+        self._last_epoch = last_epoch
+        self._epoch = -1 if last_epoch is None else last_epoch()
+        self._ready: tuple[int, ...] = ()
+        """The clients that have keys for this key batch; empty if new keys are needed."""
+
+    def round(self, messages: Mapping[int, bytes], *, round: int, carry: Carry) -> SumOutcome:
+        """Run one round: send `messages` to every client that has keys, and add up what they reply."""
+        outcome, started, waited = SumOutcome(), time.perf_counter(), 0.0
+        try:
+            named = self.agreement.rule.clients < len(self.agreement.roster.keys)
+            if named or not self._ready or round > self._server.last_round:
+                self._begin_keys(outcome, round, carry, cohort=messages if named else None)
+            server = self._server
+            server.open(round)
+            before = time.perf_counter()
+            models = {client: messages[client] for client in self._ready}
+            self._exchange(outcome, models, carry, self._take_masked(outcome))
+            waited = time.perf_counter() - before
+            survivors = server.close()
+            lists = {client: server.survivors(client) for client in survivors}
+            self._exchange(outcome, lists, carry, server.take_signature, [] if server.sparse else None)
+            certificates = {client: server.certificate(client) for client in server.signed}
+            self._exchange(outcome, certificates, carry, server.take_unmasking)
+            outcome.total = server.total()
+            outcome.trouble = {client: reply for client, reply in outcome.trouble.items() if client not in survivors}
+        except SecureSumError as error:
+            outcome.lost = str(error)
+            self._ready = ()  # clients may have stopped at different exchanges; new keys start them all again
+        outcome.seconds = time.perf_counter() - started - waited
+        return outcome
+
+    def _begin_keys(self, outcome: SumOutcome, round: int, carry: Carry, *, cohort: Iterable[int] | None) -> None:
+        """Exchange keys and secret shares for the rounds from this one on, under an epoch that was never used.
+
+        cohort: the clients that take part, for this round only; None for all clients and a whole key batch.
+        """
+        self._ready = ()
+        self._epoch += 1
+        # Stored before any message with it is sent: after a crash the number must not be used again.
+        if self._last_epoch is not None:
+            self._last_epoch(self._epoch)
+        server = self._server
+        most = min(self.key_rounds, messages.most_rounds(self.agreement))
+        rounds = min(most, self.rounds - round) if cohort is None else 1
+        server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort)
+        self._exchange(outcome, {client: server.request(client) for client in server.asked}, carry, server.take_keys)
+        self._exchange(
+            outcome, {client: server.key_bundle(client) for client in server.keyed}, carry, server.take_shares
+        )
+        ready: list[int] = []
+        bundles = {client: server.share_bundle(client) for client in server.shared}
+        if server.sparse:
+            self._exchange(outcome, bundles, carry, server.take_partners)
+            bundles = {client: server.partner_bundle(client) for client in server.stated}
+        self._exchange(outcome, bundles, carry, None, ready)
+        self._ready = tuple(ready)
+
+    def _take_masked(self, outcome: SumOutcome) -> _Take:
+        def take(message: Bytes) -> int:
+            client = self._server.take_masked(message)
+            outcome.masked[client] = len(message)
+            return client
+
+        return take
+
+    def _exchange(
+        self,
+        outcome: SumOutcome,
+        messages: Mapping[int, bytes],
+        carry: Carry,
+        take: _Take | None,
+        acknowledged: list[int] | None = None,
+    ) -> None:
+        """Send the messages of one exchange and take the replies. A client whose reply is refused is missing.
+
+        take: reads a reply's bytes; None if only empty replies are expected. acknowledged: collects the clients that
+        sent an empty reply; None if an empty reply is not allowed.
+        """
+        outcome.bytes_down += sum(map(len, messages.values()))
+        for reply in carry(messages):
+            client = reply.client
+            if reply.frame is None:
+                outcome.trouble.setdefault(client, reply)
+                continue
+            content = memoryview(reply.frame)  # type: ignore[arg-type]
+            outcome.bytes_up += len(content)
+            if acknowledged is not None and len(content) == 0 and client in messages:
+                acknowledged.append(client)
+                continue
+            if take is None:
+                continue
+            try:
+                self._server.check_sender(content, client)
+                take(content)
+            except SecureSumError as error:
+                reason = f"{type(error).__name__}: {error}"
+                outcome.trouble.setdefault(client, Reply(client=client, reason=reason))

@@ -1,0 +1,502 @@
+"""Every setting of a run, in groups: one table that config.toml, the command line and Flower's configuration follow.
+
+A setting has a group (`config.privacy.epsilon`) and a name that is the same everywhere outside the group: the option
+`--epsilon`, the keyword of `Config.of(epsilon=3)`, the key in Flower's run configuration. In config.toml it stands in
+the table of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import Mechanism, check_int
+from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.planner.plan import Budget
+from bqsgd._src.planner.recipe import BATCH_SIZE, CLIENTS, CLIP_BOUND, CLIP_NORM, LEARNING_RATE, ROUNDS
+from bqsgd._src.planner.search import LEAST_FINE_BITS
+from bqsgd._src.release import SAMPLINGS, Scheme, Unit
+from bqsgd._src.secure.graph import Thresholds, thresholds
+from bqsgd._src.settings.group import Group, by_group, group_of, setting
+from bqsgd._src.wire.model_change import FEWEST_BITS, MOST_BITS
+
+_CODINGS = ("fixed", "entropy")
+LEAST_SQUARES = "least-squares"
+METHODS = ("sgd", LEAST_SQUARES)
+OPTIMIZERS = ("sgd", "adam")
+SCHEDULES = ("constant", "linear", "cosine")
+RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum")
+"""How the server aggregates; only the mean can be computed from a running sum."""
+WEIGHTS = ("equal", "size")
+
+
+def smallest_quorum(rule: str, *, byzantine: int) -> int:
+    """The fewest updates that the aggregation rule may be given."""
+    if rule not in RULES:
+        raise InvalidParameter(f"aggregation must be one of {', '.join(RULES)}, got {rule!r}")
+    f = check_int("byzantine", byzantine, 0, 2**31)
+    if f and rule == "mean":
+        raise InvalidParameter(f"the mean tolerates no adversary, got byzantine={f}; choose a robust rule or 0")
+    return {"mean": 1, "median": 2 * f + 1, "trimmed-mean": 2 * f + 1}.get(rule, 2 * f + 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetChange:
+    """From `from_round` on, client `client` has this budget; a field that is None keeps the run's value."""
+
+    client: int
+    from_round: int = 0
+    bits: int | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy(Group):
+    """The budget, proven as the total of each client over all rounds, and what it depends on."""
+
+    title = "Privacy"
+    epsilon: float = setting(3.0, "Total privacy budget of each client.", positive=True)
+    delta: float = setting(1e-5, "Delta of the budget.", positive=True)
+    bits: int = setting(8, "Most bits per coordinate.")
+    unit: str = setting("sample", "Whom the guarantee hides: sample or client.", choices=tuple(Unit))
+    sampling: str = setting(
+        "poisson",
+        "How a batch is drawn: poisson, fixed (size) or none (all data).",
+        choices=tuple(SAMPLINGS),
+        option=False,
+    )
+    batch_size: int = setting(
+        BATCH_SIZE,
+        "Public batch size that a client divides by, L. Default: fitted to the data.",
+        between=(1, 2**40),
+    )
+    rate: float | None = setting(
+        None,
+        "Chance of every sample to be in a round's batch. Default: L over the samples of a client.",
+        positive=True,
+        option=False,
+    )
+    levels: int | None = setting(None, "Fix the levels instead of planning them; needs --trials.", between=(1, 2**20))
+    trials: int | None = setting(None, "Fix the trials instead of planning them; needs --levels.", between=(0, 2**20))
+    seed: int | None = setting(None, "Reproducible noise and batches: voids the privacy claim.", between=(0, 2**63 - 1))
+    private_metrics: bool = setting(
+        False, "Keep training loss and batch sizes on the clients: outside the guarantee.", option=False
+    )
+    budgets: tuple[BudgetChange, ...] = setting((), "Budgets that differ by client or round.", option=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budgets", _budget_changes(self.budgets))
+        super().__post_init__()
+        if (self.levels is None) != (self.trials is None):
+            raise InvalidParameter("give both levels and trials, or neither (then they are planned for the budget)")
+        if self.levels is not None and self.budgets:
+            raise InvalidParameter("budgets that differ by client need planning; leave out levels and trials")
+        if self.rate is not None and (self.rate > 1 or self.scheme is not Scheme.POISSON):
+            raise InvalidParameter(f"rate is a chance of at most 1 and of Poisson batches only, got {self.rate!r}")
+        self.budget(client=0, round=0)
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """The fixed mechanism, or None when it is planned."""
+        if self.levels is None or self.trials is None:
+            return None
+        return Mechanism(levels=self.levels, trials=self.trials)
+
+    @property
+    def noiseless(self) -> bool:
+        """Whether the messages carry no noise: then there is no privacy and nothing to count."""
+        return self.trials == 0
+
+    @property
+    def scheme(self) -> Scheme:
+        """How a round's batch is drawn."""
+        return SAMPLINGS[self.sampling]
+
+    def budget(self, *, client: int, round: int) -> Budget:
+        """What `client` may spend in total, as of `round`: the latest change that is in force."""
+        values: dict[str, Any] = {"bits": self.bits, "epsilon": self.epsilon, "delta": self.delta}
+        for change in sorted(self.budgets, key=lambda change: change.from_round):
+            if change.client == client and change.from_round <= round:
+                values |= {name: value for name in values if (value := getattr(change, name)) is not None}
+        return Budget(**values)
+
+
+def _budget_changes(changes: Any) -> tuple[BudgetChange, ...]:
+    try:
+        return tuple(c if isinstance(c, BudgetChange) else BudgetChange(**c) for c in changes)
+    except TypeError as error:
+        raise InvalidParameter(f"a setting of budgets has the wrong type: {error}") from error
+
+
+_CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
+    "dual": lambda clip: Dual(norm=clip.norm, bound=clip.bound),
+    "clamp": lambda clip: Clamp(clip.bound),
+    "l2": lambda clip: L2(clip.norm),
+    "scale": lambda clip: Scale(clip.bound),
+    "batch-mean": lambda clip: BatchMean(clip.bound),
+}
+CLIPS = tuple(_CLIPS)
+_LARGEST_RANGE = 1e100
+"""The variance of the noise, which has its square, is still a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings(Group):
+    """The rule that bounds one sample's gradient (or one client's update), and the range of the encoder.
+
+    Left out, the range is the clip's bound, or, when the clip has a norm C2 and samples are averaged, 4 C2 / L if that
+    is less: about twice the noise that a client then adds.
+    """
+
+    title = "Clipping"
+    rule: str = setting(
+        "dual",
+        "dual, clamp, l2, scale or batch-mean (which gives no guarantee per sample).",
+        name="clip",
+        choices=CLIPS,
+    )
+    bound: float = setting(
+        CLIP_BOUND, "Bound of one coordinate of a sample's gradient.", name="clip_bound", positive=True
+    )
+    norm: float = setting(
+        CLIP_NORM, "Euclidean bound of a sample's gradient (dual, l2).", name="clip_norm", positive=True
+    )
+    range: float | None = setting(
+        None, "What the mean is clamped to before encoding. Default: fitted to the noise.", positive=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.make()
+        if self.range is not None and not 1 / _LARGEST_RANGE <= self.range <= _LARGEST_RANGE:
+            raise InvalidParameter(f"range must be from {1 / _LARGEST_RANGE} to {_LARGEST_RANGE}, got {self.range!r}")
+
+    def make(self) -> Clip:
+        """The clip itself."""
+        return _CLIPS[self.rule](self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings(Group):
+    """The clients and what each of them does in a round."""
+
+    title = "Clients"
+    count: int = setting(CLIENTS, "Number of clients.", name="clients", between=(1, 100_000))
+    cohort: int | None = setting(
+        None, "Clients whose frames a round needs, out of all. Default: every client is asked.", between=(1, 100_000)
+    )
+    ask: int | None = setting(
+        None,
+        "Clients asked in a round, more than the cohort to make up for stragglers.",
+        between=(1, 100_000),
+        option=False,
+    )
+    turns: int | None = setting(
+        None,
+        "Most rounds that one client is asked in; its noise is planned for so many.",
+        between=(1, 2**40),
+        option=False,
+    )
+    local_steps: int = setting(1, "Steps a client takes per round; above 1 needs --unit client.", between=(1, 2**20))
+    local_learning_rate: float = setting(0.1, "Learning rate of the local steps.", positive=True, option=False)
+    coding: str = setting(
+        "fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=_CODINGS, option=False
+    )
+    reserve_rounds: int = setting(
+        20, "Rounds that the ledger records ahead in one write.", between=(1, 2**20), option=False
+    )
+    packed_rows: bool = setting(
+        False,
+        "Faster gradients; the guarantee then assumes that kernels treat all rows of a batch alike.",
+        option=False,
+    )
+    workers: int = setting(2, "Clients that work at the same time in one process.", between=(1, 1024))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cohort is None and (self.ask is not None or self.turns is not None):
+            raise InvalidParameter("ask and turns are those of a cohort: say how large it is with cohort")
+        if self.cohort is not None and not self.cohort <= (self.ask or self.cohort) <= self.count:
+            raise InvalidParameter(
+                f"a cohort of {self.cohort}, {self.ask or self.cohort} asked and {self.count} clients in all: each may "
+                "be at most the next"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(Group):
+    """How the server aggregates and steps."""
+
+    title = "Server"
+    optimizer: str = setting("sgd", "sgd or adam.", key="optimiser", choices=OPTIMIZERS)
+    learning_rate: float = setting(LEARNING_RATE, "Learning rate. Default: fitted to the noise.", positive=True)
+    momentum: float = setting(0.9, "Momentum of sgd.")
+    subtract_noise: bool = setting(False, "adam: subtract the known noise from its second moment.", option=False)
+    schedule: str = setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
+    average: float = setting(0.0, "Decay of the model's exponential average; 0 for none.", option=False)
+    aggregation: str = setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES, option=False)
+    weights: str | None = setting(
+        None,
+        "Weights in the mean: equal or size. Default: size in one process, else equal.",
+        choices=WEIGHTS,
+        option=False,
+    )
+    sizes: str | None = setting(
+        None,
+        "TOML file of the clients' sizes, written by the server's operator; clients not in it are refused.",
+        option=False,
+    )
+    byzantine: int = setting(
+        0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20), option=False
+    )
+    quorum: int = setting(1, "Fewest frames for a round to count.", between=(1, 2**20), option=False)
+    deadline_seconds: float | None = setting(None, "Frames that arrive later are refused.", positive=True, option=False)
+    down_bits: int | None = setting(
+        None,
+        "Send the model's changes in so many bits per coordinate, 2 to 7. Default: whole models in float32.",
+        between=(FEWEST_BITS, MOST_BITS),
+        option=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("momentum", "average"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidParameter(f"{name} must lie in [0, 1), got {getattr(self, name)!r}; 0 switches it off")
+        if self.subtract_noise and self.optimizer != "adam":
+            raise InvalidParameter("subtract_noise is for adam: set optimizer = 'adam' or leave it out")
+        smallest_quorum(self.aggregation, byzantine=self.byzantine)
+
+    @property
+    def fewest_frames(self) -> int:
+        """Frames that a round needs to count."""
+        return max(self.quorum, smallest_quorum(self.aggregation, byzantine=self.byzantine))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureSettings(Group):
+    """Secure sums: the server learns the sum over the clients and no single message, and they share one noise."""
+
+    title = "Secure sums"
+    on: bool = setting(False, "Sum the clients' messages under masks, so that they share one noise.", name="secure")
+    dropouts: int | None = setting(
+        None, "Most clients that may be missing from a sum. Default: a tenth of them.", between=(0, 100_000)
+    )
+    colluders: int = setting(0, "Most clients that may tell the server all they know.", between=(0, 100_000))
+    key_rounds: int = setting(10, "Most rounds whose keys travel together.", between=(1, 4096), option=False)
+    window: float | None = setting(
+        None,
+        "Share of the range that the sum has room for: fewer bits, and means beyond it wrap. Default: none ever wraps.",
+        positive=True,
+        option=False,
+    )
+    roster: str | None = setting(None, "TOML file of the clients' identity keys; not for one process.", option=False)
+    identity: str | None = setting(
+        None, "This client's identity key file (bqsgd secure keygen); {client} stands for its number.", option=False
+    )
+    roster_digest: str | None = setting(None, "Of the roster that the run began with.", option=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen = [name for name in ("dropouts", "window", "roster", "identity") if getattr(self, name) is not None]
+        if not self.on and (chosen or self.colluders):
+            raise InvalidParameter(f"{(chosen or ['colluders'])[0]} is a setting of secure sums: set secure as well")
+
+    def rule(self, clients: int) -> Thresholds:
+        """What every client of a sum insists on.
+
+        Raises:
+            Infeasible: so many dropouts and colluders cannot be borne.
+        """
+        dropouts = clients // 10 if self.dropouts is None else self.dropouts
+        return thresholds(clients=clients, dropouts=dropouts, colluders=self.colluders)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Group):
+    """The length of a run and what it writes down when."""
+
+    title = "Run"
+    method: str = setting(
+        "sgd",
+        "sgd: rounds of gradients; least-squares: one message, from which the server solves for a linear model.",
+        choices=METHODS,
+    )
+    rounds: int = setting(
+        ROUNDS, "Rounds to train. Default: 300; 60 for fewer than 10,000 samples.", between=(1, 2**40)
+    )
+    evaluate_every: int = setting(10, "Rounds between evaluations on the test split.", between=(1, 2**40))
+    checkpoint_every: int = setting(20, "Rounds between checkpoints.", between=(1, 2**40), option=False)
+    name: str | None = setting(None, "The run's name in the ledgers.", name="run", option=False)
+
+    def evaluated_after(self, rounds_done: int) -> bool:
+        """Whether accuracy and epsilon are computed after this many rounds."""
+        return rounds_done % self.evaluate_every == 0 or rounds_done == self.rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run.
+
+    >>> config = Config.of(clients=10, epsilon=2.0, clip="l2")
+    >>> config.privacy.epsilon, config.clients.count, config.clip.rule
+    (2.0, 10, 'l2')
+    """
+
+    privacy: Privacy = field(default_factory=Privacy)
+    clip: ClipSettings = field(default_factory=ClipSettings)
+    clients: ClientSettings = field(default_factory=ClientSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    secure: SecureSettings = field(default_factory=SecureSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        privacy, clients = self.privacy, self.clients
+        together = clients.cohort or clients.count
+        if self.server.fewest_frames > together:
+            needed = smallest_quorum(self.server.aggregation, byzantine=self.server.byzantine)
+            raise InvalidParameter(
+                f"{together} clients can never meet quorum={self.server.quorum} and the {needed} updates that "
+                f"{self.server.aggregation} needs with byzantine={self.server.byzantine}"
+            )
+        if privacy.unit == Unit.SAMPLE and clients.local_steps > 1:
+            raise InvalidParameter(
+                f"local_steps={clients.local_steps} clips the client's whole update, so no claim about one sample can "
+                "be made: set unit = 'client' (a guarantee for the whole client), or local_steps = 1"
+            )
+        if privacy.unit == Unit.CLIENT and self.clip.rule == "batch-mean":
+            raise InvalidParameter("with unit = 'client' the whole update is clipped: clip is clamp, scale, l2 or dual")
+        for change in privacy.budgets:
+            check_int("budgets.client", change.client, 0, clients.count - 1)
+            check_int("budgets.from_round", change.from_round, 0, self.run.rounds - 1)
+            if change.from_round and clients.cohort is not None:
+                raise InvalidParameter(
+                    "budgets that change in mid-run need to know in which rounds a client answers: leave out "
+                    "from_round or the cohort"
+                )
+        if clients.turns is not None and clients.turns * clients.count < self.run.rounds * self.asked:
+            raise InvalidParameter(
+                f"{self.run.rounds} rounds that ask {self.asked} of {clients.count} clients take "
+                f"{-(-self.run.rounds * self.asked // clients.count)} turns of each, got turns={clients.turns}"
+            )
+        if self.secure.on:
+            self._check_secure()
+        if self.run.method == LEAST_SQUARES:
+            self._check_least_squares()
+
+    def _check_least_squares(self) -> None:
+        """Raise where a setting needs what one message of moments does not have: steps, rounds or gradients."""
+        privacy, clients, server = self.privacy, self.clients, self.server
+        every_sample = privacy.scheme is Scheme.NONE or (privacy.scheme is Scheme.POISSON and privacy.rate == 1)
+        for held, needed in (
+            (self.run.rounds == 1, "is one round: set rounds = 1"),
+            (every_sample, "takes every sample of a client once: set rate = 1 or sampling = 'none'"),
+            (privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
+            (self.clip.rule in ("dual", "l2"), "scales what a sample adds to a norm: set clip = 'dual' or 'l2'"),
+            (not clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
+            (server.optimizer == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimizer"),
+            (server.average == 0, "has one model and nothing to average: leave out average"),
+            (server.aggregation == "mean", "needs to know the noise in the mean: set aggregation = 'mean'"),
+            (server.down_bits is None, "sends one model down, of which nothing is used: leave out down_bits"),
+        ):
+            if not held:
+                raise InvalidParameter(f"method = 'least-squares' {needed}")
+
+    def _check_secure(self) -> None:
+        """Raise where a setting needs what a sum does not have: single messages, or clients that differ."""
+        privacy, server = self.privacy, self.server
+        self.secure.rule(self.asked)
+        if server.aggregation != "mean":
+            raise InvalidParameter(
+                f"aggregation = {server.aggregation!r} compares single messages, and with secure sums the server sees "
+                "none: use the mean"
+            )
+        if self.clients.coding != "fixed":
+            raise InvalidParameter(
+                "coding = 'entropy' makes likely codes short, and under a mask all codes are equally likely: with "
+                "secure sums the coding is fixed"
+            )
+        if server.weights == "size":
+            raise InvalidParameter(
+                "weights = 'size' needs messages that can be told apart: a sum adds all clients alike. Set one rate "
+                "for clients of all sizes, at which every sample counts alike"
+            )
+        if privacy.bits < LEAST_FINE_BITS:
+            raise InvalidParameter(
+                f"bits = {privacy.bits} is reached by coarsening, and the sum of coarse codes does not follow from the "
+                "sum of fine ones: secure sums choose their own modulus. A window makes it narrower; levels and trials "
+                f"of a sum in {privacy.bits} bits are what `bqsgd plan --secure --bits {privacy.bits}` finds"
+            )
+        if privacy.budgets:
+            raise InvalidParameter(
+                "secure sums need one budget for all clients, because they share the noise: leave out budgets"
+            )
+        if self.clients.ask is not None:
+            cohort, ask = self.clients.cohort or self.clients.count, self.clients.ask
+            raise InvalidParameter(
+                f"a secure sum has its noise planned for everybody who is asked and for how many of them may be "
+                f"missing: in place of cohort={cohort} and ask={ask} set cohort={ask} and dropouts={ask - cohort}"
+            )
+
+    @property
+    def asked(self) -> int:
+        """Clients that are asked in a round."""
+        clients = self.clients
+        return clients.count if clients.cohort is None else clients.ask or clients.cohort
+
+    @property
+    def turns(self) -> int:
+        """The most messages that one client sends: every round, or as often as it is asked."""
+        if self.clients.cohort is None:
+            return self.run.rounds
+        fewest = -(-self.run.rounds * self.asked // self.clients.count)
+        return min(self.run.rounds, self.clients.turns or fewest)
+
+    @property
+    def range(self) -> float:
+        """R: coordinates are clamped to [-R, R] and encoded there."""
+        clip = self.clip
+        if clip.range is not None:
+            return clip.range
+        bound = clip.norm if clip.rule == "l2" else clip.bound
+        averaged = clip.rule in ("l2", "dual") and self.privacy.unit == Unit.SAMPLE
+        return min(bound, 4 * clip.norm / self.privacy.batch_size) if averaged else bound
+
+    @classmethod
+    def of(cls, **values: Any) -> Config:
+        """Build from the settings' own names, whatever their group; an unknown name is refused, never ignored."""
+        return cls().but(**values)
+
+    def but(self, **values: Any) -> Config:
+        """The same settings with some changed."""
+        grouped = by_group(CONFIG_GROUPS, values)
+        return replace(
+            self, **{name: replace(getattr(self, name), **changes) for name, changes in grouped.items() if changes}
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Name -> value of every setting, whatever its group."""
+        return {
+            name: getattr(getattr(self, table), field.name)
+            for table, group in CONFIG_GROUPS.items()
+            for name, field in group.settings().items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """A table per group in plain values; what is None is left out, as TOML has no null."""
+        return {name: getattr(self, name).to_table() for name in CONFIG_GROUPS}
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any]) -> Config:
+        """Rebuild from the tables of `to_dict`; an unknown name is refused, never ignored."""
+        groups: dict[str, Any] = {}
+        for name, table in tables.items():
+            groups[name] = group_of(CONFIG_GROUPS, name).from_table(name, table)
+        return cls(**groups)
+
+
+CONFIG_GROUPS: dict[str, type[Group]] = {group.name: group.default_factory for group in fields(Config)}  # type: ignore[misc]
+"""Table of config.toml -> its group."""

@@ -1,0 +1,1 @@
+"""What a run learns: your own task, or one that its settings name."""

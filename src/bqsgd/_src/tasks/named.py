@@ -1,0 +1,219 @@
+"""Tasks by name: a data set, its features, its shares among the clients and a model, as settings like all others.
+
+And presets by name: the points of the frontier (docs/frontier.md), each found on held-out training data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from bqsgd._src import data
+from bqsgd._src.client.draws import Purpose, seed_for
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_int
+from bqsgd._src.settings.config import CONFIG_GROUPS, Config
+from bqsgd._src.settings.fit import Sizes
+from bqsgd._src.settings.group import Group, by_group, setting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bqsgd._src.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTask(Group):
+    """A task that the settings name; your own `Task` has none of these.
+
+    init_seed: of the initial model and of who holds which samples; both are public.
+
+    >>> NamedTask.of(dataset="digits").features
+    'none'
+    """
+
+    title = "Data and model"
+    dataset: str = setting("mnist", "mnist, fashion-mnist, cifar-10 or digits. Default: mnist, else digits.")
+    data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
+    features: str = setting(
+        "none",
+        "none, scattering: fixed wavelet features, or imagenet: features of a network trained on ImageNet.",
+        choices=data.FEATURES,
+    )
+    model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp, linear or pooled.")
+    activation: str = setting("tanh", "tanh or relu.", option=False)
+    concentration: float | None = setting(
+        None, "Label skew: Dirichlet concentration. Default: even shares.", positive=True
+    )
+    init_seed: int = setting(0, "Seed of the initial model and of the shares; public.", between=(0, 2**63 - 1))
+
+    def sizes(self, method: str = "sgd") -> Sizes:
+        """How large the data and the model are, which is known before any feature is computed."""
+        from bqsgd._src.client.least_squares import message_dimension
+        from bqsgd._src.models import dimension_of
+
+        dataset = data.load(self.dataset, folder=self.data_folder)
+        model = self._make_model(data.features_shape(self.features, dataset.input_shape), dataset.classes)()
+        return Sizes(
+            samples=len(dataset.train),
+            dimension=message_dimension(method, model),
+            parameters=dimension_of(model),
+        )
+
+    def task(self, config: Config, *, client: int | None = None, simulated: bool = False) -> Task:
+        """The task among the clients of `config`.
+
+        client: the only one whose share is wanted, in a process that works for one; client 0 has the test data too.
+        simulated: the process works for many clients in turn, so it reads the data once, for all of them.
+        """
+        if simulated and client is not None:
+            whole = self.task(config)
+            return replace(whole, shares=[whole.shares[check_int("client", client, 0, config.clients.count - 1)]])
+        from bqsgd._src.tasks.task import Task  # torch: only needed for training
+
+        divided = data.load_shares(
+            self.dataset,
+            folder=self.data_folder,
+            features=self.features,
+            clients=config.clients.count,
+            client=client,
+            seed=seed_for(self.init_seed, Purpose.SHARES),
+            concentration=self.concentration,
+            threads=config.clients.workers,
+        )
+        return Task(
+            make_model=self._make_model(divided.input_shape, divided.classes),
+            shares=[(share.inputs, share.labels) for share in divided.shares],
+            test=None if divided.test is None else (divided.test.inputs, divided.test.labels),
+            public_data=data.PUBLIC_DATA.get(self.features, ""),
+            source=self,
+        )
+
+    def server_task(self, config: Config) -> Task:
+        """The task of a server without clients of its own: the initial model and the test data."""
+        from bqsgd._src.tasks.task import Task
+
+        dataset = data.load(self.dataset, folder=self.data_folder)
+        test = data.whole_features(self.features, "test", of=dataset, threads=config.clients.workers)
+        shape = data.features_shape(self.features, dataset.input_shape)
+        return Task(
+            make_model=self._make_model(shape, dataset.classes),
+            test=(test.inputs, test.labels),
+            public_data=data.PUBLIC_DATA.get(self.features, ""),
+            source=self,
+        )
+
+    def _make_model(self, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
+        from bqsgd._src import models
+
+        name = self.model or models.default_for(shape, features=self.features)
+        seed = seed_for(self.init_seed, Purpose.MODEL)
+        return lambda: models.build(name, input_shape=shape, classes=classes, seed=seed, activation=self.activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask(Group):
+    """Your own `Task`, found by module and name. Only what is typed here is ever imported, never what a server
+    or a file from elsewhere names.
+
+    load_from: "module:name" of a `Task`, or of a function (config) -> Task; the current folder comes first.
+    """
+
+    title = "Data and model"
+    load_from: str = setting("", "module:name of a Task of your own, or of a function (config) -> Task.", name="task")
+
+    @property
+    def dataset(self) -> str:
+        """What a run folder is called after."""
+        return self.load_from.partition(":")[0].rpartition(".")[2]
+
+    def load(self) -> Any:
+        """Import the object that is named: a Task, or a function (config) -> Task.
+
+        Raises:
+            InvalidParameter: there is no such module, or no such name in it.
+        """
+        module, colon, name = self.load_from.partition(":")
+        if not (module and colon and name):
+            raise InvalidParameter(f"--task must be module:name, for example my_module:task, got {self.load_from!r}")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            return getattr(importlib.import_module(module), name)
+        except AttributeError as error:
+            raise InvalidParameter(f"--task {self.load_from}: {error}") from error
+        except Exception as error:
+            raise InvalidParameter(
+                f"--task {self.load_from}: importing {module} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def task(self, config: Config, *, client: int | None = None) -> Task:
+        """The task with the shares of all clients; a process that works for one of them uses that one alone."""
+        from bqsgd._src.tasks.task import Task
+
+        made = self.load()
+        if not isinstance(made, Task) and callable(made):
+            try:
+                made = made(config)
+            except Exception as error:
+                raise InvalidParameter(f"--task {self.load_from}: {type(error).__name__}: {error}") from error
+        if not isinstance(made, Task):
+            raise InvalidParameter(
+                f"--task {self.load_from} is {type(made).__name__}, not a bqsgd.Task or a function (config) -> Task"
+            )
+        return replace(made, source=self)
+
+
+ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
+
+
+def stored_task(data: Mapping[str, Any]) -> NamedTask | OwnTask:
+    """The task of a run folder's [data] table."""
+    return (OwnTask if "load_from" in data else NamedTask).from_table("data", data)
+
+
+def settings_of(**values: Any) -> tuple[NamedTask, Config]:
+    """A named task and the run's settings from one collection of names; an unknown name is refused.
+
+    >>> named, config = settings_of(dataset="digits", rounds=30)
+    >>> named.dataset, config.run.rounds
+    ('digits', 30)
+    """
+    grouped = by_group(ALL_GROUPS, values)
+    named = NamedTask(**grouped.pop("data"))
+    groups: dict[str, Any] = {name: CONFIG_GROUPS[name](**table) for name, table in grouped.items()}
+    return named, Config(**groups)
+
+
+def plain_settings(named: NamedTask | OwnTask | None, config: Config) -> dict[str, Any]:
+    """Every setting that is set, by name: the inverse of `settings_of`."""
+    task = {} if named is None else {name: getattr(named, field.name) for name, field in named.settings().items()}
+    return {name: value for name, value in (task | config.flat()).items() if value is not None}
+
+
+@lru_cache(maxsize=1)
+def presets() -> dict[str, dict[str, Any]]:
+    """Every preset as plain settings, by name."""
+    text = resources.files(__package__).joinpath("presets.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    shared = {name: value for name, value in tables.items() if not isinstance(value, dict)}
+    return {name: shared | table for name, table in tables.items() if isinstance(table, dict)}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A copy of the settings of the preset `name`, to be overridden at will.
+
+    >>> preset("mnist-eps1")["epsilon"]
+    1.16
+    """
+    known = presets()
+    if name not in known:
+        raise InvalidParameter(f"preset must be one of {', '.join(known)}, got {name!r}")
+    return dict(known[name])

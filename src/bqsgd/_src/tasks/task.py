@@ -1,0 +1,216 @@
+"""What a run learns: the model, each client's data, public test data, loss and metric, as every engine is given it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bqsgd._src.client.least_squares import message_dimension, objective_of
+from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.samples import Reader, reader_of
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import dimension_of, load_vector
+from bqsgd._src.persample.program import Forward, LossFunction
+from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.release import Unit
+from bqsgd._src.settings.fit import Sizes, fit
+
+if TYPE_CHECKING:
+    from bqsgd._src.settings.config import Config
+    from bqsgd._src.settings.group import Group
+
+_EVALUATION_BATCH = 2048
+Samples = Any
+"""A client's data, or public test data: (inputs, targets) as arrays or tensors with a row per sample, a map-style
+Dataset, or a DataLoader of one."""
+Metric = Callable[[Tensor, Tensor], float | Tensor]
+"""(all outputs, all targets) of the test data -> one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a model comes to on the test data. accuracy: None where targets are not classes, or a metric is given."""
+
+    loss: float
+    accuracy: float | None = None
+    metric: float | None = None
+
+
+Evaluate = Callable[[npt.NDArray[np.float32]], Evaluation]
+"""Model vector -> what it comes to on public test data."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What is learnt.
+
+    Args:
+        make_model: makes the model; the first one made is where training begins.
+        shares: each client's data: (inputs, targets) as arrays, a Dataset or a DataLoader. A process that works for one
+            client may hold that share alone, and a server without clients of its own none.
+        test: public test data, in any of the same forms; without it nothing is evaluated.
+        loss_fn: (outputs, targets) -> one loss per sample.
+        metric: (all outputs, all targets) of the test data -> a number that replaces accuracy; named by its
+            `__name__`.
+        forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
+        sample: a made-up record as the shares' data set gives one, for example (torch.zeros(3, 32, 32), 0): shapes and
+            types are found out from it, and no record is read for them. Not needed for arrays and tensors in memory.
+        source: the settings that made this task, written beside the run's own; None for your own task.
+
+    >>> share = torch.eye(4), torch.arange(4)
+    >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share, share], test=share)
+    >>> len(task.shares)
+    2
+    """
+
+    make_model: Callable[[], nn.Module]
+    shares: Sequence[Samples] = ()
+    test: Samples | None = None
+    loss_fn: LossFunction = field(default_factory=lambda: nn.CrossEntropyLoss(reduction="none"))
+    metric: Metric | None = None
+    forward: Forward | None = None
+    sample: Any = None
+    public_data: str = ""
+    source: Group | None = None
+
+    def stated(self, guarantee: Guarantee) -> Guarantee:
+        """The guarantee with what is public beside it."""
+        if not self.public_data:
+            return guarantee
+        public = f"{self.public_data}, which a pretrained network saw, is public"
+        return replace(guarantee, assumption="; ".join(filter(None, (guarantee.assumption, public))))
+
+    @property
+    def metric_name(self) -> str | None:
+        """What the metric is called in records; None without one."""
+        return None if self.metric is None else getattr(self.metric, "__name__", type(self.metric).__name__)
+
+    def config(self, **settings: Any) -> Config:
+        """The settings of a run on this task: those given, and for all others what fits its data.
+
+        This is what `bqsgd train` does. `Config.of` does not see the data and takes every setting as it is.
+
+        >>> share = torch.eye(8), torch.arange(8)
+        >>> task = Task(make_model=lambda: nn.Linear(8, 8), shares=[share, share])
+        >>> config = task.config(epsilon=8.0)
+        >>> config.clients.count, config.privacy.batch_size, config.run.rounds
+        (2, 8, 60)
+        """
+        shares = len(self.shares)
+        if settings.setdefault("clients", shares) != shares:
+            raise InvalidParameter(f"clients={settings['clients']}, but the task holds {shares} shares of data")
+        return fit(settings, self.sizes(settings.get("method", "sgd")))
+
+    def sizes(self, method: str = "sgd") -> Sizes:
+        """How large the data of all clients and the model are."""
+        model = self.make_model()
+        return Sizes(
+            samples=sum(self.samples_of(share) for share in range(len(self.shares))),
+            dimension=message_dimension(method, model),
+            parameters=dimension_of(model),
+        )
+
+    def samples_of(self, share: int) -> int:
+        """How many samples a share holds."""
+        return len(reader_of(self.shares[share]))
+
+    def check(self, config: Config, model: nn.Module) -> Objective:
+        """Try model, loss, shapes and metric, before anything is spent: no record of the shares is read.
+
+        Returns what a sample adds, which knows what keeping samples apart rests on.
+
+        Raises:
+            InvalidParameter: what fails here would fail in a round, or after the last.
+        """
+        objective = objective_of(config, model, self.loss_fn, self.forward)
+        if self.shares:
+            objective.check(
+                reader_of(self.shares[0]).form(self.sample),
+                clip=config.clip.make(),
+                batch_size=config.privacy.batch_size,
+                unit=Unit(config.privacy.unit),
+                packed=config.clients.packed_rows,
+            )
+        if self.test is not None:
+            try:
+                with _evaluating(model):
+                    self._evaluate(model, reader_of(self.test), most=None if self.metric is not None else 1)
+            except InvalidParameter:
+                raise
+            except Exception as error:
+                raise InvalidParameter(
+                    f"the test data cannot be evaluated, so nothing was spent: {type(error).__name__}: "
+                    f"{' '.join(str(error).split())[:500]}"
+                ) from error
+        return objective
+
+    def evaluator(self, model: nn.Module) -> Evaluate | None:
+        """Model vector -> what it comes to on the test data; None without test data.
+
+        The model object is in evaluation mode meanwhile and left in the mode it had.
+        """
+        if self.test is None:
+            return None
+        test = reader_of(self.test)
+
+        def evaluate(vector: npt.NDArray[np.float32]) -> Evaluation:
+            load_vector(model, vector)
+            with _evaluating(model):
+                return self._evaluate(model, test, most=None)
+
+        return evaluate
+
+    def _evaluate(self, model: nn.Module, test: Reader, *, most: int | None) -> Evaluation:
+        objective = Objective(model, self.loss_fn, self.forward)
+        count = len(test) if most is None else min(most, len(test))
+        right, total, classes = 0, 0.0, self.metric is None
+        kept: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, count, _EVALUATION_BATCH):
+            for part in test.read(range(start, min(start + _EVALUATION_BATCH, count))):
+                if part.data is None:
+                    raise InvalidParameter(f"{len(part)} samples of the test data cannot be read")
+                outputs, targets, losses = objective.outputs(part.data)
+                total += float(losses.sum())
+                classes = classes and _are_classes(outputs, targets)
+                if classes:
+                    right += int((outputs.argmax(dim=1) == targets).sum())
+                elif self.metric is not None:
+                    kept.append((outputs, targets))
+        return Evaluation(
+            loss=total / count,
+            accuracy=right / count if classes else None,
+            metric=None if self.metric is None else _number(self.metric, kept),
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _are_classes(outputs: Any, targets: Any) -> bool:
+    """Whether there is one score per class and one class per sample, so that there is an accuracy."""
+    whole = not (targets.is_floating_point() or targets.is_complex())
+    return bool(whole and outputs.dim() == targets.dim() + 1 == 2)
+
+
+def _number(metric: Metric, kept: list[tuple[Tensor, Tensor]]) -> float:
+    outputs, targets = (torch.cat(column) for column in zip(*kept, strict=True))
+    value = float(metric(outputs, targets))
+    if math.isnan(value):
+        raise InvalidParameter("metric gave NaN on the test data")
+    return value

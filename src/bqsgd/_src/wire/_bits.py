@@ -1,0 +1,307 @@
+"""Compiled loops that pack and unpack codes. The first bit of a stream is the lowest bit of the first byte.
+
+Compiled code does not check indices, so every loop must stay inside its arrays for any input bytes: callers check the
+lengths, and the loops below treat the last bytes apart where a wide load would read beyond the end. Words of more than
+62 bits are held as limbs of 31 bits (`pack_long`, `unpack_long`); that is slower, and only eight code counts need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.params import Codes
+
+Bytes = npt.NDArray[np.uint8]
+jit = nb.njit(cache=True, nogil=True)
+inline = nb.njit(cache=True, nogil=True, inline="always")
+_U8, _U64 = np.uint8, np.uint64
+_LIMB = _U64((1 << 31) - 1)
+
+
+def readonly(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A read-only view. Numba compiles a kernel for each kind of array; with this there is only one kind."""
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+def digit_table(base: int, digits: int) -> npt.NDArray[np.uint64]:
+    """The numbers by which `unpack_mixed` divides: (base^half, multiplier, shift, base^0, ..., base^digits).
+
+    A word is divided once by base^half. Each half is below 2^31 and gives its digits by v // base =
+    (v * multiplier) >> shift, which is exact for v < 2^31 with shift = 31 + bits(base - 1) and
+    multiplier = ceil(2^shift / base): the error v * (multiplier * base - 2^shift) / (base * 2^shift) stays below
+    1 / base, and v * multiplier stays below 2^63.
+    """
+    half = (digits + 1) // 2
+    shift = 31 + (base - 1).bit_length()
+    powers = [base**i for i in range(digits + 1)] if base > 1 else [1, 1]
+    return np.array([base**half, -(-(1 << shift) // base), shift, *powers], dtype=np.uint64)
+
+
+@jit
+def largest(codes: Codes) -> int:
+    """The largest code, or 0 if there are no codes."""
+    top = codes.dtype.type(0)
+    for code in codes:
+        top = max(top, code)
+    return int(top)
+
+
+@inline
+def put32(out: Bytes, at: int, word: np.uint64) -> None:
+    """Store the low 32 bits of `word` in four bytes."""
+    # Unsigned indices: with signed ones Numba tests each for being negative, and the four stores do not become one.
+    first = _U64(at)
+    out[first] = _U8(word & _U64(255))
+    out[first + _U64(1)] = _U8((word >> _U64(8)) & _U64(255))
+    out[first + _U64(2)] = _U8((word >> _U64(16)) & _U64(255))
+    out[first + _U64(3)] = _U8((word >> _U64(24)) & _U64(255))
+
+
+@inline
+def get32(data: Bytes, at: int) -> np.uint64:
+    """Load four bytes as 32 bits."""
+    first = _U64(at)
+    return (
+        _U64(data[first])
+        | (_U64(data[first + _U64(1)]) << _U64(8))
+        | (_U64(data[first + _U64(2)]) << _U64(16))
+        | (_U64(data[first + _U64(3)]) << _U64(24))
+    )
+
+
+@inline
+def flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
+    """Store the last `fill` bits, and zeros up to the end of the last byte."""
+    while fill > 0:
+        out[at] = _U8(held & _U64(255))
+        held >>= _U64(8)
+        at += 1
+        fill -= 8
+
+
+@jit
+def pack_plain(codes: Codes, out: Bytes, width: int) -> int:
+    """Write each code with `width` bits; returns the largest code. A code of more bits spoils its neighbours."""
+    held, fill, at, top = _U64(0), 0, 0, _U64(0)
+    for i in range(codes.size):
+        code = _U64(codes[i])
+        top = max(top, code)
+        held |= code << _U64(fill)
+        fill += width
+        if fill >= 32:
+            put32(out, at, held)
+            held >>= _U64(32)
+            at += 4
+            fill -= 32
+    flush(out, at, held, fill)
+    return int(top)
+
+
+@jit
+def unpack_plain(data: Bytes, codes: Codes, width: int) -> tuple[int, bool]:
+    """Read codes of `width` <= 25 bits; returns the largest, and whether a bit after the last code is set."""
+    kind = codes.dtype.type
+    mask = _U64((1 << width) - 1)
+    top = kind(0)
+    # Codes that start at least four bytes before the end, so that get32 stays inside the data.
+    fast = min(codes.size, max(0, (data.size - 4) * 8 // width + 1)) if data.size >= 4 else 0
+    for i in range(fast):
+        bit = i * width
+        code = kind((get32(data, bit >> 3) >> _U64(bit & 7)) & mask)
+        top = max(top, code)
+        codes[i] = code
+    for i in range(fast, codes.size):
+        bit = i * width
+        code = kind(read(data, bit, width))
+        top = max(top, code)
+        codes[i] = code
+    return int(top), read(data, codes.size * width, data.size * 8 - codes.size * width) != 0
+
+
+@jit
+def read(data: Bytes, bit: int, width: int) -> np.uint64:
+    """Bits [bit, bit + width) as a number, for width <= 56. Slow, but it reads no byte beyond them."""
+    value, got, at = _U64(0), 0, bit >> 3
+    while got < width + (bit & 7):
+        value |= _U64(data[_U64(at)]) << _U64(got)
+        got += 8
+        at += 1
+    return (value >> _U64(bit & 7)) & ((_U64(1) << _U64(width)) - _U64(1))
+
+
+@jit
+def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
+    """Write groups of `digits` codes: a word of high digits (the first code lowest), then `low` bits per code."""
+    held, fill, at, top = _U64(0), 0, 0, _U64(0)
+    mask, half_bits = _U64((1 << low) - 1), min(word_bits, 31)
+    for start in range(0, codes.size, digits):
+        stop = min(start + digits, codes.size)
+        word = _U64(0)
+        for i in range(stop - 1, start - 1, -1):
+            code = _U64(codes[i])
+            top = max(top, code)
+            word = word * _U64(base) + (code >> _U64(low))
+        # In two pieces of at most 31 bits: up to 31 bits are held already, and `held` has 64.
+        for piece in range(2):
+            held |= (word & _U64((1 << 31) - 1)) << _U64(fill)
+            word >>= _U64(31)
+            fill += half_bits if piece == 0 else word_bits - half_bits
+            if fill >= 32:
+                put32(out, at, held)
+                held >>= _U64(32)
+                at += 4
+                fill -= 32
+        for i in range(start, stop):
+            held |= (_U64(codes[i]) & mask) << _U64(fill)
+            fill += low
+            if fill >= 32:
+                put32(out, at, held)
+                held >>= _U64(32)
+                at += 4
+                fill -= 32
+    flush(out, at, held, fill)
+    return int(top)
+
+
+@jit
+def unpack_mixed(
+    data: Bytes,
+    codes: Codes,
+    low: int,
+    base: int,
+    digits: int,
+    word_bits: int,
+    table: npt.NDArray[np.uint64],
+) -> tuple[int, bool]:
+    """Read what `pack_mixed` wrote; returns the largest code, and whether anything after the last code is set.
+
+    A full word of base^digits or more, which no writer produces, is reported as the code base << low: out of range.
+    """
+    kind = codes.dtype.type
+    half, multiplier, shift = table[0], table[1], table[2]
+    middle, mask = (digits + 1) // 2, _U64((1 << low) - 1)
+    top, bit = _U64(0), 0
+    piece_bits = min(word_bits, 31)
+    for start in range(0, codes.size, digits):
+        count = min(digits, codes.size - start)
+        safe = ((bit + word_bits + count * low) >> 3) + 9 <= data.size  # wide loads of this group stay inside the data
+        if safe:
+            word = (get32(data, bit >> 3) | (get32(data, (bit >> 3) + 4) << _U64(32))) >> _U64(bit & 7)
+            if (bit & 7) + word_bits > 64:
+                word |= _U64(data[_U64((bit >> 3) + 8)]) << _U64(64 - (bit & 7))
+            word &= (_U64(1) << _U64(word_bits)) - _U64(1)
+        else:
+            word = read(data, bit, piece_bits) | (read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
+        bit += word_bits
+        if word >= table[3 + count]:
+            if count == digits:
+                return base << low, False
+            return 0, True
+        lower = word % half
+        upper = word // half
+        for i in range(count):
+            if i == middle:
+                lower = upper
+            quotient = (lower * multiplier) >> shift
+            code = (lower - quotient * _U64(base)) << _U64(low)
+            lower = quotient
+            if safe:
+                code |= (get32(data, bit >> 3) >> _U64(bit & 7)) & mask
+            else:
+                code |= read(data, bit, low)
+            bit += low
+            top = max(top, code)
+            codes[start + i] = kind(code)
+    return int(top), read(data, bit, data.size * 8 - bit) != 0
+
+
+@jit
+def count(codes: Codes, counts: npt.NDArray[np.int64]) -> int:
+    """Add each code to its count; returns the largest code. Codes without a count are skipped."""
+    top = codes.dtype.type(0)
+    for code in codes:
+        top = max(top, code)
+        if code < counts.size:
+            counts[code] += 1
+    return int(top)
+
+
+@jit
+def join(bins: npt.NDArray[np.integer], low: npt.NDArray[np.uint32], first: int, low_bits: int, codes: Codes) -> int:
+    """Write (first + bin) 2^low_bits + low for each bin; returns the largest. `low` is empty if low_bits is 0."""
+    kind = codes.dtype.type
+    top = _U64(0)
+    for i in range(codes.size):
+        code = (_U64(bins[i]) + _U64(first)) << _U64(low_bits)
+        if low_bits > 0:
+            code |= _U64(low[i])
+        top = max(top, code)
+        codes[i] = kind(code)
+    return int(top)
+
+
+@jit
+def pack_long(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
+    """As `pack_mixed`, for words of any length."""
+    held, fill, at, top = _U64(0), 0, 0, _U64(0)
+    mask = _U64((1 << low) - 1)
+    limbs = np.zeros((word_bits + 30) // 31, np.uint64)
+    for start in range(0, codes.size, digits):
+        stop = min(start + digits, codes.size)
+        limbs[:] = _U64(0)
+        for i in range(stop - 1, start - 1, -1):
+            code = _U64(codes[i])
+            top = max(top, code)
+            carry = code >> _U64(low)
+            for j in range(limbs.size):
+                carry += limbs[j] * _U64(base)
+                limbs[j] = carry & _LIMB
+                carry >>= _U64(31)
+        for j in range(limbs.size + stop - start):
+            if j < limbs.size:
+                held |= limbs[j] << _U64(fill)
+                fill += min(31, word_bits - 31 * j)
+            else:
+                held |= (_U64(codes[start + j - limbs.size]) & mask) << _U64(fill)
+                fill += low
+            if fill >= 32:
+                put32(out, at, held)
+                held >>= _U64(32)
+                at += 4
+                fill -= 32
+    flush(out, at, held, fill)
+    return int(top)
+
+
+@jit
+def unpack_long(data: Bytes, codes: Codes, low: int, base: int, digits: int, word_bits: int) -> tuple[int, bool]:
+    """As `unpack_mixed`, for words of any length, by long division."""
+    kind = codes.dtype.type
+    limbs = np.zeros((word_bits + 30) // 31, np.uint64)
+    top, bit = _U64(0), 0
+    for start in range(0, codes.size, digits):
+        count = min(digits, codes.size - start)
+        for j in range(limbs.size):
+            limbs[j] = read(data, bit + 31 * j, min(31, word_bits - 31 * j))
+        bit += word_bits
+        for i in range(count):
+            remainder = _U64(0)
+            for j in range(limbs.size - 1, -1, -1):
+                value = (remainder << _U64(31)) | limbs[j]
+                limbs[j] = value // _U64(base)
+                remainder = value - limbs[j] * _U64(base)
+            code = (remainder << _U64(low)) | read(data, bit, low)
+            bit += low
+            top = max(top, code)
+            codes[start + i] = kind(code)
+        if limbs.any():
+            if count == digits:
+                return base << low, False
+            return 0, True
+    return int(top), read(data, bit, data.size * 8 - bit) != 0

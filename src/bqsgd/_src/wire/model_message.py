@@ -1,0 +1,68 @@
+"""The server's message of one round: the model as plain float32 bytes after a checked header.
+
+Layout, little-endian: magic "BQSM", version u16, dtype u16 (1 = float32), round u64, dimension u64, checksum u64
+(xxh3_64 of the header before it and of the data), then 4 * dimension bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInput
+from bqsgd._src.params import check_int
+from bqsgd._src.wire.frame import checksum_of
+
+_HEADER = struct.Struct("<4sHHQQQ")
+MODEL_HEADER_BYTES = _HEADER.size
+_CHECKED_BYTES = MODEL_HEADER_BYTES - 8
+_MAGIC, _VERSION, _FLOAT32 = b"BQSM", 1, 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelMessage:
+    """The model of one round."""
+
+    round: int
+    model: npt.NDArray[np.float32]
+
+
+def write_model(model: npt.NDArray[np.float32], *, round: int) -> bytes:
+    """The bytes of the model for `round`."""
+    if model.ndim != 1 or model.dtype != np.float32 or model.size == 0:
+        raise InvalidParameter(f"the model must be a flat float32 vector, got {model.dtype} {model.shape}")
+    if not bool(np.isfinite(model).all()):
+        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
+    body = model.astype("<f4", copy=False).tobytes()
+    head = struct.pack("<4sHHQQ", _MAGIC, _VERSION, _FLOAT32, check_int("round", round, 0, 2**63 - 1), model.size)
+    return b"".join((head, struct.pack("<Q", checksum_of(head, body)), body))
+
+
+def read_model(message: bytes | bytearray | memoryview, *, dimension: int) -> ModelMessage:
+    """Check a model message in full and return a copy of the model.
+
+    Raises:
+        ModelMessageError: wrong magic, version, dtype, dimension, length or checksum, or a value that is not finite.
+    """
+    view = memoryview(message).cast("B")
+    if len(view) < MODEL_HEADER_BYTES:
+        raise ModelMessageError(f"a model message has at least {MODEL_HEADER_BYTES} bytes, got {len(view)}")
+    magic, version, dtype, round_, stated, checksum = _HEADER.unpack_from(view)
+    if (magic, version, dtype) != (_MAGIC, _VERSION, _FLOAT32):
+        raise ModelMessageError(f"not a model message of version {_VERSION} in float32: {magic!r}, {version}, {dtype}")
+    if stated != dimension:
+        raise ModelMessageError(f"this client's model has {dimension} coordinates, the message {stated}")
+    if len(view) != (expected := MODEL_HEADER_BYTES + 4 * dimension):
+        raise ModelMessageError(f"{dimension} coordinates take {expected} bytes, got {len(view)}")
+    body = view[MODEL_HEADER_BYTES:]
+    if checksum_of(view[:_CHECKED_BYTES], body) != checksum:
+        raise ModelMessageError("the model message was damaged in transit: wrong checksum")
+    if round_ >= 2**63:
+        raise ModelMessageError(f"round must be below 2^63, got {round_}")
+    model = np.frombuffer(body, dtype="<f4").astype(np.float32)
+    if not bool(np.isfinite(model).all()):
+        raise ModelMessageError("the model message holds NaN or infinity")
+    return ModelMessage(round=round_, model=model)

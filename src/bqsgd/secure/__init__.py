@@ -1,1 +1,0 @@
-"""Secure sums: the server learns the sum of the clients' codes and nothing else (docs/secure.md)."""

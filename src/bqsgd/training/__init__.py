@@ -1,1 +1,0 @@
-"""Algorithm 1: settings, task, client, server, aggregation and optimisers."""

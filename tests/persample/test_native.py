@@ -1,0 +1,122 @@
+"""Passes without Python: the operations of the graph, with the same bits every time, in any number of threads."""
+
+import pytest
+import torch
+from torch import nn
+
+from bqsgd._src.persample import L2, clipped_gradients
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.native import native
+from bqsgd._src.persample.program import Form, Whole, program_of
+from bqsgd._src.runtime.threads import in_own_threads
+
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+class Attention(nn.Module):
+    """An operation that lanes have no rule for, and enough numbers for passes of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm, self.outside = nn.Linear(64, 192), nn.LayerNorm(64), nn.Linear(64, 5)
+
+    def forward(self, x):
+        q, k, v = self.inside(self.norm(x)).chunk(3, -1)
+        return self.outside((((q @ k.transpose(-1, -2)) / 8.0).softmax(-1) @ v).mean(1))
+
+
+@pytest.fixture(autouse=True)
+def threads_kept():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(3)
+    return Attention(), (torch.randn(24, 64, 64), torch.randint(0, 5, (24,)))
+
+
+def mean_of(model, batch):
+    return clipped_gradients(
+        model, LOSS, batch, indices=torch.arange(len(batch[0])), clip=L2(0.1), batch_size=len(batch[0])
+    ).mean.clone()
+
+
+def test_the_mean_is_the_same_on_any_number_of_threads(case):
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(mean_of(*case))
+        assert torch.get_num_threads() == threads
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert found[0].norm() > 0
+
+
+def test_modes_of_the_calling_thread_do_not_reach_a_pass(case):
+    expected = mean_of(*case)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(mean_of(*case), expected)
+    with torch.inference_mode():
+        assert torch.equal(mean_of(*case), expected)
+
+
+def test_a_native_pass_computes_what_its_graph_says_and_the_same_every_time(case):
+    model, batch = case
+    program = program_of(model, LOSS, None, Form.of(batch))
+    body = program.body([gradient.node for gradient in program.gradients])
+    run = native(body)
+    assert run is not body
+    with torch.no_grad():
+        given = *program.prelude()(*Whole(model, LOSS, None).given()), *(leaf[:1] for leaf in batch)
+        expected, found = body(*given), [run(*given) for _ in range(5)]
+    for values in found:
+        for value, first, right in zip(values, found[0], expected, strict=True):
+            assert torch.equal(value, first)
+            torch.testing.assert_close(value, right)
+
+
+def test_this_model_goes_in_passes_of_one_sample(case):
+    model, batch = case
+    road = road_of(model, LOSS, None, Form.of(batch), batch_size=24, packed=False)
+    assert road.rows == 1
+    assert road.assumes == ""
+
+
+def test_a_graph_that_torch_cannot_run_by_itself_runs_in_python():
+    def whole_division(x):
+        return [torch.ops.aten.div.Tensor_mode(7, x, rounding_mode="floor")]
+
+    module = torch.fx.symbolic_trace(whole_division)
+    assert native(module) is module
+
+
+def test_own_threads_have_modes_of_their_own():
+    torch.set_num_threads(2)
+    seen = []
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        in_own_threads(
+            lambda _: seen.append(
+                (torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
+            ),
+            8,
+        )
+    assert seen == [(1, False, False)] * 8
+    assert torch.get_num_threads() == 2
+
+
+def test_own_threads_do_items_in_order_where_they_must():
+    torch.set_num_threads(4)
+    done = []
+    in_own_threads(done.append, 50, in_order=True)
+    assert done == list(range(50))
+
+
+def test_an_error_in_an_own_thread_is_raised():
+    def work(item):
+        raise ZeroDivisionError(str(item))
+
+    with pytest.raises(ZeroDivisionError):
+        in_own_threads(work, 3)

@@ -1,0 +1,242 @@
+"""Runs with secure sums, in one process: the same steps as on every engine."""
+
+import numpy as np
+import pytest
+from torch import nn
+
+from bqsgd._src.client.sum_setup import SumSetup
+from bqsgd._src.errors import Infeasible, InvalidParameter
+from bqsgd._src.ledger import Ledger
+from bqsgd._src.params import Mechanism
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.release import Release, Trust
+from bqsgd._src.run import Run
+from bqsgd._src.secure.messages import is_sum_message, message_kind
+from bqsgd._src.settings.client_plan import client_terms
+from bqsgd._src.settings.config import Config
+from bqsgd._src.tasks.task import Task
+
+CLIENTS = 5
+BASE = {
+    "clients": CLIENTS, "rounds": 6, "batch_size": 8, "rate": 0.25, "clip": "l2", "clip_norm": 1.0, "range": 0.3,
+    "levels": 20, "trials": 120, "epsilon": 50.0, "secure": True, "dropouts": 1, "key_rounds": 3, "seed": 3,
+    "evaluate_every": 3, "checkpoint_every": 1, "weights": "equal", "learning_rate": 0.5,
+}  # fmt: skip
+
+
+def small_task(clients=CLIENTS):
+    def share(client):
+        rng = np.random.default_rng(client)
+        inputs = rng.normal(size=(40, 3)).astype(np.float32)
+        return inputs, (inputs @ [1.0, -1.0, 0.5] > 0).astype(np.int64)
+
+    def model():
+        made = nn.Linear(3, 2)
+        nn.init.zeros_(made.weight)
+        nn.init.zeros_(made.bias)
+        return made
+
+    return Task(make_model=model, shares=[share(client) for client in range(clients)], test=share(99))
+
+
+def settings(**changes):
+    merged = {**BASE, **changes}
+    return Config.of(**{name: value for name, value in merged.items() if value is not None})
+
+
+def plain(**changes):
+    return settings(secure=None, dropouts=None, key_rounds=None, **changes)
+
+
+class Steps:
+    """Between run and engine: names the step of every exchange and lets `lose(step, round, client)` drop answers."""
+
+    def __init__(self, run, lose=lambda step, round, client: False):
+        self.real, self.lose, self.asked = run.engine.exchange, lose, []
+        run.engine.exchange = self
+
+    def __call__(self, messages, *, round):
+        step = step_of(next(iter(messages.values()))) if messages else None
+        self.asked.append((round, step, tuple(sorted(messages))))
+        for answer in self.real(messages, round=round):
+            if self.lose(step, round, answer.client):
+                answer = type(answer)(client=answer.client, reason="lost on the way")
+            yield answer
+
+
+def step_of(message):
+    return message_kind(message).name if is_sum_message(message) else "MODEL"
+
+
+def trained(config, folder=None, *, lose=None, rounds=None, task=None):
+    with Run.start(task or small_task(), config, folder=folder, force=True) as run:
+        steps = Steps(run, lose or (lambda step, round, client: False))
+        records = []
+        for record in run.rounds():
+            records.append(record)
+            if len(records) == rounds:
+                break
+    return run, records, steps
+
+
+def test_the_sum_is_that_of_the_plain_messages():
+    secure, records, _ = trained(settings(trials=0))
+    without, _, _ = trained(plain(trials=0))
+    np.testing.assert_allclose(secure.model, without.model, rtol=0, atol=1e-6)
+    assert all(record.stepped and record.used == CLIENTS for record in records)
+
+
+def test_steps_of_a_round_and_keys_for_several(tmp_path):
+    run, records, steps = trained(settings(), tmp_path)
+    batch = ["BATCH", "KEY_BUNDLE", "SHARE_BUNDLE"]
+    each = ["MODEL", "SURVIVORS", "CERTIFICATE"]
+    assert [step for _, step, _ in steps.asked] == 2 * (batch + 3 * each)
+    assert records[0].bytes_down > records[1].bytes_down > 0  # with the keys of a batch, and without
+    assert records[0].bytes_up > records[1].bytes_up > sum(entry.frame_bytes for entry in records[1].clients)
+    assert run.summary.bytes_up == sum(record.bytes_up for record in records)
+
+
+def test_the_ledger_counts_the_sum_and_the_guarantee_says_whom_it_holds_against(tmp_path):
+    run, _, _ = trained(settings(colluders=1, seed=None), tmp_path)
+    assert run.summary.guarantee.trust is Trust.SUMS_ONLY
+    assert run.summary.guarantee.colluders == 1
+    assert "server sees only sums over clients; at most 1 clients collude with it" in str(run.summary.guarantee)
+    with Ledger(tmp_path / "ledgers/client-0002.ledger") as ledger:
+        ((release, count),) = ledger.released.items()
+    assert (release.mechanism.levels, release.mechanism.trials, count) == (20, 120, 6)
+    assert release.terms.colluders == 1
+
+
+def test_the_ledger_has_the_round_before_the_masked_vector_leaves(tmp_path):
+    seen = []
+
+    def lose(step, round, client):
+        if step == "MODEL":
+            with Ledger(tmp_path / f"ledgers/client-{client:04}.ledger") as ledger:
+                seen.append((round, ledger.spent_rounds))
+        return False
+
+    trained(settings(seed=None), tmp_path, lose=lose)
+    assert len(seen) == 6 * CLIENTS
+    assert all(spent >= round + 1 for round, spent in seen)
+
+
+@pytest.mark.parametrize("step", ["BATCH", "KEY_BUNDLE", "SHARE_BUNDLE", "MODEL", "SURVIVORS", "CERTIFICATE"])
+def test_a_client_that_leaves_at_any_step_costs_no_round(step):
+    whole, _, _ = trained(settings(trials=0))
+    run, records, _ = trained(
+        settings(trials=0), lose=lambda at, round, client: (at, client) == (step, 3) and round in (0, 1)
+    )
+    assert all(record.stepped for record in records)
+    absent = [[entry.client for entry in record.trouble] for record in records]
+    in_sum = step in ("SURVIVORS", "CERTIFICATE")  # its masked vector is there: opened from the others' shares
+    keys = step in ("BATCH", "KEY_BUNDLE", "SHARE_BUNDLE")  # it comes back with the next batch
+    assert absent == [[] if in_sum else [3]] * 2 + [[3] if keys else []] + [[]] * 3
+    if in_sum:
+        np.testing.assert_array_equal(run.model, whole.model)
+
+
+@pytest.mark.parametrize("step", ["BATCH", "KEY_BUNDLE", "SHARE_BUNDLE", "MODEL"])
+def test_too_few_clients_lose_the_round_and_the_next_has_new_keys(step):
+    def lose(at, round, client):
+        return (at, round) == (step, 1 if step == "MODEL" else 0) and client < 2
+
+    _, records, steps = trained(settings(), lose=lose)
+    lost = 1 if step == "MODEL" else 0
+    assert [record.stepped for record in records] == [round != lost for round in range(6)]
+    assert "no sum: " in records[lost].clients[4].reason
+    assert records[lost].used == 0
+    assert (lost + 1, "BATCH", tuple(range(CLIENTS))) in steps.asked
+
+
+def test_no_sum_without_a_quorum_of_signatures():
+    def lose(at, round, client):
+        return (at, round) == ("SURVIVORS", 0) and client < 3
+
+    _, records, steps = trained(settings(), lose=lose)
+    assert [record.stepped for record in records] == [False] + [True] * 5
+    assert "2 survivors signed their list, 3 are needed" in records[0].clients[4].reason
+    assert not any(step == "CERTIFICATE" for round, step, _ in steps.asked if round == 0)
+
+
+def test_same_seed_same_model_and_noise_of_exactly_the_planned_size():
+    one, _, _ = trained(settings())
+    two, _, _ = trained(settings(workers=2))
+    np.testing.assert_array_equal(one.model, two.model)
+    dropped, _, _ = trained(settings(), lose=lambda at, round, client: at == "MODEL" and client == 0)
+    assert one.server.sums.noise.in_sum(5) == one.server.sums.noise.in_sum(4) == 120
+    assert np.abs(dropped.model - one.model).max() > 0
+
+
+def test_a_killed_run_goes_on_within_its_budget(tmp_path):
+    release = Release(
+        mechanism=Mechanism(levels=20, trials=120), terms=client_terms(settings(), dimension=8, dataset_size=40)
+    )
+    epsilon = Accountant().compose(release, 6).epsilon(1e-5)
+    config = settings(seed=None, epsilon=epsilon)
+    killed = Run.start(small_task(), config, folder=tmp_path, force=True)
+    assert next(record for record in killed.rounds() if record.round == 3).stepped
+    killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)  # before the checkpoint of round 3
+    with Run.resume(small_task(), folder=tmp_path) as run:
+        records = list(run.rounds())
+    assert [record.round for record in records] == [3, 4, 5]
+    assert [record.stepped for record in records] == [True, True, False]  # round 3 was counted twice
+    assert "the privacy budget is spent" in records[-1].clients[0].reason
+    assert run.summary.guarantee.epsilon <= epsilon
+
+
+def test_a_client_that_forgot_its_keys_is_back_with_the_next_batch():
+    with Run.start(small_task(), settings(), force=True) as run:
+        rounds = run.rounds()
+        next(rounds)
+        fresh = SumSetup.of(run.config, run=run.config.run.name, dimension=8)
+        run.engine.clients[2].sums = fresh.client(2, folder=None, seed=3)
+        records = [next(rounds), next(rounds), next(rounds)]
+    assert [[entry.client for entry in record.trouble] for record in records] == [[2], [2], []]
+    assert "no keys for the sum of round 1" in records[0].clients[2].reason
+
+
+def test_a_client_sends_nothing_where_less_noise_was_agreed_on_than_its_ledger_counts():
+    with Run.start(small_task(), settings(), force=True) as run:
+        fewer = SumSetup.of(settings(trials=12), run=run.config.run.name, dimension=8)
+        other = SumSetup.of(settings(colluders=1), run=run.config.run.name, dimension=8)
+        client = run.engine.clients[2]
+        for setup in (fewer, other):
+            client.sums = setup.client(2, folder=None, seed=3)
+            client.sums.ready = lambda round: True
+            with pytest.raises(InvalidParameter, match="agreed on"):
+                client.update(np.zeros(8, np.float32), 0)
+        assert not client.spending.sent
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"aggregation": "median"}, "compares single messages"),
+        ({"coding": "entropy"}, "equally likely"),
+        ({"weights": "size"}, "adds all clients alike"),
+        ({"bits": 4}, "coarsening.*bqsgd plan --secure --bits 4"),
+        ({"levels": None, "trials": None, "budgets": ({"client": 1, "epsilon": 1.0},)}, "share the noise"),
+        ({"secure": None}, "is a setting of secure sums"),
+        ({"dropouts": 3}, "at most 2 dropouts are possible"),
+        ({"clients": 2, "dropouts": 0, "colluders": 1}, "colluders are possible"),
+    ],
+)
+def test_settings_that_no_sum_can_have(changes, reason):
+    with pytest.raises((InvalidParameter, Infeasible), match=reason):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rate": None, "levels": None, "trials": None}, "their sampling rate must be known to all"),
+        ({"rate": None, "sampling": "fixed", "levels": None, "trials": None}, "one plan"),
+        ({"roster": "/nowhere/roster.toml"}, "no such file"),
+        ({"identity": "/nowhere/one.key"}, "without the roster"),
+    ],
+)
+def test_runs_that_are_refused_before_anything_is_spent(changes, reason, tmp_path):
+    with pytest.raises(InvalidParameter, match=reason):
+        Run.start(small_task(), settings(**changes), folder=tmp_path)
+    assert not (tmp_path / "ledgers").exists()
