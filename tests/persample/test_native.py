@@ -1,5 +1,7 @@
 """Passes without Python: the operations of the graph, with the same bits every time, in any number of threads."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,16 @@ def test_an_error_in_an_own_thread_is_raised():
 
     with pytest.raises(ZeroDivisionError):
         in_own_threads(work, 3)
+
+
+def test_work_in_our_threads_may_ask_for_our_threads_again():
+    """A helper that waited for the pool it runs in would wait for ever."""
+    torch.set_num_threads(2)
+    inner: list[tuple[str, int]] = []
+
+    def outer(item: int) -> None:
+        in_own_threads(lambda part: inner.append((threading.current_thread().name, item * 3 + part)), 3)
+
+    in_own_threads(outer, 4)
+    assert sorted(item for _, item in inner) == list(range(12))
+    assert all(name.startswith("bqsgd-") for name, _ in inner)

@@ -154,19 +154,19 @@ class RowsRoad:
         try:
             with programs.plain_operations(whole):
                 self._pass = native(make_fx(over, tracing_mode="fake", _allow_non_fake_inputs=True)(*shared, *leaves))
-            return rows_are_apart(self._in_own_thread, shared, leaves, any_row=self._packed and not program.draws)
+            return rows_are_apart(self._values, shared, leaves, any_row=self._packed and not program.draws)
         except Exception:
             return False
 
-    def _values(self, shared: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    def _values(self, *tensors: Tensor) -> list[Tensor]:
         """The outputs of a pass. Call it in threads of ours: modes of the caller's thread would change the kernels."""
         with torch.no_grad():
-            return list(self._pass(*shared, *leaves))
+            return list(self._pass(*tensors))
 
     def _in_own_thread(self, *tensors: Tensor) -> list[Tensor]:
         """A pass as it will run: kernels may split their work otherwise with the number of threads of the caller."""
         outputs: list[Tensor] = []
-        in_own_threads(lambda _: outputs.extend(self._values(tensors, ())), 1)
+        in_own_threads(lambda _: outputs.extend(self._values(*tensors)), 1)
         return outputs
 
     def passes(
@@ -198,7 +198,7 @@ class RowsRoad:
 
         def run(place: int) -> None:
             with suppress(Exception):
-                results[place] = self._values(shared, self._laid_out(leaves, chunks[place]))
+                results[place] = self._values(*shared, *self._laid_out(leaves, chunks[place]))
 
         in_own_threads(run, len(chunks), in_order=self.draws)
         return results

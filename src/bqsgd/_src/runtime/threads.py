@@ -34,7 +34,7 @@ def in_threads(work: Callable[[int, int], None], items: int, *, each: int = FEW)
 
     each: how many numbers an item is made of, where little is done to each: a few are not worth a second thread.
     """
-    threads = min(torch.get_num_threads(), items) if items * each >= FEW else 1
+    threads = min(torch.get_num_threads(), items) if items * each >= FEW else 1  # 1 in a helper, which never waits
     if threads <= 1:
         work(0, items)
         return
@@ -52,6 +52,11 @@ def in_own_threads(work: Callable[[int], object], items: int, *, in_order: bool 
 
     in_order: one item after another, for work that draws from a common generator.
     """
+    if getattr(_kept, "is_helper", False):
+        # A helper that waited for the pool would wait for itself: it already is such a thread, so it does the work.
+        for item in range(items):
+            work(item)
+        return
     _share(work, items, helpers=1 if in_order else min(torch.get_num_threads(), items), join_in=False)
 
 
@@ -87,6 +92,7 @@ def _helpers(process: int, threads: int) -> ThreadPoolExecutor:
     def begin() -> None:
         torch.get_num_threads()  # torch sets up a thread when it is first used there, and would set the number again
         torch.set_num_threads(1)
+        _kept.is_helper = True
         together.wait()  # so that each of them gets one of these calls
 
     for started in [pool.submit(begin) for _ in range(threads)]:
