@@ -60,7 +60,7 @@ def test_every_purpose_of_a_key_is_on_the_page():
 
 def test_the_thresholds_of_the_page():
     for row in table(
-        PAGE, "| n | f | t | neighbours | shares that open a secret | signatures | of which each client verifies |"
+        PAGE, "| n | f | t | neighbours | shares that open a secret | signatures | verified by each client |"
     ):
         n, f, t, near, share, quorum, checked = (int(re.sub(r"\D", "", cell)) for cell in row)
         rule = thresholds(clients=n, dropouts=f, colluders=t)
