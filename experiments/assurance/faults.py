@@ -152,7 +152,7 @@ def section(results: dict[str, Any]) -> str:
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         lines += [
             "",
-            f"## {engine}",
+            f"### {engine}",
             "",
             "| fault | times | what happens | line in the log | client: sent, counted | run: sent, counted | others |",
             "|---|---|---|---|---|---|---|",
