@@ -158,7 +158,7 @@ def test_a_node_names_both_limits_as_given():
 
 def test_the_page_of_the_paper_settings_bounds_from_the_right_side():
     results = json.loads((ROOT / "experiments" / "results" / "privacy_table.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| (?:Fashion-)?MNIST, .*\| ([0-9.]+) \(delta [0-9.]+\) \|.*\| ≥ ([0-9.]+) \|$", text, re.M)
     assert len(table) == len(results["rows"])
     for row, (total, lower) in zip(results["rows"], table, strict=True):
@@ -185,7 +185,7 @@ def test_the_page_of_planted_faults_bounds_from_the_right_side():
 def test_the_pages_of_trained_rows_round_up():
     for name in ("table2", "table3"):
         fields = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-        text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
         for row in fields["rows"]:
             found = re.search(
                 rf"\| {row['levels']}, {row['trials']} \|[^\n]*\| {row['published_epsilon']}; ([0-9.]+) \(δ", text

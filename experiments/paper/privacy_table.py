@@ -87,7 +87,7 @@ def compute() -> dict[str, Any]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The last section of docs/results.md, every figure from the results."""
+    """The last section of docs/paper.md, every figure from the results."""
     first = results["rows"][0]["clips"]["per-sample clamp"]
     total, one = first["exact"], first["one_message"]
     runs = first["all_rounds"]["samples"]
