@@ -144,7 +144,7 @@ def test_what_exact_binomial_noise_owes():
         assert law.first == 0
         assert law.pmf.tolist() == [math.comb(m, k) / 2**m for k in range(m + 1)]
     rounds, dimension, epsilon, shown = re.search(
-        r"For T = ([\d,]+), d = ([\d,]+) and epsilon = (\d+) that is ([\d.e-]+);", PAGE
+        r"For T = ([\d,]+), d = ([\d,]+) and epsilon = (\d+) that is ([\d.e-]+);", " ".join(PAGE.split())
     ).groups()
     owed = (1 + math.exp(int(epsilon))) * int(rounds.replace(",", "")) * int(dimension.replace(",", "")) * 2.0**-63
     assert owed <= float(shown) < 1.01 * owed
