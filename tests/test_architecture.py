@@ -59,9 +59,8 @@ def resolve(dotted: str) -> object:
 def is_defined(reference: str) -> bool:
     path, _, name = reference.partition("::")
     file = ROOT / path
-    return (
-        file.is_file() and re.search(rf"^\s*(async )?def {name}\(", file.read_text(encoding="utf-8"), re.M) is not None
-    )
+    defined = rf"^\s*(async def|def|class) {name}\b"
+    return file.is_file() and re.search(defined, file.read_text(encoding="utf-8"), re.M) is not None
 
 
 def test_every_statement_of_the_paper_has_a_row():

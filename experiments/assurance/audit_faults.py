@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from experiments.assurance.sum_runs import VICTIM, Observe, Sum, SumRuns
 
-from bqsgd._src.audit import AuditResult, EncoderRuns, Inputs, Source, audit, canary_runs
-from bqsgd._src.audit.client import Data, MakeClient, linear_client
-from bqsgd._src.audit.encoder import CANARY_SIZE
-from bqsgd._src.audit.sums import VICTIM, Observe, Sum, SumRuns
+from bqsgd._src.audit.bound import AuditResult, Source, audit
+from bqsgd._src.audit.client import Data, MakeClient, canary_runs, linear_client
+from bqsgd._src.audit.encoder import CANARY_SIZE, EncoderRuns, Inputs
 from bqsgd._src.client.client import Client
 from bqsgd._src.noise import privacy_rng, seeded_rng
 from bqsgd._src.params import Mechanism

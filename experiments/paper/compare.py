@@ -12,10 +12,10 @@ from typing import Any
 from experiments.lab import Options
 from experiments.paper.baseline_figure import draw_baselines
 from experiments.paper.baselines import noise_for, run_float32
+from experiments.paper.published import MNIST
 from experiments.paper.runs import results
 from experiments.paper.tables import DATASETS, DELTA, QUICK_ROUNDS, exact, guarantee_fields, job, summary
 
-from bqsgd._src.paper.published import MNIST
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Release, Terms

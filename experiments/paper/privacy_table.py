@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.paper.published import ROWS, PublishedRow
 from experiments.paper.tables import guarantee_fields
 
-from bqsgd._src.audit import EncoderRuns, audit
+from bqsgd._src.audit.bound import audit
+from bqsgd._src.audit.encoder import EncoderRuns
 from bqsgd._src.noise import privacy_rng
 from bqsgd._src.paper.nominal import NominalPrivacy
-from bqsgd._src.paper.published import ROWS, PublishedRow
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import method_name, rounded_down, rounded_up

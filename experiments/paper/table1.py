@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from experiments.lab import Options, provenance
+from experiments.paper.published import FASHION_MNIST, MNIST, PublishedSetting
 from experiments.paper.runs import simulation, task
 from experiments.paper.tables import DATASETS, job
 
 from bqsgd._src.models import load_vector
-from bqsgd._src.paper.published import FASHION_MNIST, MNIST, PublishedSetting
 from bqsgd._src.params import Mechanism
 from bqsgd._src.run import run_round
 

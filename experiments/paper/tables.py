@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from experiments.lab import Options
+from experiments.paper.published import MNIST, ROWS, PublishedRow, PublishedSetting
 from experiments.paper.runs import Job, results
 
 from bqsgd._src.paper.nominal import NominalPrivacy
-from bqsgd._src.paper.published import MNIST, ROWS, PublishedRow, PublishedSetting
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee

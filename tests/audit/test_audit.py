@@ -13,8 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bqsgd._src.audit import AuditResult, EncoderRuns, Inputs, audit, canary_inputs, worst_case_inputs
-from bqsgd._src.audit.encoder import Encode, code_laws, loss_tables, uniforms
+from bqsgd._src.audit.bound import AuditResult, audit
+from bqsgd._src.audit.encoder import (
+    CANARY_SIZE,
+    Encode,
+    EncoderRuns,
+    Inputs,
+    code_laws,
+    loss_tables,
+    uniforms,
+    worst_case_inputs,
+)
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.mechanism.encoder import encode as encode_values
 from bqsgd._src.noise import NoiseSource, privacy_rng, seeded_rng
@@ -54,6 +63,13 @@ def audit_encoder(
 ) -> AuditResult:
     source = EncoderRuns(release, rng=seeded_rng(seed=seed), rounds=rounds, inputs=inputs, encode=encode)
     return audit(source, claim=release, samples=samples, delta=delta, confidence=CONFIDENCE)
+
+
+def canary_inputs(mean: Callable[[Values], Values], *, background: Values | None = None) -> Inputs:
+    """The encoder's inputs that a client's code `mean` makes of the background without and with a canary record."""
+    records = np.empty((0, DIMENSION)) if background is None else background
+    canary = np.full((1, DIMENSION), CANARY_SIZE)
+    return Inputs(without=mean(records), with_record=mean(np.concatenate([records, canary])))
 
 
 # Clients: from per-sample gradients (records, dimension) to the encoder's input, clip 1.
@@ -128,14 +144,14 @@ FULL_BATCH = np.full((BATCH, DIMENSION), -1.0)
 def test_planted_client_faults_are_caught(
     client: Callable[[Values], Values], caught: bool, background: Values | None
 ) -> None:
-    pair = canary_inputs(client, dimension=DIMENSION, background=background)
+    pair = canary_inputs(client, background=background)
     result = audit_encoder(RELEASE, samples=4_000, seed=4, inputs=pair)
     assert result.violated == caught
 
 
 def test_faults_are_caught_through_sampling_and_rounds() -> None:
     release = release_of(rate=0.25)
-    pair = canary_inputs(batch_mean_clip, dimension=DIMENSION)
+    pair = canary_inputs(batch_mean_clip)
     result = audit_encoder(release, rounds=4, samples=2_000, seed=5, inputs=pair)
     assert result.violated
 

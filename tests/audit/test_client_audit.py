@@ -7,8 +7,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bqsgd._src.audit import ClientRuns, EncoderRuns, Neighbours, audit, canary_runs  # noqa: E402
-from bqsgd._src.audit.client import canary_neighbours, full_batch_inputs, linear_client  # noqa: E402
+from bqsgd._src.audit.bound import audit  # noqa: E402
+from bqsgd._src.audit.client import (  # noqa: E402  # noqa: E402
+    ClientRuns,
+    Neighbours,
+    canary_neighbours,
+    canary_runs,
+    full_batch_inputs,
+    linear_client,
+)
+from bqsgd._src.audit.encoder import EncoderRuns  # noqa: E402
 from bqsgd._src.client.client import Client  # noqa: E402
 from bqsgd._src.errors import InvalidParameter  # noqa: E402
 from bqsgd._src.ledger import Ledger  # noqa: E402

@@ -21,8 +21,13 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.assurance import audit_faults as planted  # noqa: E402
 
-from bqsgd._src.audit import Neighbours  # noqa: E402
-from bqsgd._src.audit.client import FINEST_LEVELS, MakeClient, full_batch_inputs, linear_client  # noqa: E402
+from bqsgd._src.audit.client import (  # noqa: E402
+    FINEST_LEVELS,
+    MakeClient,
+    Neighbours,
+    full_batch_inputs,
+    linear_client,
+)
 from bqsgd._src.privacy.accountant import Accountant  # noqa: E402
 from bqsgd._src.settings.config import Config  # noqa: E402
 

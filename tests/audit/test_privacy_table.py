@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from experiments.paper.published import ROWS
 
-from bqsgd._src.paper.published import ROWS
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import MEANINGLESS_EPSILON, method_name
 

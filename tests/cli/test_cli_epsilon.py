@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bqsgd._src.audit import EncoderRuns, audit
+from bqsgd._src.audit.bound import audit
+from bqsgd._src.audit.encoder import EncoderRuns
 from bqsgd._src.cli.audit import audit_lines
 from bqsgd._src.cli.output import shown
 from bqsgd._src.ledger import Ledger

@@ -4,8 +4,8 @@ import csv
 import json
 
 import pytest
+from experiments.paper.published import ROWS
 
-from bqsgd._src.paper.published import ROWS
 from bqsgd._src.paper.tradeoffs import Point
 
 CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from bqsgd._src.paper.published import ROWS
+from experiments.paper.published import ROWS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

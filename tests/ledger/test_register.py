@@ -194,7 +194,7 @@ def test_the_command_shows_a_register(path):
     run = CliRunner().invoke
     shown = run(app, ["ledger", "show", str(path)])
     assert shown.exit_code == 0, shown.output
-    assert "200, of which 2 have spent" in shown.output
+    assert "200; 2 of them have spent" in shown.output
     assert shown.output.index("client 3") < shown.output.index("client 9")
     one = run(app, ["ledger", "show", str(path), "--client", "9"])
     assert "1 rounds" in one.output

@@ -4,23 +4,20 @@ import math
 
 import numpy as np
 import pytest
+from experiments.paper.published import FASHION_MNIST, MNIST, ROWS
+from experiments.paper.statements import fewest_bits, fewest_bits_as_printed, peak_probability_normal
 
 from bqsgd._src.mechanism.properties import noise_variance, worst_case_variance
 from bqsgd._src.paper.nominal import (
     NominalSetting,
-    PeakForm,
     closed_form,
-    fewest_bits,
-    fewest_bits_as_printed,
     nearest_mechanism,
     nominal_epsilon,
-    peak_probability_normal,
     strong_composition,
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
-from bqsgd._src.paper.published import FASHION_MNIST, MNIST, ROWS
-from bqsgd._src.paper.tradeoffs import Share, convergence_bound
+from bqsgd._src.paper.tradeoffs import convergence_bound
 from bqsgd._src.params import Mechanism
 
 
@@ -108,7 +105,7 @@ def test_e11_amplification_is_used_far_outside_its_range():
 
 
 def test_e12_lemma_1_gives_a_figure_without_any_noise():
-    assert nominal_epsilon(Mechanism(levels=1, trials=0), MNIST.nominal, form=PeakForm.EXACT) == pytest.approx(
+    assert nominal_epsilon(Mechanism(levels=1, trials=0), MNIST.nominal, exact_peak=True) == pytest.approx(
         34.1, abs=0.05
     )
 
@@ -162,7 +159,7 @@ def test_e19_the_factor_n_hides_the_gain_from_more_clients():
         "initial_gap": 1.0,
         "gradient_variance": 1.0,
     }
-    shares = [Share(weight=1 / 8, mechanism=Mechanism(levels=1, trials=10))] * 8
+    shares = [(1 / 8, Mechanism(levels=1, trials=10))] * 8
     eight = convergence_bound(shares, **problem).quantisation_error
-    variance = 100 * sum(share.weight**2 * noise_variance(share.mechanism) for share in shares)
+    variance = 100 * sum(weight**2 * noise_variance(mechanism) for weight, mechanism in shares)
     assert eight == pytest.approx(8 * variance)

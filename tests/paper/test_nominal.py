@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from experiments.paper.statements import fewest_bits, fewest_bits_as_printed, peak_probability_normal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,12 +11,8 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.paper.nominal import (
     NominalPrivacy,
     NominalSetting,
-    PeakForm,
-    fewest_bits,
-    fewest_bits_as_printed,
     nominal_epsilon,
     peak_probability,
-    peak_probability_normal,
     privacy_level,
     strong_composition,
     theorem_1_epsilon,
@@ -41,7 +38,7 @@ def test_remark_1_never_lies_below_lemma_1(trials):
     """So a plan that keeps Eq. 18 keeps Lemma 1 with the exact P_max too, for every m and not only m > 10."""
     assert peak_probability_normal(trials) > peak_probability(trials)
     mechanism = Mechanism(levels=3, trials=trials)
-    assert nominal_epsilon(mechanism, MNIST) > nominal_epsilon(mechanism, MNIST, form=PeakForm.EXACT)
+    assert nominal_epsilon(mechanism, MNIST) > nominal_epsilon(mechanism, MNIST, exact_peak=True)
 
 
 def test_remark_1_is_close_for_more_than_ten_trials():
@@ -61,13 +58,13 @@ def test_nominal_epsilon_of_one_round_by_hand():
     assert nominal_epsilon(Mechanism(levels=2, trials=251), MNIST) == pytest.approx(3.447163, abs=1e-6)
     # 8 * 3000 * 2 * 32 * C(251, 125) / 2^251 / (15000^2 * 1e-4)
     exact = 8 * 3000 * 2 * 32 * (math.comb(251, 125) / 2**251) / (15000**2 * 1e-4)
-    assert nominal_epsilon(Mechanism(levels=2, trials=251), MNIST, form=PeakForm.EXACT) == pytest.approx(exact)
+    assert nominal_epsilon(Mechanism(levels=2, trials=251), MNIST, exact_peak=True) == pytest.approx(exact)
 
 
 def test_no_noise_has_no_remark_1_figure_but_lemma_1_prints_one():
     with pytest.raises(InvalidParameter, match="trials must be at least 1"):
         nominal_epsilon(Mechanism(levels=1, trials=0), MNIST)
-    assert nominal_epsilon(Mechanism(levels=1, trials=0), MNIST, form=PeakForm.EXACT) == pytest.approx(34.13, abs=0.01)
+    assert nominal_epsilon(Mechanism(levels=1, trials=0), MNIST, exact_peak=True) == pytest.approx(34.13, abs=0.01)
 
 
 def test_privacy_level_is_the_ratio_of_levels_to_the_root_of_trials():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from experiments.paper.figures import FIGURE_1, draw_figure_1, draw_figure_2, indistinguishable_mass, outcome_law
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.mechanism.encoder import encode
 from bqsgd._src.noise import seeded_rng
-from bqsgd._src.paper.figures import FIGURE_1, draw_figure_1, draw_figure_2, indistinguishable_mass, outcome_law
 from bqsgd._src.params import Mechanism
 
 

@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from experiments.paper.statements import fewest_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.paper.nominal import (
     NominalSetting,
     closed_form,
-    fewest_bits,
     least_epsilon,
     make_nominal_plan,
     nearest_mechanism,

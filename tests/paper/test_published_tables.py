@@ -1,9 +1,9 @@
 """All ten rows of Tables 2 and 3 through the planner (rounding nearest) and the accountant of the paper."""
 
 import pytest
+from experiments.paper.published import FASHION_MNIST, MNIST, ROWS
 
 from bqsgd._src.paper.nominal import NominalPrivacy, nearest_mechanism, nominal_epsilon
-from bqsgd._src.paper.published import FASHION_MNIST, MNIST, ROWS
 from bqsgd._src.params import Mechanism
 
 MISPRINTED = {(8, 8.72), (10, 3.44), (12, 3.44)}

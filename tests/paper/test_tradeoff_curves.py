@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
+from experiments.paper.published import MNIST
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.paper.published import MNIST
 from bqsgd._src.paper.tradeoffs import Problem, curves_over_bits, curves_over_epsilon, variance_on_constraint
 
 PROBLEM = Problem(

@@ -1,7 +1,7 @@
 """The encoder as a source of observations: values in, codes out, and a score for each message.
 
-The inputs are the accountant's worst case, or what a client's own code makes of a canary. The score is the
-log-likelihood ratio of "record present" against "record absent", computed from the encoder's exact law.
+The inputs are the accountant's worst case by default. The score is the log-likelihood ratio of "record present" against
+"record absent", computed from the encoder's exact law.
 """
 
 from __future__ import annotations
@@ -59,23 +59,6 @@ def worst_case_inputs(release: Release) -> Inputs:
     with_record = without.copy()
     with_record[:moved] += linf
     return Inputs(without=without, with_record=with_record)
-
-
-def canary_inputs(
-    mean: Callable[[_Values], npt.ArrayLike], *, dimension: int, background: _Values | None = None
-) -> Inputs:
-    """The encoder's inputs that a client's own code makes without and with a canary record.
-
-    mean: the client's code between the per-sample gradients (records, dimension) and the encoder: clip, sum, division.
-    The canary's gradient is CANARY_SIZE in every coordinate; `background` holds the gradients of the records in both
-    worlds (none by default).
-    """
-    records = np.empty((0, dimension)) if background is None else np.asarray(background, dtype=np.float64)
-    canary = np.full((1, dimension), CANARY_SIZE)
-    return Inputs(
-        without=np.asarray(mean(records), dtype=np.float64),
-        with_record=np.asarray(mean(np.concatenate([records, canary])), dtype=np.float64),
-    )
 
 
 _LOSS_LIMIT = 60.0

@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import click
 import typer
 
-LevelsOption = Annotated[int, typer.Option(help="Quantisation levels of the mechanism, s.")]
-TrialsOption = Annotated[int, typer.Option(help="Binomial trials of the mechanism, m.")]
-DimensionOption = Annotated[int, typer.Option(help="Coordinates of one message: the model's parameters.", min=1)]
+
+def panel_option(panel: str, help: str, *names: str, choices: Sequence[str] = ()) -> Any:
+    """An option shown in the panel `panel` of the help page.
+
+    It sets no limits on numbers: the functions behind the commands check them, also for callers in Python.
+    """
+    return typer.Option(*names, help=help, rich_help_panel=panel, click_type=click.Choice(choices) if choices else None)
+
+
+MECHANISM, CLIENT, ONE_SAMPLE = "Mechanism", "Client", "What one sample can change"
+
+LevelsOption = Annotated[int, panel_option(MECHANISM, "Quantisation levels, s.")]
+TrialsOption = Annotated[int, panel_option(MECHANISM, "Binomial trials of the noise, m.")]
+DimensionOption = Annotated[int, panel_option(CLIENT, "Coordinates of one message: the model's parameters.")]
 NominalDimensionOption = Annotated[
-    int, typer.Option(help="Dimension put into the paper's Lemma 1; its tables use 3000 for LeNet-5 (d_P).", min=1)
+    int, panel_option(CLIENT, "Dimension in the paper's Lemma 1, d_P. Its tables use 3000 for LeNet-5.")
 ]
-BatchSizeOption = Annotated[int, typer.Option(help="Public batch size by which a client divides, L.", min=1)]
-DatasetSizeOption = Annotated[int, typer.Option(help="Samples held by one client.", min=1)]
+BatchSizeOption = Annotated[int, panel_option(CLIENT, "Public batch size: a client divides its sum by it, L.")]
+DatasetSizeOption = Annotated[int, panel_option(CLIENT, "Number of samples that one client holds.")]
 SamplingOption = Annotated[
     str,
-    typer.Option(
-        click_type=click.Choice(["poisson", "fixed", "none"]),
-        help="How a batch is drawn: poisson (add/remove one), fixed size (replace one), none (all data).",
+    panel_option(
+        CLIENT,
+        "How a client draws a batch: each sample by chance (poisson), a fixed number of samples (fixed), or all its "
+        "samples (none).",
+        choices=("poisson", "fixed", "none"),
     ),
 ]
 RelationOption = Annotated[
     str | None,
-    typer.Option(
-        click_type=click.Choice(["add-remove", "replace"]),
-        help="Which data sets are neighbours. --sampling decides it, except for --sampling none, where you can choose.",
+    panel_option(
+        ONE_SAMPLE,
+        "Which data sets are neighbours. Only --sampling none leaves a choice: poisson means add-remove, fixed means "
+        "replace.",
+        choices=("add-remove", "replace"),
     ),
 ]
 LinfOption = Annotated[
     float | None,
-    typer.Option(
-        help="The most that one sample moves a coordinate, as a fraction of the encoder's range. "
-        "Default: per-sample clip at the range, 1/batch size (2/batch size for fixed-size batches)."
+    panel_option(
+        ONE_SAMPLE,
+        "Most that one sample can move a coordinate, as a fraction of the encoder's range. Default: 1/batch size, as "
+        "with per-sample clipping at the range; 2/batch size with --sampling fixed.",
     ),
 ]
 L2Option = Annotated[
     float | None,
-    typer.Option(
-        "--l2",
-        help="The most that one sample moves the vector in Euclidean norm, as a fraction of the encoder's range.",
+    panel_option(
+        ONE_SAMPLE,
+        "Most that one sample can move the whole vector in Euclidean norm, as a fraction of the encoder's range. "
+        "Default: no such bound.",
     ),
 ]

@@ -22,10 +22,13 @@ _SAMPLES = 1437
 
 
 @flower.command()
-def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; new or empty.")]) -> None:
-    """Write a small Flower app to edit: your model, your data.
+def init(folder: Annotated[Path, typer.Argument()]) -> None:
+    """Write a small Flower app for you to edit: put in your model and your data.
 
-    Example: bqsgd flower init my-app
+    FOLDER must be new or empty.
+
+    Example:
+      bqsgd flower init my-app
     """
     from bqsgd._src.flower.federation import write_app
 
@@ -37,50 +40,59 @@ def init(folder: Annotated[Path, typer.Argument(help="Where to write the app; ne
 @flower.command()
 def demo(
     tls: Annotated[
-        bool, typer.Option("--tls", help="Real processes with TLS and node keys instead of a simulation.")
+        bool, typer.Option("--tls", help="Start real processes with TLS and node keys instead of a simulation.")
     ] = False,
     secure: Annotated[
-        bool, typer.Option("--secure", help="Secure sums: the server sees only sums, and the clients share one noise.")
+        bool,
+        typer.Option("--secure", help="Use secure sums: the server sees only sums, and the clients share one noise."),
     ] = False,
     clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
-    rounds: Annotated[int | None, typer.Option(help="Rounds. Default: 30, with --tls 4.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train. Default: 30; with --tls 4.")] = None,
     epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0,
-    seed: Annotated[int | None, typer.Option(help="Reproducible noise: voids the privacy claim.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for reproducible noise. It voids the privacy claim.")] = None,
     out: Annotated[
-        Path | None,
-        out_option("Keep everything here. Default: a folder deleted at the end."),
+        Path | None, out_option("Keep everything in this folder. Default: a folder that is deleted at the end.")
     ] = None,
-    limit_seconds: Annotated[float, typer.Option(help="Give up after this long.")] = 900.0,
+    limit_seconds: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 900.0,
     json: Json = False,
 ) -> None:
     """Train on a Flower federation on this machine, then stop all its processes.
 
-    Without --tls: Flower's simulation. With --tls: a SuperLink that accepts
-    TLS and registered node keys only, and one SuperNode process per client,
-    each with its own key and its own ledger.
+    The default is Flower's simulation. With --tls it is a SuperLink that
+    accepts only TLS and registered node keys, and one SuperNode process per
+    client, each with its own key and its own ledger.
 
-    Example: bqsgd flower demo --tls --secure
+    Example:
+      bqsgd flower demo --tls --secure
     """
     if not 1 <= clients <= _SAMPLES // 16:
-        raise InvalidParameter(f"clients must lie in 1..{_SAMPLES // 16} (16 samples each), got {clients}")
+        raise InvalidParameter(
+            f"clients must be from 1 to {_SAMPLES // 16}, so that each has 16 samples, got {clients}"
+        )
     settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed, secure=secure)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidParameter(f"{out} is not empty; name another folder")
     fields = run_demo(None if out is None else out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
     if out is None:
-        del fields["report"]  # it was in the folder that is gone
+        del fields["report"]  # it was in the deleted folder
     answer("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields), fields, json=json)
 
 
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def run(
     context: typer.Context,
-    app: Annotated[Path, typer.Argument(help="Folder of the app.")],
-    run_config: Annotated[str, typer.Option(help="Settings that differ from the app's: 'rounds=20 epsilon=2.0'.")] = "",
+    app: Annotated[Path, typer.Argument()],
+    run_config: Annotated[
+        str, typer.Option(help="Settings that override the app's, such as 'rounds=20 epsilon=2.0'.")
+    ] = "",
 ) -> None:
-    """`flwr run` with the settings checked first: a wrong key or value is named, with the valid ones.
+    """Check the settings of a Flower app, then run it with `flwr run`.
 
-    Example: bqsgd flower run my-app my-superlink --stream --run-config 'schedule="cosine"'
+    APP is the app's folder. A wrong setting is named, with the valid ones.
+    Other arguments and options are passed on to `flwr run`.
+
+    Example:
+      bqsgd flower run my-app my-superlink --stream --run-config 'rounds=20'
     """
     import os
 
@@ -89,16 +101,21 @@ def run(
 
     check_overrides(*read_overrides(app, run_config))
     overrides = ["--run-config", run_config] if run_config else []
-    beside = Path(sys.executable).with_name("flwr")
-    program = str(beside) if beside.exists() else "flwr"
+    # The flwr of this environment, even if the environment is not activated and PATH has another one.
+    installed = Path(sys.executable).with_name("flwr")
+    program = str(installed) if installed.exists() else "flwr"
     os.execvp(program, [program, "run", str(app), *context.args, *overrides])
 
 
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def superlink(context: typer.Context) -> None:
-    """Run Flower's SuperLink with failed TLS handshakes in its log; takes the options of flower-superlink.
+    r"""Run Flower's SuperLink so that it also logs failed TLS handshakes.
 
-    Example: bqsgd flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
+    It takes the options of flower-superlink.
+
+    Example:
+      bqsgd flower superlink --ssl-ca-certfile ca.crt \
+        --ssl-certfile server.pem --ssl-keyfile server.key
     """
     from bqsgd._src.flower.federation import superlink as serve
 
@@ -108,7 +125,7 @@ def superlink(context: typer.Context) -> None:
 def demo_settings(
     *, clients: int, rounds: int | None, tls: bool, epsilon: float, seed: int | None, secure: bool = False
 ) -> dict[str, Any]:
-    """Settings of the app for a demo that is short: with --tls few rounds and large steps."""
+    """The app's settings for a short demo. With --tls there are few rounds, so the steps are large."""
     from bqsgd._src.tasks.resolve import resolve
 
     chosen = {"clients": clients, "epsilon": epsilon, "secure": secure, "rounds": rounds or (4 if tls else 30)}
@@ -120,13 +137,13 @@ def demo_settings(
         "batch_size": config.privacy.batch_size,
         "range": config.clip.range,
     }
-    if secure:  # all clients of a secure sum need one plan, and so one rate
+    if secure:  # clients of a secure sum need one plan, so they need one rate whatever their sizes
         settings["rate"] = config.privacy.rate
     return settings if seed is None else settings | {"seed": seed}
 
 
 def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_seconds: float) -> dict[str, Any]:
-    """The whole demo in the folder `place`, by default one that is deleted at the end; no process is left then."""
+    """Run the whole demo in the folder `place`, or in one that is deleted at the end. No process outlives this call."""
     import secrets
     import tempfile
     import time
@@ -160,15 +177,14 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
             for client, (name, key) in enumerate(zip(names, federation.register(names), strict=True)):
                 federation.start_node(name, client=client, key=key, epsilon=settings["epsilon"], roster=roster)
             say(f"{clients} node keys registered, {clients} SuperNodes started")
-        asked = settings | {"folder": str(folder / "server")}
+        app_settings = settings | {"folder": str(folder / "server")}
         say(f"flwr run: {clients} clients, {settings['rounds']} rounds")
 
         def heard(line: str) -> None:
-            progress = _ROUND_LINE.search(line)
-            if progress is not None:
+            if progress := _ROUND_LINE.search(line):
                 say(progress.group())
 
-        command = federation.command(folder / "app", settings=asked, clients=clients)
+        command = federation.command(folder / "app", settings=app_settings, clients=clients)
         processes.run("run", *command, seconds=limit_seconds, heard=heard)
         say("done; stopping all processes")
         if not (folder / "server" / "summary.json").exists():
@@ -204,7 +220,7 @@ def _ledgers(folder: Path) -> int:
 
 
 def _lines(fields: dict[str, Any]) -> dict[str, str]:
-    """What came of the demo, in words."""
+    """The demo's result in words."""
     from bqsgd._src.answers import guarantee_lines
     from bqsgd._src.privacy.guarantee import Guarantee
 

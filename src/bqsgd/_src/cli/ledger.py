@@ -1,4 +1,4 @@
-"""`bqsgd ledger`: look at what a client has spent, or take it out as JSON or CSV. Never changes a ledger."""
+"""`bqsgd ledger`: show what a client has spent, or export it as JSON or CSV. Never changes a ledger."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bqsgd._src.cli.output import Json, answer, out_option, to_json
+
 if TYPE_CHECKING:
     from bqsgd._src.ledger.register import Ledgers
 
-from bqsgd._src.cli.output import Json, answer, out_option, to_json
+ledger = typer.Typer(help="Show or export what clients have spent of their privacy budgets.", no_args_is_help=True)
 
-ledger = typer.Typer(help="Show or export what one client has spent of its privacy budget.", no_args_is_help=True)
-
-_Where = Annotated[Path, typer.Argument(help="The client's ledger file, or a register of many clients.")]
-_Client = Annotated[int | None, typer.Option(help="Whose ledger, in a register; without it the clients are listed.")]
+_Where = Annotated[Path, typer.Argument(metavar="LEDGER")]
+_Client = Annotated[int | None, typer.Option(help="The client's number, if LEDGER is a register of many clients.")]
 _Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
 
-_MOST_SHOWN = 10
+_MAX_SHOWN = 10
 _COLUMNS = [
     "number",
     "kind",
@@ -47,25 +47,34 @@ _COLUMNS = [
 
 @ledger.command()
 def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json = False) -> None:
-    """Print the budget, what is spent and what that guarantees."""
+    """Print the budget, what is spent and what that guarantees.
+
+    LEDGER is a client's ledger file, or a register of many clients. For a
+    register without --client, the clients that have spent most are listed.
+
+    Example:
+      bqsgd ledger show runs/first/ledgers/client-0000.ledger
+    """
     from bqsgd._src.answers import guarantee_lines
     from bqsgd._src.ledger.register import opened_ledgers
-    from bqsgd._src.privacy.guarantee import as_given
+    from bqsgd._src.privacy.guarantee import Guarantee, as_given
 
     with opened_ledgers(path) as ledgers:
         if client is None and len(ledgers.clients) > 1:
             _show_register(path, ledgers, delta=delta, json=json)
             return
-        opened = ledgers.ledger(ledgers.clients[0] if client is None else client)
-        guarantee, kinds = opened.guarantee(delta=delta), opened.guarantees(delta=delta)
-        fields = opened.to_dict(delta=delta)
+        fields = ledgers.ledger(ledgers.clients[0] if client is None else client).to_dict(delta=delta)
+    kinds = [Guarantee.from_dict(kind) for kind in fields["guarantees_by_kind"]]
     entries = fields.pop("entries")
     budget, seeded = fields["budget"], fields["seeded_rounds"]
     lines = {
         "budget": f"epsilon {as_given(budget['epsilon'])} at delta {budget['delta']:g}",
         "spent": f"{fields['spent_rounds']} rounds" + (f", {seeded} of them with seeded noise" if seeded else ""),
     }
-    lines |= {"guarantee": "nothing was sent"} if guarantee is None else guarantee_lines(guarantee)
+    if fields["guarantee"] is None:
+        lines["guarantee"] = "nothing was sent"
+    else:
+        lines |= guarantee_lines(Guarantee.from_dict(fields["guarantee"]))
     if len(kinds) > 1:
         lines |= {f"of it, {kind.unit}, {kind.relation}": f"epsilon {kind.epsilon_text}" for kind in kinds}
     lines["entries"] = str(len(entries))
@@ -73,7 +82,7 @@ def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json 
 
 
 def _show_register(path: Path, ledgers: Ledgers, *, delta: float | None, json: bool) -> None:
-    """The clients by what they have spent, the most first, as many as a screen holds; in JSON all of them."""
+    """List the clients by epsilon, largest first: as many as fit on a screen, or all of them in JSON."""
     from bqsgd._src.ledger.spending import ledger_guarantee
 
     rows = []
@@ -87,25 +96,29 @@ def _show_register(path: Path, ledgers: Ledgers, *, delta: float | None, json: b
         for _, client, rounds, guarantee in rows
     ]
     spent = [row for row in rows if row[3] is not None]
-    lines = {"clients": f"{len(rows)}, of which {len(spent)} have spent"}
-    for _, client, rounds, guarantee in spent[:_MOST_SHOWN]:
+    lines = {"clients": f"{len(rows)}; {len(spent)} of them have spent"}
+    for _, client, rounds, guarantee in spent[:_MAX_SHOWN]:
         lines[f"client {client}"] = f"{rounds} rounds: {guarantee}"
-    if len(spent) > _MOST_SHOWN:
-        lines["more"] = f"{len(spent) - _MOST_SHOWN} that have spent no more: --client N or --json"
+    if len(spent) > _MAX_SHOWN:
+        lines["more"] = f"{len(spent) - _MAX_SHOWN} with the same or a smaller epsilon: --client N or --json shows them"
     answer(f"Register {path}", lines, {"clients": clients}, json=json)
 
 
 @ledger.command()
 def export(
     path: _Where,
-    out: Annotated[
-        Path,
-        out_option("File to write: .json (everything) or .csv (one line per entry)."),
-    ],
+    out: Annotated[Path, out_option("New file: .json (everything) or .csv (one line per entry).")],
     client: _Client = None,
     delta: _Delta = None,
 ) -> None:
-    """Write every entry, and in JSON the guarantee, to a file."""
+    """Write all entries of one client to a file; JSON holds the guarantee too.
+
+    LEDGER is a client's ledger file, or a register of many clients, which
+    needs --client.
+
+    Example:
+      bqsgd ledger export client.ledger --out spent.csv
+    """
     from bqsgd._src.errors import InvalidParameter
     from bqsgd._src.ledger.register import opened_ledgers
     from bqsgd._src.storage import write_atomic
@@ -116,7 +129,7 @@ def export(
         raise InvalidParameter(f"{out} exists; give a new file name")
     with opened_ledgers(path) as ledgers:
         if client is None and len(ledgers.clients) > 1:
-            raise InvalidParameter(f"{path} is a register of {len(ledgers.clients)} clients; say which with --client")
+            raise InvalidParameter(f"{path} is a register of {len(ledgers.clients)} clients; choose one with --client")
         fields = ledgers.ledger(ledgers.clients[0] if client is None else client).to_dict(delta=delta)
     text = to_json(fields) + "\n" if out.suffix == ".json" else _csv(fields["entries"])
     write_atomic(out, text.encode())

@@ -13,16 +13,21 @@ _COMPARISON = "comparison.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
     out: Annotated[
-        Path | None,
-        out_option(
-            f"Where to write. Default: RUN/report.html; {_COMPARISON} for several runs.",
-        ),
+        Path | None, out_option(f"File to write. Default: RUN/report.html; {_COMPARISON} for several runs.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a self-contained HTML page about one run, or comparing several."""
+    """Write an HTML page about one run, or one that compares several runs.
+
+    RUN is a run folder, as `bqsgd train` writes it. The page needs no other
+    file and no network.
+
+    Examples:
+      bqsgd report runs/first
+      bqsgd report runs/first runs/second --out both.html
+    """
     from bqsgd._src.errors import InvalidParameter
     from bqsgd._src.reports.page import write_comparison, write_report
 

@@ -19,7 +19,14 @@ def keygen(
     out: Annotated[Path, typer.Option(help="New file for the private key; only its owner can read it.")],
     json: Json = False,
 ) -> None:
-    """Make a client's identity key (Ed25519) and print its public half, which goes into the roster."""
+    """Make a client's identity key and print its public half.
+
+    The private half stays on the client's machine. The public half goes into
+    the roster. Keys are Ed25519.
+
+    Example:
+      bqsgd secure keygen --out client-0.key
+    """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from bqsgd._src.secure.roster import public_key, write_identity
@@ -33,33 +40,38 @@ def keygen(
 
 @secure.command()
 def roster(
-    entries: Annotated[list[str] | None, typer.Argument(help="number=public key, for every client.")] = None,
+    entries: Annotated[list[str] | None, typer.Argument(metavar="CLIENT=KEY...")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the roster to this new file.")] = None,
-    shown: Annotated[Path | None, typer.Option("--show", help="Show an existing roster instead.")] = None,
+    show: Annotated[Path | None, typer.Option(help="Show this roster instead of writing one.")] = None,
     json: Json = False,
 ) -> None:
-    """Write the roster of a federation, or show one: its clients, and the digest by which to compare copies.
+    """Write the roster of a federation, or show one.
 
-    Examples: bqsgd secure roster --out roster.toml 0=f1d2... 1=88ac...
-              bqsgd secure roster --show roster.toml
+    CLIENT=KEY gives a client's number and its public key, as
+    `bqsgd secure keygen` prints it. All clients must hold the same roster:
+    compare the digest that this command prints.
+
+    Examples:
+      bqsgd secure roster --out roster.toml 0=f1d2... 1=88ac...
+      bqsgd secure roster --show roster.toml
     """
     from bqsgd._src.secure.roster import Roster, read_roster
     from bqsgd._src.storage import write_atomic
 
-    if (out is None) == (shown is None) or (shown is not None and entries):
-        raise InvalidParameter("give --out and the clients' keys to write a roster, or --show to look at one")
-    if shown is not None:
-        made, path = read_roster(shown), shown
-    else:
-        assert out is not None
+    entries = entries or []
+    if show is not None and out is None and not entries:
+        path, content = show, read_roster(show)
+    elif out is not None and show is None:
         if out.exists():
-            raise InvalidParameter(f"{out} exists; a roster is not overwritten: name another file")
-        made, path = Roster(dict(_entry(text) for text in entries or ()), os.urandom(32)), out
-        if len(made.keys) != len(entries or ()):
+            raise InvalidParameter(f"{out} exists, and a roster is never overwritten; name another file")
+        path, content = out, Roster(dict(_entry(text) for text in entries), os.urandom(32))
+        if len(content.keys) != len(entries):
             raise InvalidParameter("a client's number is given twice")
-        write_atomic(out, made.to_toml().encode(), mode=0o644)
-    digest = made.digest.hex()
-    clients = {str(client): key.hex() for client, key in made.keys.items()}
+        write_atomic(out, content.to_toml().encode(), mode=0o644)
+    else:
+        raise InvalidParameter("give --out and the clients' keys to write a roster, or --show to look at one")
+    digest = content.digest.hex()
+    clients = {str(client): key.hex() for client, key in content.keys.items()}
     lines = {"clients": str(len(clients)), "digest": digest}
     answer(f"Roster {path}", lines, {"roster": str(path), "digest": digest, "clients": clients}, json=json)
 
@@ -69,4 +81,6 @@ def _entry(text: str) -> tuple[int, bytes]:
     try:
         return int(number), bytes.fromhex(key)
     except ValueError as error:
-        raise InvalidParameter(f"{text!r} is not number=public key, as `bqsgd secure keygen` prints it") from error
+        raise InvalidParameter(
+            f"{text!r} must be CLIENT=KEY: a number and a public key as `bqsgd secure keygen` prints it"
+        ) from error

@@ -1,8 +1,8 @@
 """The paper's own privacy figures and its planner, as published: *nominal epsilon*. None of them is a guarantee.
 
 Lemma 1 averages over a prior on the gradient, replaces the dimension by a data-dependent d_P, and multiplies an
-epsilon in the hundreds by the sampling rate; docs/paper.md has the arithmetic. They serve to reproduce the paper and
-to show its figure beside the proven one (`bqsgd._src.privacy.accountant`).
+epsilon in the hundreds by the sampling rate; docs/paper.md has the arithmetic. We compute these figures to reproduce
+the paper and to show them beside the proven epsilon of `bqsgd._src.privacy.accountant`.
 
 The planner (Line 7 of Algorithm 1) finds the least error within a bit budget and a nominal epsilon. Its privacy
 constraint is Eq. 18, Remark 1's 6.4 d s L / (D^2 sqrt(m) delta), which never lies below Lemma 1 with the exact P_max.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from fractions import Fraction
 from typing import Any
 
@@ -31,13 +30,6 @@ from bqsgd._src.privacy.guarantee import rounded_up
 _CAVEAT = "as published; not a guarantee"
 _REMARK_1_FACTOR = 6.4
 """8 P_max sqrt(m) under the normal approximation is 16 / sqrt(2 pi) = 6.383; the paper rounds it up to 6.4."""
-
-
-class PeakForm(StrEnum):
-    """Which P_max enters Lemma 1."""
-
-    EXACT = "Lemma 1, exact P_max"
-    REMARK_1 = "Remark 1, 6.4 / sqrt(m)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +66,18 @@ def peak_probability(trials: int) -> float:
     return float(binomial_pmf(trials).pmf.max())
 
 
-def peak_probability_normal(trials: int) -> float:
-    """P_max under the normal approximation, 1 / sqrt(2 pi sigma^2) with sigma^2 = m/4 (Eq. 15).
-
-    The paper states it for m > 10. It lies above the exact P_max for every m >= 1, so 6.4 / sqrt(m) never gives a
-    smaller nominal epsilon than Lemma 1; it is therefore accepted from m = 1 on.
-    """
-    return 1 / math.sqrt(2 * math.pi * check_int("trials", trials, 1, 2**53) / 4)
-
-
-def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, form: PeakForm = PeakForm.REMARK_1) -> float:
+def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, exact_peak: bool = False) -> float:
     """Nominal epsilon of one round, as published; not a guarantee.
 
-    Lemma 1: 8 d s L P_max / (D^2 delta). Remark 1 (the form of Eqs. 18 to 20): 6.4 d s L / (D^2 sqrt(m) delta).
-    With trials = 0 Lemma 1 still gives a finite figure, although the paper itself shows that quantisation alone is not
-    private. Remark 1 has no value there and raises.
+    The default is Remark 1, the form of Eqs. 18 to 20: 6.4 d s L / (D^2 sqrt(m) delta). It raises InvalidParameter for
+    trials = 0, where it has no value. With `exact_peak` it is Lemma 1, 8 d s L P_max / (D^2 delta), which is finite
+    even for trials = 0, although the paper itself shows that quantisation alone is not private.
 
     >>> setting = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
     >>> round(nominal_epsilon(Mechanism(levels=2, trials=251), setting), 3)
     3.447
     """
-    if form is PeakForm.EXACT:
+    if exact_peak:
         return 8 * mechanism.levels * peak_probability(mechanism.trials) * setting.load
     if mechanism.trials == 0:
         raise InvalidParameter("trials must be at least 1 for Remark 1 (no noise has no nominal epsilon), got 0")
@@ -104,24 +87,6 @@ def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, form: Peak
 def privacy_level(epsilon: float, setting: NominalSetting) -> float:
     """R = delta epsilon D^2 / (6.4 d L) (below Eq. 20): the privacy constraint (Eq. 18) reads s = R sqrt(m)."""
     return check_positive("epsilon", epsilon) / (_REMARK_1_FACTOR * setting.load)
-
-
-def fewest_bits(epsilon: float, setting: NominalSetting) -> float:
-    """Bits below which no (s, m) reaches a nominal epsilon: 2 log2(6.4 d L / D^2) - 2 log2(epsilon delta).
-
-    From s >= 1 and m < 2^b in Eq. 18. Remark 2 prints the factors as 1/2 (see `fewest_bits_as_printed`); solving
-    6.4 d L / (D^2 sqrt(m) delta) <= epsilon for m gives 2. It is negative when the budget is generous.
-
-    >>> setting = NominalSetting(dimension=3000, batch_size=32, dataset_size=15000, delta=1e-4)
-    >>> round(fewest_bits(1.72, setting), 2)
-    7.98
-    """
-    return -2 * math.log2(privacy_level(epsilon, setting))
-
-
-def fewest_bits_as_printed(epsilon: float, setting: NominalSetting) -> float:
-    """Remark 2 as printed: (1/2) log2(6.4 d L / D^2) - (1/2) log2(epsilon delta), four times too small."""
-    return -math.log2(privacy_level(epsilon, setting)) / 2
 
 
 def theorem_1_epsilon(epsilon: float, *, delta: float, rounds: int) -> float:
@@ -177,7 +142,7 @@ class NominalPrivacy:
             setting=setting,
             rounds=rounds,
             epsilon_per_round=epsilon,
-            epsilon_per_round_exact_peak=nominal_epsilon(mechanism, setting, form=PeakForm.EXACT),
+            epsilon_per_round_exact_peak=nominal_epsilon(mechanism, setting, exact_peak=True),
             epsilon_total=theorem_1_epsilon(epsilon, delta=setting.delta, rounds=rounds),
             epsilon_total_in_text=theorem_1_epsilon_in_text(epsilon, delta=setting.delta, rounds=rounds),
             delta_total=rounds * setting.delta,
@@ -188,13 +153,6 @@ class NominalPrivacy:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with the caveat beside the figures."""
         return {**asdict(self), "caveat": _CAVEAT}
-
-
-class Rounding(StrEnum):
-    """How the real-valued optimum becomes integers."""
-
-    STRICT = "strict"
-    NEAREST = "nearest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,17 +175,18 @@ class NominalPlan:
 
 
 def make_nominal_plan(
-    budget: Budget, setting: NominalSetting, *, rounds: int = 1, rounding: Rounding | str = Rounding.STRICT
+    budget: Budget, setting: NominalSetting, *, rounds: int = 1, rounding: str = "strict"
 ) -> NominalPlan:
     """The paper's (s, m) for one client; budget.epsilon is the nominal epsilon of one round at setting.delta.
 
+    rounding: "strict" keeps both constraints; "nearest" rounds as the paper's tables do and may exceed epsilon.
+
     Raises:
-        Infeasible: no integers meet the budget; the message names the nearest that they can.
+        Infeasible: no integers meet the budget. The message names the nearest budgets that are feasible.
     """
     if budget.delta != setting.delta:
         raise InvalidParameter(f"budget and setting must have the same delta, got {budget.delta} and {setting.delta}")
-    choose = strict_mechanism if Rounding(rounding) is Rounding.STRICT else nearest_mechanism
-    mechanism = choose(budget, setting)
+    mechanism = {"strict": strict_mechanism, "nearest": nearest_mechanism}[rounding](budget, setting)
     return NominalPlan(
         budget=budget,
         mechanism=mechanism,

@@ -1,8 +1,4 @@
-"""Theorem 1 apart from privacy, and the trade-off between privacy, communication and convergence that it gives.
-
-What T rounds cost in bits, the bound on the gradient norm they reach, and its curves: fix epsilon and vary the bits, or
-the reverse.
-"""
+"""The convergence bound of Theorem 1, and its trade-off curves: fix epsilon and vary the bits, or the reverse."""
 
 from __future__ import annotations
 
@@ -15,35 +11,6 @@ from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.paper.nominal import NominalSetting, closed_form, nominal_epsilon, privacy_level, strict_mechanism
 from bqsgd._src.params import Mechanism, check_int, check_positive
 from bqsgd._src.planner.plan import Budget
-
-
-def communication_bits(*, rounds: int, dimension: int, bits: float) -> float:
-    """Bits one client sends in T rounds: T d b (Theorem 1, Communication); frame headers are not counted.
-
-    >>> communication_bits(rounds=10, dimension=100, bits=8)
-    8000.0
-    """
-    check_int("rounds", rounds, 1, 2**53)
-    check_int("dimension", dimension, 1, 2**53)
-    return float(rounds * dimension * check_positive("bits", bits))
-
-
-def communication_saving_bits(*, rounds: int, dimension: int, bits: float, float_bits: int = 32) -> float:
-    """Bits saved against floats of `float_bits` (32 or 64): T d (b_init - b). Negative when the code is wider."""
-    check_int("float_bits", float_bits, 1, 2**16)
-    sent = communication_bits(rounds=rounds, dimension=dimension, bits=bits)
-    return communication_bits(rounds=rounds, dimension=dimension, bits=float_bits) - sent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """One client's weight p_i in the aggregate and the mechanism it runs."""
-
-    weight: float
-    mechanism: Mechanism
-
-    def __post_init__(self) -> None:
-        check_positive("weight", self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +33,7 @@ class ConvergenceBound:
 
 
 def convergence_bound(
-    shares: Sequence[Share],
+    clients: Sequence[tuple[float, Mechanism]],
     *,
     dimension: int,
     clip: float,
@@ -77,34 +44,31 @@ def convergence_bound(
     initial_gap: float,
     gradient_variance: float,
 ) -> ConvergenceBound:
-    """The bound of Theorem 1 for N clients with their own weight p_i and (s_i, m_i).
+    """The bound of Theorem 1 for N clients, each given by its weight p_i and its mechanism (s_i, m_i).
 
     2 [F(theta_0) - F*] / (T eta)  +  N sigma^2 sum p_i^2 / L  +  N d C^2 sum p_i^2 V(m_i, 1/2, s_i).
 
     Key: initial_gap F(theta_0) - F*, learning_rate eta <= 1/nu with smoothness nu (Assumption 2), gradient_variance
-    sigma^2 (Assumption 1). The weights must add up to 1. The paper's assumptions hold: clipping adds no bias, V uses
-    the uniform prior of Eq. 14. `dimension` is the model's, not d_P.
+    sigma^2 (Assumption 1). We take over the paper's assumptions: clipping adds no bias, V uses the uniform prior of
+    Eq. 14. `dimension` is the model's, not d_P.
 
-    Raises InvalidParameter when eta > 1/nu or the weights do not add up to 1.
+    Raises InvalidParameter if eta > 1/nu, a weight is not positive, or the weights do not add up to 1.
     """
-    if not shares:
-        raise InvalidParameter("shares must name at least one client, got none")
-    weight = math.fsum(share.weight for share in shares)
-    if not math.isclose(weight, 1, rel_tol=1e-9):
-        raise InvalidParameter(f"the weights of the shares must add up to 1, got {weight}")
+    weights = [check_positive("weight", weight) for weight, _ in clients]
+    if not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
+        raise InvalidParameter(f"the weights of the clients must add up to 1, got {math.fsum(weights)}")
     check_int("dimension", dimension, 1, 2**53)
     check_int("batch_size", batch_size, 1, 2**53)
     check_int("rounds", rounds, 1, 2**53)
     eta, nu = check_positive("learning_rate", learning_rate), check_positive("smoothness", smoothness)
     if eta * nu > 1 + 1e-12:
         raise InvalidParameter(f"learning_rate must be at most 1/smoothness = {1 / nu:.6g} for Theorem 1, got {eta}")
-    clients = len(shares)
-    noise = math.fsum(share.weight**2 * noise_variance(share.mechanism) for share in shares)
-    squares = math.fsum(share.weight**2 for share in shares)
+    noise = math.fsum(weight**2 * noise_variance(mechanism) for weight, mechanism in clients)
+    squares = math.fsum(weight**2 for weight in weights)
     return ConvergenceBound(
         descent_error=2 * check_positive("initial_gap", initial_gap) / (rounds * eta),
-        sampling_error=clients * check_positive("gradient_variance", gradient_variance) * squares / batch_size,
-        quantisation_error=clients * dimension * check_positive("clip", clip) ** 2 * noise,
+        sampling_error=len(clients) * check_positive("gradient_variance", gradient_variance) * squares / batch_size,
+        quantisation_error=len(clients) * dimension * check_positive("clip", clip) ** 2 * noise,
     )
 
 
@@ -199,7 +163,7 @@ def _point(problem: Problem, *, bits: int, epsilon: float) -> Point:
     except Infeasible:
         return real
     bound = convergence_bound(
-        [Share(weight=1 / problem.clients, mechanism=mechanism)] * problem.clients,
+        [(1 / problem.clients, mechanism)] * problem.clients,
         dimension=problem.dimension,
         clip=problem.clip,
         batch_size=problem.setting.batch_size,
