@@ -1,6 +1,6 @@
 """Bytes and seconds of one round by dimension and number of clients: measured on one core, then extrapolated.
 
-`python -m benchmarks scaling` writes benchmarks/results/scaling.json and prints two tables, the first for docs/scaling.md;
+`python -m benchmarks scaling` writes benchmarks/results/scaling.json and prints two tables, one for docs/scaling.md.
 `--tables` prints them from the stored figures. Measured: client and server work on synthetic vectors, without a network
 and without the model's own work; CPU time of one thread, best of several turns; the server's peak memory. On paper:
 n clients and a link are arithmetic on those figures.
