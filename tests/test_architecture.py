@@ -46,8 +46,8 @@ def map_rows() -> list[tuple[str, str, str]]:
     rows = []
     for line in PAPER_MAP.read_text(encoding="utf-8").split("## Errata")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and len(cells) == 4 and cells[0] not in ("statement", "---"):
-            rows.append((cells[0], cells[2], cells[3]))
+        if line.startswith("|") and cells[0] not in ("statement", "---"):
+            rows.append((cells[0], cells[1], cells[2]))
     return rows
 
 
