@@ -13,6 +13,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from fault_book import BOOK_VARIABLE, FaultBook
+
 # Tests run beside each other, one a core, so a second thread of a library only gets in the way: numpy's takes a third
 # more processor time for the accountant's sums, and torch's spin while they wait for work. Read when they are loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -43,3 +45,28 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         return json.loads(path.read_text(encoding="utf-8"))
 
     return made
+
+
+@pytest.fixture
+def fault_book(request):
+    """Rows of the fault table, kept only when the test passes."""
+    book = FaultBook(request.node.nodeid)
+    yield book
+    if not request.node.failed_in_call:
+        book.close()
+
+
+def pytest_collection_modifyitems(config, items):
+    """With a book to fill, only the tests that write in it are run."""
+    if BOOK_VARIABLE in os.environ:
+        kept = [item for item in items if "fault_book" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call":
+        item.failed_in_call = report.failed
+    return report

@@ -118,7 +118,17 @@ def run() -> dict[str, Any]:
     """Run the fault tests; what they found."""
     with tempfile.TemporaryDirectory() as folder:
         book = Path(folder) / "book.jsonl"
-        command = [sys.executable, "-m", "pytest", "tests/engines", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/engines",
+            "tests/flower",
+            "-m",
+            "slow or not slow",
+            "-p",
+            "no:cacheprovider",
+        ]
         subprocess.run(command, cwd=lab.ROOT, env=os.environ | {BOOK_VARIABLE: str(book)}, check=True)
         return read_rows(book)
 

@@ -177,7 +177,7 @@ def test_a_node_that_is_hidden_as_a_whole_joins_without_a_number_of_samples(tmp_
     from bqsgd._src.flower.messages import MODEL as MODEL_KIND
     from bqsgd._src.flower.messages import pack
     from bqsgd._src.tasks.task import Task
-    from engines.loop_grid import LoopGrid
+    from loop_grid import LoopGrid
 
     config = Config.of(**SETTINGS | WHOLE)
     settings = {name: value for name, value in config.flat().items() if value is not None and name != "budgets"}

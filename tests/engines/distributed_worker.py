@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fault_book import write_down
 
 from bqsgd._src.codec import encode_frame
 from bqsgd._src.engines.torch_distributed import join, torch_distributed
@@ -26,6 +25,7 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.model_message import read_model
 from bqsgd._src.wire.reply import Reply
+from fault_book import write_down
 
 DIMENSION = 6
 

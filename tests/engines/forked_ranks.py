@@ -16,6 +16,7 @@ import torch._inductor  # noqa: F401  torch imports it when it first traces a mo
 def main():
     script, size, outputs, asked = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     sys.argv = [str(script), asked]
+    sys.path.append(str(Path(__file__).parents[1]))  # helpers that tests of several folders share
     worker = importlib.import_module(script.stem)
     getattr(worker, "prepare", lambda: None)()
     ranks = []

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_processes import environment, finish, lines, processes
-from fault_book import counts, seen, together
 
 from bqsgd._src.cli.app import main
 from bqsgd._src.engines.torch_distributed import join
@@ -29,6 +28,7 @@ from bqsgd._src.records.checkpoint import load_checkpoint
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.tasks.task import Task
+from fault_book import counts, seen, together
 
 RANKS, ROUNDS = 4, 250
 SETTINGS = (

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from distributed_processes import lines, run_ranks
 from distributed_worker import recording, task
-from fault_book import counts, not_ok, seen, together, written_down
 
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.records.checkpoint import load_checkpoint
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
+from fault_book import counts, not_ok, seen, together, written_down
 
 ENGINE = "torch.distributed"
 SETTINGS = {

@@ -49,11 +49,10 @@ def over_ranks(task, config):
 
 def over_flower(task, config):
     pytest.importorskip("flwr", reason="needs the extra `flower`")
-    from loop_grid import LoopGrid
-
     from bqsgd._src.flower import client_app
     from bqsgd._src.flower.engine import flower
     from bqsgd._src.flower.messages import TrackedGrid
+    from loop_grid import LoopGrid
 
     settings = {name: value for name, value in config.flat().items() if value is not None and name != "budgets"}
     app = client_app(lambda config, node, options: replace(task, shares=[task.shares[node.client]]))

@@ -229,10 +229,10 @@ def test_the_ddp_hook_refuses_a_batch_that_does_not_pair_up_before_the_spend(tmp
 def test_flower_carries_a_frame(unit, clip, tmp_path):
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from flwr.app import Message, MessageType
-    from loop_grid import LoopGrid
 
     from bqsgd._src.flower import client_app
     from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, pack
+    from loop_grid import LoopGrid
 
     sets = few_data_sets()
     names = list(sets)

@@ -8,11 +8,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fault_book import counts, not_ok, together
 
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.records.folder import read_rounds
 from bqsgd._src.run import Run, named
+from fault_book import counts, not_ok, together
 
 KILLS = 20
 

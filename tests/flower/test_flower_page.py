@@ -15,6 +15,7 @@ from torch import nn
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from flwr.app import ArrayRecord, Context, RecordDict
+
 from loop_grid import LoopGrid
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from_flower.md"

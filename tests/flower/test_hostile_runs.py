@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from hostile_servers import LOSS, message
 from torch import nn
+
+from engines.hostile_servers import LOSS, message
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from flwr.app import Message, MessageType
-from loop_grid import LoopGrid
 
 from bqsgd._src.engines.engine import read_guarantee
 from bqsgd._src.flower import client_app
@@ -21,6 +21,7 @@ from bqsgd._src.flower.messages import FRAME, MODEL, field_of, has_data, pack
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.tasks.task import Task
+from loop_grid import LoopGrid
 
 DIMENSION, SAMPLES = 8, 60
 RUN = {

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+
 from fault_book import counts, not_ok, seen, together, written_down
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
-from loop_grid import LoopGrid
 
 from bqsgd._src import models
 from bqsgd._src.cli.app import main
@@ -39,6 +38,7 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.outlook import CannotLearn
 from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.wire.frame import read_frame
+from loop_grid import LoopGrid
 
 
 class Federation:

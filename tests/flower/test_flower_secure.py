@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from flwr.app import Context, Message, MessageType, RecordDict
-from loop_grid import LoopGrid
 from torch import nn
 
 from bqsgd._src.client.sum_setup import SumSetup, made_identities
@@ -33,6 +32,7 @@ from bqsgd._src.secure.messages import Kind, is_sum_message, message_kind
 from bqsgd._src.secure.roster import write_identity
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
+from loop_grid import LoopGrid
 
 CLIENTS = 5
 BASE = {
