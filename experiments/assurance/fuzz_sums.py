@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ _SPARSE = Sparse(masks=4, away=2, holders=8, threshold=3, committee=6, quorum=4,
 _READ: dict[Kind, Callable[[bytes, Agreement], object]] = {
     Kind.BATCH: messages.read_batch,
     Kind.KEYS: messages.read_keys,
-    Kind.KEY_BUNDLE: messages.read_key_bundle,
+    Kind.KEY_BUNDLE: partial(messages.read_parts, kind=Kind.KEY_BUNDLE),
     Kind.SHARES: messages.read_shares,
     Kind.SHARE_BUNDLE: messages.read_share_bundle,
     Kind.PARTNERS: messages.read_partners,

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from secure_sums import Federation, agreement, identity, some_codes
+from secure_sums import Federation, agreement, identity, request_keys, revealed_of, some_codes
 
 from bqsgd._src.errors import SecureSumError
 from bqsgd._src.secure import messages
@@ -33,13 +33,11 @@ class Server:
         self.certified = set()
 
     def batch(self):
-        keys = {number: client.keys(epoch=1, first_round=0, rounds=1) for number, client in self.clients.items()}
+        keys = {number: request_keys(client) for number, client in self.clients.items()}
         sealed = {}
         for number, client in self.clients.items():
             shown = self._some(other for other in keys if other != number)
-            bundle = messages.write_key_bundle(
-                self._to(Kind.KEY_BUNDLE, number), self.agreed, {o: keys[o] for o in shown}
-            )
+            bundle = messages.write_parts(self._to(Kind.KEY_BUNDLE, number), self.agreed, {o: keys[o] for o in shown})
             try:
                 sealed[number] = messages.read_shares(client.shares(bundle), self.agreed).sealed
             except SecureSumError:
@@ -49,7 +47,7 @@ class Server:
             if number in self.group:  # it hears of nobody else that is honest, while the others hear of it
                 mine = [o for o in mine if o in self.group or o not in self.honest]
             parts = {other: sealed[other][number] for other in mine}
-            bundle = messages.write_share_bundle(self._to(Kind.SHARE_BUNDLE, number), self.agreed, parts)
+            bundle = messages.write_parts(self._to(Kind.SHARE_BUNDLE, number), self.agreed, parts)
             try:
                 self.clients[number].take_shares(bundle)
             except SecureSumError:
@@ -97,9 +95,10 @@ class Server:
             return
         self.certified.add(self.clients[number]._state.batch.rounds[0].survivors)  # asked again it says the same again
         self.self_shares[number] |= set(self.everybody)  # its own seed
-        for client in said.survivors:
+        survivors, missing = revealed_of(said)
+        for client in survivors:
             self.self_shares[client].add(number)
-        for client in said.missing:
+        for client in missing:
             self.mask_shares[client].add(number)
 
     def opened(self, shares):

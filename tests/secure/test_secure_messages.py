@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ GOLDEN = Path(__file__).with_name("golden_messages.json")
 READERS = {
     "batch": messages.read_batch,
     "keys": messages.read_keys,
-    "key_bundle": messages.read_key_bundle,
+    "key_bundle": partial(messages.read_parts, kind=Kind.KEY_BUNDLE),
     "shares": messages.read_shares,
     "share_bundle": messages.read_share_bundle,
     "partners": messages.read_partners,
@@ -89,15 +90,20 @@ def test_readers_give_back_what_was_written(written, graph, kind):
         case "batch":
             again = messages.write_batch(read[0], read[1])
         case "keys":
-            keys = {"cipher": read.cipher, "nonce": read.nonce, "signature": read.signature}
-            again = messages.write_keys(read.header, agreement_, **keys)
+            nonce = message[messages.HEADER_BYTES + len(read.cipher) :][:16]
+            again = read.header.pack(agreement_) + read.cipher + nonce + read.signature
+            assert read.message == message
         case "shares":
             again = messages.write_shares(read, agreement_)
         case "partners":
             again = messages.write_partners(read[0], agreement_, read[1], read[2])
         case "partner_bundle":
-            stated = {client: tag + bits for client, (bits, tag) in read[1].items()}
-            again = messages.write_partner_bundle(read[0], agreement_, stated)
+            stated = {client: tag + bits for client, (tag, bits) in read[1].items()}
+            again = messages.write_parts(read[0], agreement_, stated)
+        case "key_bundle" | "share_bundle":
+            again = messages.write_parts(read[0], agreement_, read[1])
+        case "signature":
+            again = read[0].pack(agreement_) + read[1]
         case "unmasking":
             again = messages.write_unmasking(read, agreement_)
         case _:

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, some_codes
+from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, request_keys, some_codes
 
 from bqsgd._src.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, SecureSumError, WrongRound
 from bqsgd._src.secure import messages, state
@@ -83,8 +83,8 @@ def test_no_second_list_is_signed_after_a_restart_or_with_an_earlier_state(tmp_p
     with pytest.raises(WrongRound):
         federation.clients[1].sign(survivors(agreed, (0, 1, 2)))
     with pytest.raises(WrongRound):
-        federation.clients[1].keys(epoch=1, first_round=0, rounds=1)
-    assert federation.clients[1].keys(epoch=2, first_round=0, rounds=1)
+        request_keys(federation.clients[1], epoch=1)
+    assert request_keys(federation.clients[1], epoch=2)
 
 
 def test_two_processes_of_one_client_never_use_the_same_masks(tmp_path):
@@ -139,7 +139,7 @@ def test_an_epoch_is_not_begun_between_another_process_looking_and_writing(tmp_p
         SumClient(agreed, identity=identity(1), number=1, last_epoch=EpochFile(tmp_path / "epoch")) for _ in range(2)
     )
     batch = {"epoch": 3, "first_round": 0, "rounds": 1}
-    errors = meanwhile(monkeypatch, lambda: one.keys(**batch), lambda: other.keys(**batch))
+    errors = meanwhile(monkeypatch, lambda: request_keys(one, **batch), lambda: request_keys(other, **batch))
     assert errors[0] is None
     assert isinstance(errors[1], WrongRound)
     assert EpochFile(tmp_path / "epoch")() == 3
@@ -150,9 +150,9 @@ def test_two_processes_of_one_client_do_not_begin_the_same_batch(tmp_path):
     one, other = (
         SumClient(agreed, identity=identity(1), number=1, last_epoch=EpochFile(tmp_path / "epoch")) for _ in range(2)
     )
-    one.keys(epoch=3, first_round=0, rounds=1)
+    request_keys(one, epoch=3)
     with pytest.raises(WrongRound):
-        other.keys(epoch=3, first_round=0, rounds=1)
+        request_keys(other, epoch=3)
 
 
 def secrets_in(client):
@@ -217,7 +217,7 @@ def test_an_answer_leaves_only_once_its_state_is_written(tmp_path, monkeypatch, 
 
         patched.setattr(state, "write_atomic", full)
         answers = {
-            "keys": lambda: client.keys(epoch=2, first_round=1, rounds=1),
+            "keys": lambda: request_keys(client, epoch=2, first_round=1, rounds=1),
             "mask": lambda: client.mask(1, codes[1]),
             "sign": lambda: client.sign(survivors(agreed, (0, 1, 2, 3))),
         }

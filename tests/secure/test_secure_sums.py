@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 from scipy import stats
-from secure_sums import Federation, agreement, plain_sum, some_codes
+from secure_sums import Federation, agreement, plain_sum, request_keys, some_codes
 
 from bqsgd._src.errors import RoundUsed, TooFewClients
 from bqsgd._src.noise import seeded_rng
@@ -129,7 +129,7 @@ def test_server_and_colluders_together_are_left_with_a_uniform_vector_of_each_ho
             lanes = read_masked(federation.masked[round, client], agreed)[1].copy()
             scratch, session = scratch_for(lanes), agreed.session
             said = federation.server._round.unmaskings[client]  # its self-mask is revealed: it survived
-            own = self_key(said.self_seed, session, client=client, round=round)
+            own = self_key(said.own[:16], session, client=client, round=round)
             add_mask(lanes, own, scratch=scratch, subtract=True)
             for other in (gone, colluder):  # of the missing one its keys were recovered, the colluder has its own
                 pair = batch[other].pairs[client][16 * round : 16 * round + 16]
@@ -167,10 +167,10 @@ def test_masks_are_fresh_after_a_restart_and_in_a_fork():
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writing, fresh.keys(epoch=3, first_round=0, rounds=1))
+        os.write(writing, request_keys(fresh, epoch=3))
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(reading, 1 << 16) != fresh.keys(epoch=3, first_round=0, rounds=1)
+    assert os.read(reading, 1 << 16) != request_keys(fresh, epoch=3)
     os.close(reading)
     os.close(writing)
 

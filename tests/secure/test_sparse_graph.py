@@ -27,7 +27,7 @@ from bqsgd._src.secure.graph import Graph, Thresholds, thresholds
 from bqsgd._src.secure.masks import add_mask, scratch_for, self_key
 from bqsgd._src.secure.messages import Kind, SumHeader, read_masked
 from bqsgd._src.secure.roster import Roster
-from bqsgd._src.secure.sparse import _TILTS, Sparse, _committee, _crossings, _opened, cut_probability
+from bqsgd._src.secure.sparse import _TILTS, Sparse, _committee, _crossings, _cut, _opened
 
 N = 12
 
@@ -90,7 +90,7 @@ def test_graphs_are_cut_no_more_often_than_the_bound_says(masks, away):
             if not graph.too_far_away(listed) and len(parts_of(graph, [c for c in listed if c >= t])) > 1:
                 cut += 1
                 break
-    bound = cut_probability(n, t, masks=masks, away=away)
+    bound = _cut(_crossings(n, t), n, t, masks=masks, away=away)
     assert stats.binom.sf(cut - 1, graphs, bound) > 1e-3
     assert bound < 1
 
@@ -335,27 +335,26 @@ def test_statements_that_were_changed_exchanged_or_held_back(federation):
     first, second = sorted(true)[:2]
     stranger = next(c for c in range(1, N) if c not in agreed.graph.holders(0)) if len(true) < N - 1 else None
     for wrong, error in (
-        ({first: (bytes(len(true[first][0])), true[first][1])}, BadShares),
+        ({first: (true[first][0], bytes(len(true[first][1])))}, BadShares),
         ({first: true[second]}, BadShares),
-        ({first: (true[first][0], bytes(16))}, BadShares),
+        ({first: (bytes(16), true[first][1])}, BadShares),
         (None if stranger is None else {stranger: true[first]}, ForeignClient),
     ):
         if wrong is None:
             continue
-        stated = {c: tag + bits for c, (bits, tag) in (true | wrong).items()}
+        stated = {c: tag + bits for c, (tag, bits) in (true | wrong).items()}
         with pytest.raises(error):
-            client.take_partners(messages.write_partner_bundle(header, agreed, stated))
+            client.take_partners(messages.write_parts(header, agreed, stated))
         with pytest.raises(WrongRound):
             client.mask(0, np.zeros(4, dtype=np.uint8))
-    held_back = {c: tag + bits for c, (bits, tag) in true.items() if c != first}
-    client.take_partners(messages.write_partner_bundle(header, agreed, held_back))
+    held_back = {c: tag + bits for c, (tag, bits) in true.items() if c != first}
+    client.take_partners(messages.write_parts(header, agreed, held_back))
     client.mask(0, np.zeros(4, dtype=np.uint8))
     everybody = tuple(range(N))
     client.sign(survivors(federation, 0, everybody))
     said = messages.read_unmasking(client.unmask(certificate(federation, 0, everybody)), agreed)
-    assert first not in said.survivors
-    assert first not in said.missing
-    assert said.self_seed == said.noise_seed == bytes(16)
+    assert first not in said.shares
+    assert said.own == bytes(32)
 
 
 def test_forged_certificates_pass_as_seldom_as_the_bound_says():
@@ -426,7 +425,7 @@ def test_server_and_colluders_are_left_with_uniform_vectors_on_a_sparse_graph():
     for round in range(rounds):
         federation.sum(codes, round=round, masked=[c for c in range(N) if c != gone])
         lanes = read_masked(federation.masked[round, honest], agreed)[1].copy()
-        scratch, seed = scratch_for(lanes), federation.server._secret(honest, "self_seed")
+        scratch, seed = scratch_for(lanes), federation.server._secret(honest)[:16]
         add_mask(lanes, self_key(seed, agreed.session, client=honest, round=round), scratch=scratch, subtract=True)
         batch = federation.clients[honest]._state.batch
         for other in {gone, *colluders} & batch.pairs.keys():

@@ -105,13 +105,9 @@ class SumPlan:
 
 
 def _most_in_sum(rule: Thresholds, trials: int) -> int:
-    """K: the most trials of all survivors together, colluders included (`NoiseParts.kept`)."""
-
-    def in_sum(survivors: int) -> int:
-        per_client, left_over = divmod(trials, survivors - rule.colluders)
-        return survivors * per_client + (rule.colluders + left_over if left_over else 0)
-
-    return max(map(in_sum, range(rule.fewest, rule.clients + 1)))
+    """K: the most trials of all survivors together, colluders included."""
+    noise = NoiseParts(total=trials, rule=rule)
+    return max(map(noise.in_sum, range(rule.fewest, rule.clients + 1)))
 
 
 def width_of(rule: Thresholds, levels: int, trials: int, *, window: float | None = None) -> int:

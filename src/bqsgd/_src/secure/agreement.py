@@ -1,7 +1,7 @@
 """What all parties of a secure sum fix before the first message.
 
-Its digest, the session, is in every message and in everything that is signed: parties that disagree about anything here
-do not understand each other, and no message of one run, cohort or setting is valid in another.
+Its digest, the session, is in every message and in everything that is signed. So parties that disagree about anything
+here refuse each other's messages, and no message of one run, cohort or setting is valid in another.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Agreement:
     """Roster, run, thresholds, size of the vectors, and the noise that a sum needs.
 
     width: sums are taken modulo 2^width. trials: M, the trials that the honest clients of a sum must contribute
-    together. cohort: the clients of a key batch, ascending, if they are not the whole roster. The server names
-    the cohort, `of` makes the agreement for it, and the thresholds are those of one cohort.
+    together. cohort: the clients of a key batch, ascending; None if the whole roster takes part. The server names the
+    cohort, `of` makes the agreement for it, and the thresholds are those of one cohort.
     """
 
     roster: Roster
@@ -53,9 +53,9 @@ class Agreement:
                 "chooses the cohort would choose a client's neighbours; name fewer clients, or all"
             )
         if self.cohort is not None and len(self.cohort) != taking_part:
-            raise TooFewClients(f"a cohort of {len(self.cohort)} clients, {taking_part} were agreed on")
+            raise TooFewClients(f"the cohort has {len(self.cohort)} clients, but {taking_part} were agreed on")
         if not 1 <= len(self.run.encode()) <= 255:
-            raise InvalidParameter("the run's name must take 1 to 255 bytes")
+            raise InvalidParameter(f"the run's name must take 1 to 255 bytes, got {len(self.run.encode())}")
         self.noise.parts  # noqa: B018  (raises now if the trials are out of range)
 
     def of(self, cohort: Iterable[int]) -> Agreement:
@@ -78,12 +78,12 @@ class Agreement:
         if self.cohort is not None:
             return self.roster.only(self.cohort)
         if self.rule.clients < len(self.roster.keys):
-            raise TooFewClients(f"no cohort of {self.rule.clients} clients was named")
+            raise TooFewClients(f"the server must name a cohort of {self.rule.clients} clients, but named none")
         return self.roster
 
     @cached_property
     def graph(self) -> Graph:
-        """Who is whose neighbour."""
+        """The neighbours of every client that takes part."""
         return Graph(self.members, self.rule)
 
     @cached_property

@@ -1,7 +1,7 @@
 """A client of a secure sum: it turns messages into answers, and leaves sending to the caller.
 
     client = SumClient(agreement, identity=key, number=3)
-    send(client.keys(epoch=1, first_round=0, rounds=20))     # once for 20 rounds
+    send(client.keys(receive()))                             # request -> keys, once for the rounds of a key batch
     send(client.shares(receive()))                           # key bundle -> encrypted shares
     send(client.take_shares(receive()))                      # share bundle -> on a sparse graph, its partners
     client.take_partners(receive())                          # on a sparse graph: its neighbours' partners
@@ -13,13 +13,13 @@ Whatever the server says, a client keeps to these rules, on which the proof rest
 
 - It masks one vector per round.
 - It signs one list of survivors per round, and only if at most f clients are missing from it.
-- It reveals shares only for a list that a quorum has signed. Of each other client it then reveals a share of the
-  self-mask or a share of the mask seed, never both for one round: the two together would unmask a single vector.
+- It reveals shares only for a list that a quorum has signed. For each other client it then reveals a share of the self
+  seed or a share of the mask seed, never both for one round: the two together would unmask a single vector.
 
-If a client refuses a message it raises a SecureSumError, and has revealed nothing.
+A client that refuses a message raises a SecureSumError, and has revealed nothing.
 
 Secrets live in memory, or in a file of the client that is written before an answer leaves (`state.StateFile`). A client
-that has lost them takes part again from the next batch on, whose epoch must be larger than all that it has seen.
+that has lost them takes part again from the next key batch on, whose epoch must be larger than all that it has seen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -58,7 +58,6 @@ from bqsgd._src.secure.masks import (
     derive,
     keystream,
     lane_type,
-    pair_keys,
     scratch_for,
     self_key,
     wrap_stream,
@@ -82,7 +81,7 @@ __all__ = ["EpochFile", "StateFile", "SumClient"]
 _NONCE = bytes(12)
 """Every key encrypts a single message, so the nonce of AES-GCM may be fixed."""
 _NO_SEED = bytes(SECRET_BYTES)
-_NO_SHARE = bytes(SHARE_BYTES)
+"""In the place of a seed, or of a share of one, that is not revealed."""
 
 
 class SumClient:
@@ -119,7 +118,6 @@ class SumClient:
         if last_epoch is not None:
             self._state.epoch = max(self._state.epoch, last_epoch())
         self._seed = None if seed is None else check_int("seed", seed, 0, 2**63 - 1)
-        self._private = privacy_rng() if seed is None else None
 
     @property
     def seeded(self) -> bool:
@@ -128,18 +126,13 @@ class SumClient:
 
     def source(self, purpose: str, number: int) -> NoiseSource:
         """The source of randomness: the operating system, or a stream of the seed for one purpose in one round."""
-        if self._private is not None:
-            return self._private
-        assert self._seed is not None
+        if self._seed is None:
+            return privacy_rng()
         key = f"bqsgd.secure.{purpose}.v1".encode() + struct.pack("<QQQ", self._seed, self.number, number)
         return seeded_rng(seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
 
-    def _header(self, kind: Kind, round: int, rounds: int = 1) -> SumHeader:
-        epoch = self._current().epoch
-        return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=self.number, seeded=self.seeded)
-
-    def _batch_header(self, kind: Kind) -> SumHeader:
-        return self._header(kind, self._current().first_round, self._current().count)
+    def _header(self, kind: Kind, round: int | None = None) -> SumHeader:
+        return self._current().header(kind, self.number, round=round, seeded=self.seeded)
 
     def _remember(self) -> None:
         """Store the state. Every method that answers calls this before it returns."""
@@ -158,61 +151,45 @@ class SumClient:
         Raises:
             SecureSumError: the message is refused.
         """
-        match messages.message_kind(message):
-            case Kind.BATCH:
-                header, agreed = messages.read_batch(message, self.agreement)
-                if header.client != self.number:
-                    raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
-                cohort = agreed.members.clients
-                return self.keys(epoch=header.epoch, first_round=header.round, rounds=header.rounds, cohort=cohort)
-            case Kind.KEY_BUNDLE:
-                return self.shares(message)
-            case Kind.SHARE_BUNDLE:
-                return self.take_shares(message)
-            case Kind.PARTNER_BUNDLE:
-                self.take_partners(message)
-                return b""
-            case Kind.SURVIVORS:
-                return self.sign(message)
-            case Kind.CERTIFICATE:
-                return self.unmask(message)
-            case kind:
-                raise BadSecureMessage(f"a message of kind {int(kind)} is not for clients")
+        answers = {
+            Kind.BATCH: self.keys,
+            Kind.KEY_BUNDLE: self.shares,
+            Kind.SHARE_BUNDLE: self.take_shares,
+            Kind.PARTNER_BUNDLE: self.take_partners,
+            Kind.SURVIVORS: self.sign,
+            Kind.CERTIFICATE: self.unmask,
+        }
+        kind = messages.message_kind(message)
+        if kind not in answers:
+            raise BadSecureMessage(f"a message of kind {kind.name} ({int(kind)}) goes to the server, not to a client")
+        return answers[kind](message)
 
     def ready(self, round: int) -> bool:
         """Whether `mask` can be called for this round."""
         batch = self._state.batch
-        return batch is not None and self._complete(batch) and round in batch.secrets and round not in batch.rounds
-
-    @staticmethod
-    def _complete(batch: BatchState) -> bool:
-        return batch.partners is not None and (batch.agreement.rule.sparse is None or batch.strangers is not None)
+        return batch is not None and batch.complete and round in batch.secrets and round not in batch.rounds
 
     # Exchanges 1 and 2: keys and shares, for a key batch (several rounds whose keys are exchanged together).
 
-    def keys(self, *, epoch: int, first_round: int, rounds: int, cohort: Iterable[int] | None = None) -> bytes:
-        """Begin a batch: draw fresh secrets for each of its rounds and forget those of the previous batch.
+    def keys(self, request: Bytes) -> bytes:
+        """Begin a key batch: draw fresh secrets for each of its rounds and forget those of the previous batch.
 
         A repeated request for the same batch gets the same bytes.
 
-        Args:
-            cohort: the clients that take part; all of the roster by default.
-
         Raises:
             WrongRound: the epoch is not larger than all epochs so far.
-            TooFewClients, ForeignClient: the cohort has the wrong size, or a member that is not in the roster.
+            TooFewClients, ForeignClient: the cohort has the wrong size, or this client is not in it.
             BadSecureMessage: too many rounds; the client would have to hold too many shares.
         """
-        check_int("epoch", epoch, 0, 2**63 - 1)
-        check_int("first_round", first_round, 0, 2**53 - messages.MAX_BATCH)
-        check_int("rounds", rounds, 1, messages.MAX_BATCH)
-        agreed = self.agreement if cohort is None else self.agreement.of(cohort)
-        if self.number not in agreed.members.place:
+        header, agreed = messages.read_batch(request, self.agreement)
+        self._check_receiver(header)
+        if self.number not in agreed.members.keys:
             raise ForeignClient(f"client {self.number} is not in the cohort that it was asked to join")
-        if rounds > (most := messages.most_rounds(agreed)):
-            raise BadSecureMessage(f"keys for {rounds} rounds at once; at most {most} are allowed")
-        state, batch = self._state, self._state.batch
-        if batch is not None and (batch.epoch, batch.first_round, batch.count) == (epoch, first_round, rounds):
+        if header.rounds > (most := messages.most_rounds(agreed)):
+            raise BadSecureMessage(f"keys for {header.rounds} rounds at once; at most {most} are allowed")
+        state, batch, epoch = self._state, self._state.batch, header.epoch
+        asked = (epoch, header.round, header.rounds)
+        if batch is not None and (batch.epoch, batch.first_round, batch.count) == asked:
             if batch.agreement.session != agreed.session:
                 raise ReplacedKeys(f"another cohort for epoch {epoch}; the client keeps to the first")
             return batch.keys
@@ -225,14 +202,12 @@ class SumClient:
         state.epoch = epoch
         if not state.cipher:
             state.cipher = self.source("cipher", 0).words(4).tobytes()
-        nonce = self.source("batch", first_round).words(2).tobytes()
-        secrets = {number: self._draw(number) for number in range(first_round, first_round + rounds)}
-        state.batch = batch = BatchState(agreed, epoch, first_round, rounds, b"", secrets)
+        nonce = self.source("batch", header.round).words(2).tobytes()
+        secrets = {number: self._draw(number) for number in range(header.round, header.round + header.rounds)}
+        state.batch = batch = BatchState(agreed, *asked, b"", secrets)
         cipher = X25519PrivateKey.from_private_bytes(state.cipher).public_key().public_bytes_raw()
         signature = self._identity.sign(messages.keys_statement(agreed, self.number, cipher))
-        batch.keys = messages.write_keys(
-            self._batch_header(Kind.KEYS), agreed, cipher=cipher, nonce=nonce, signature=signature
-        )
+        batch.keys = self._header(Kind.KEYS).pack(agreed) + cipher + nonce + signature
         self._remember()
         return batch.keys
 
@@ -258,8 +233,8 @@ class SumClient:
             if batch.bundle != digest:
                 raise ReplacedKeys(f"other keys for epoch {batch.epoch}; the client keeps to the first")
             return batch.shares
-        header, parts = messages.read_key_bundle(bundle, agreed)
-        self._expect(header, batch.first_round, batch.count)
+        header, parts = messages.read_parts(bundle, agreed, Kind.KEY_BUNDLE)
+        self._check(header)
         offered = {client: self._peer(client, part) for client, part in parts.items()}
         peers = {client: keys for client, keys in offered.items() if keys is not None}
         if len(peers) < agreed.rule.share_threshold:
@@ -267,8 +242,8 @@ class SumClient:
         batch.peers, batch.bundle = peers, digest
         masks = [client for client in agreed.graph.masks(self.number) if client in peers]
         batch.pairs = {client: self._pair_keys(client) for client in masks}
-        said = SealedShares(header=self._batch_header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
-        batch.shares = messages.write_shares(said, agreed)
+        answer = SealedShares(header=self._header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
+        batch.shares = messages.write_shares(answer, agreed)
         self._remember()
         return batch.shares
 
@@ -278,10 +253,9 @@ class SumClient:
         keys = messages.read_keys(part, batch.agreement)
         if keys.header.client != client or client not in batch.agreement.graph.holders(self.number):
             raise ForeignClient(f"keys of client {keys.header.client} in the place of client {client}")
-        stated = (keys.header.epoch, keys.header.round, keys.header.rounds)
-        if stated != (batch.epoch, batch.first_round, batch.count):
-            raise WrongRound(f"keys of client {client} are for (epoch, round, rounds) = {stated}")
-        # A public key that was verified in an earlier batch of this run is not verified again.
+        batch.check(keys.header)
+        # A client signs its public key for the whole run, so a key that was verified in an earlier batch is not
+        # verified again. The secret agreed on with it is kept as well.
         if client not in common or common[client][0] != keys.cipher:
             keys.verify(batch.agreement)
             try:
@@ -293,11 +267,9 @@ class SumClient:
 
     def _pair_keys(self, client: int) -> bytes:
         """The keys of the masks shared with a client, for all rounds of the batch; both clients compute the same."""
-        batch = self._current()
-        ours, theirs = batch.digest, batch.peers[client].digest
-        lower, higher = (ours, theirs) if self.number < client else (theirs, ours)
-        secret, session = self._state.common[client][1], batch.agreement.session
-        return pair_keys(secret, session, lower=lower, higher=higher, rounds=batch.count)
+        # The client of the lower number counts as the sender on both sides, so that both derive the same key.
+        key = self._channel("pair-masks", client, sender=self.number < client)[:KEY_BYTES]
+        return keystream(key, KEY_BYTES * self._current().count)
 
     def _sealed(self) -> dict[int, bytes]:
         """The encrypted shares for each holder."""
@@ -331,7 +303,10 @@ class SumClient:
         return b"".join(wrapped)
 
     def _channel(self, purpose: str, client: int, *context: bytes, sender: bool) -> bytes:
-        """The key of one direction between this client and a peer, derived from the Keys messages of both."""
+        """A key of one direction between this client and a peer.
+
+        It is derived from the Keys messages of both, which hold fresh nonces, so that every batch has its own keys.
+        """
         batch = self._current()
         ends = (batch.digest, batch.peers[client].digest)
         first, second = ends if sender else ends[::-1]
@@ -357,17 +332,17 @@ class SumClient:
                 raise ReplacedKeys(f"other shares for epoch {batch.epoch}; the client keeps to the first")
             return batch.statement
         header, sealed = messages.read_share_bundle(bundle, batch.agreement)
-        self._expect(header, batch.first_round, batch.count)
+        self._check(header)
         opened = {client: self._open(client, part) for client, part in sealed.items()}
         if len(opened) < rule.share_threshold:
             raise TooFewClients(f"{len(opened)} other clients sent shares, {rule.share_threshold} are needed")
         batch.partners, batch.held, batch.share_bundle = frozenset(opened), opened, digest
         if rule.sparse is not None:
-            bits = messages.partner_bits(batch.agreement, self.number, batch.partners)
+            bits = messages.bits_of(batch.agreement.graph.masks(self.number), batch.partners)
             tags = {
                 client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES] for client in opened
             }
-            batch.statement = messages.write_partners(self._batch_header(Kind.PARTNERS), batch.agreement, bits, tags)
+            batch.statement = messages.write_partners(self._header(Kind.PARTNERS), batch.agreement, bits, tags)
         self._remember()
         return batch.statement
 
@@ -379,8 +354,8 @@ class SumClient:
         except InvalidTag as error:
             raise BadShares(f"the shares of client {client} do not decrypt: made for other keys, or changed") from error
 
-    def take_partners(self, bundle: Bytes) -> None:
-        """On a sparse graph: learn with whom each client whose shares we hold shares masks.
+    def take_partners(self, bundle: Bytes) -> bytes:
+        """On a sparse graph: learn with whom each client whose shares we hold shares masks. The answer is empty.
 
         Raises:
             BadShares: a statement was not made by the client that it names.
@@ -389,20 +364,21 @@ class SumClient:
         if batch.partners is None or batch.agreement.rule.sparse is None:
             raise WrongRound("statements of partners came before the shares, or on a full graph")
         header, statements = messages.read_partner_bundle(bundle, batch.agreement)
-        self._expect(header, batch.first_round, batch.count)
+        self._check(header)
         strangers = {}
-        for client, (bits, tag) in statements.items():
+        for client, (tag, bits) in statements.items():
             if client not in batch.partners:
                 raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
             expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
             if not hmac.compare_digest(expected, tag):
                 raise BadShares(f"client {client} did not make this statement of its partners")
-            partners = messages.read_partner_bits(batch.agreement, client, bits)
-            strangers[client] = frozenset(batch.agreement.graph.masks(client)) - partners
+            near = batch.agreement.graph.masks(client)
+            strangers[client] = frozenset(near).difference(messages.chosen_of(bits, near))
         if batch.strangers is not None and batch.strangers != strangers:
             raise ReplacedKeys(f"other statements for epoch {batch.epoch}; the client keeps to the first")
         batch.strangers = strangers
         self._remember()
+        return b""
 
     # Exchanges 3 to 5: one round.
 
@@ -417,7 +393,7 @@ class SumClient:
         """
         batch = self._current()
         agreed = batch.agreement
-        if not self._complete(batch):
+        if not batch.complete:
             raise WrongRound("a masked vector was asked for before the shares are complete")
         if round in batch.rounds:
             raise RoundUsed(f"round {round} was masked before; its masks must not be used for a second vector")
@@ -476,7 +452,7 @@ class SumClient:
                 raise TooFewClients(f"too many neighbours of client {alone[0]} are missing from the list of survivors")
             statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=header.round, survivors=listed)
             signature = self._identity.sign(statement)
-            state.signature = messages.write_signature(self._header(Kind.SIGNATURE, header.round), agreed, signature)
+            state.signature = self._header(Kind.SIGNATURE, header.round).pack(agreed) + signature
         state.survivors, state.check = listed, self.source("check", header.round).words(2).tobytes()
         self._remember()
         return state.signature
@@ -533,60 +509,51 @@ class SumClient:
     def _revealed(self, round: int, survivors: tuple[int, ...]) -> Unmasking:
         """For each survivor shares of its self seed and unneeded noise, for each other client of its mask seed."""
         batch = self._current()
-        agreed = batch.agreement
-        noise, per_round = agreed.noise, messages.secrets_per_round(agreed) * SHARE_BYTES
+        agreed, rank = batch.agreement, {client: rank for rank, client in enumerate(survivors)}
+        per_round = messages.secrets_per_round(agreed) * SHARE_BYTES
         first = (round - batch.first_round) * per_round
-        listed, for_survivors, for_missing = frozenset(survivors), {}, {}
-        rank, low, high = noise.unneeded(len(survivors))
-        boundary = survivors[rank] if rank < len(survivors) else survivors[-1] + 1
+        revealed = {}
         for client, text in batch.held.items():
             shares = text[first : first + per_round]
-            if client not in listed:
-                for_missing[client] = shares[SHARE_BYTES : 2 * SHARE_BYTES]
+            if client not in rank:
+                revealed[client] = shares[SHARE_BYTES : 2 * SHARE_BYTES]
                 continue
             if batch.strangers is not None:
                 if client not in batch.strangers:
                     continue  # it has not stated its partners, so it may be cut off: reveal nothing of it
-                if not batch.strangers[client].isdisjoint(listed):
-                    cut = min(batch.strangers[client] & listed)
+                if not batch.strangers[client].isdisjoint(rank):
+                    cut = min(batch.strangers[client] & rank.keys())
                     raise ForeignClient(f"client {client} is on the list with client {cut} but shares no mask with it")
-            part = low if client < boundary else high
-            start = (2 + part) * SHARE_BYTES
-            seed_share = shares[start : start + SHARE_BYTES] if part < noise.parts else _NO_SHARE
-            for_survivors[client] = (shares[:SHARE_BYTES], seed_share)
-        secrets, self_seed, noise_seed = batch.secrets[round], _NO_SEED, _NO_SEED
+            start = (2 + agreed.noise.first_unneeded(len(survivors), rank[client])) * SHARE_BYTES
+            noise_share = shares[start : start + SHARE_BYTES]  # empty if all noise of this client is needed
+            revealed[client] = shares[:SHARE_BYTES] + (noise_share or _NO_SEED)
         # On a sparse graph a client verifies only some signatures and could be deceived about the list. It does not
         # reveal its own seeds there: they open only if enough holders of its shares are deceived as well.
+        own = _NO_SEED + _NO_SEED
         if agreed.rule.sparse is None:
-            self_seed = secrets.self_seed
-            unneeded = secrets.noise_seeds[low if self.number < boundary else high :]
-            noise_seed = unneeded[0] if unneeded else _NO_SEED
-        return Unmasking(
-            header=self._header(Kind.UNMASKING, round),
-            self_seed=self_seed,
-            noise_seed=noise_seed,
-            survivors=for_survivors,
-            missing=for_missing,
-        )
+            secrets = batch.secrets[round]
+            unneeded = secrets.noise_seeds[agreed.noise.first_unneeded(len(survivors), rank[self.number]) :]
+            own = secrets.self_seed + (unneeded[0] if unneeded else _NO_SEED)
+        return Unmasking(header=self._header(Kind.UNMASKING, round), own=own, shares=revealed)
 
     def _current(self) -> BatchState:
         if self._state.batch is None:
             raise WrongRound("no key batch has begun")
         return self._state.batch
 
-    def _expect(self, header: SumHeader, round: int, rounds: int) -> None:
-        batch = self._current()
+    def _check_receiver(self, header: SumHeader) -> None:
         if header.client != self.number:
             raise ForeignClient(f"a message to client {header.client} reached client {self.number}")
-        if (header.epoch, header.round, header.rounds) != (batch.epoch, round, rounds):
-            raise WrongRound(
-                f"a message of epoch {header.epoch}, round {header.round}, in epoch {batch.epoch}, round {round}"
-            )
+
+    def _check(self, header: SumHeader, round: int | None = None) -> None:
+        """Check that a message is for this client and for this batch, or for this round of it."""
+        self._check_receiver(header)
+        self._current().check(header, round)
 
     def _round(self, header: SumHeader) -> RoundState:
         """The state of the round that a message is for; WrongRound if this client has not masked a vector in it."""
         batch = self._current()
-        self._expect(header, header.round, 1)
+        self._check(header, header.round)
         if header.round not in batch.rounds:
             raise WrongRound(f"round {header.round} of this batch has not been masked by client {self.number}")
         return batch.rounds[header.round]

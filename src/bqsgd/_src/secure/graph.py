@@ -1,14 +1,14 @@
 """Neighbours in a secure sum, and the thresholds that every client insists on, whatever the server says.
 
-There are n clients. At most f of them are missing from a sum, and at most t collude with the server. Up to `FULL_GRAPH`
-clients, every pair shares a mask and everybody holds shares of everybody else's secrets (Bonawitz et al., 2017). Beyond
-that each client has a few neighbours (Bell et al., 2020; `sparse`).
+There are n clients. At most f of them are missing from a sum, and at most t collude with the server. With up to
+`FULL_GRAPH` clients, every pair shares a mask and each client holds shares of all other clients' secrets (Bonawitz et
+al., 2017). With more clients, each has a few neighbours (Bell et al., 2020; `sparse`).
 
 *One list.* On the full graph the quorum is T = floor((n + t) / 2) + 1 signatures on a list of survivors. Two lists with
-a quorum each would have more than t signers in common, so an honest client would have signed both, which none does.
-Hence there is one list L. A client signs it only if it shares a mask with every other client on it and at most f
-clients are missing. The share threshold is T - 1: that many other clients open a secret, and a client needs that many
-partners.
+a quorum each would have more than t signers in common, so an honest client would have signed both, and honest clients
+sign one. Hence there is one list L. A client signs it only if it shares a mask with every other client on it and at
+most f clients are missing. The share threshold is T - 1: that many other clients open a secret, and a client needs that
+many partners.
 
 *One sum.* What is opened is the sum over all honest clients of L, never over fewer. Let S be the honest clients whose
 vectors the server adds up. A mask between two clients of L is removed only if both vectors are in the sum, since their
@@ -100,14 +100,14 @@ def thresholds(*, clients: int, dropouts: int, colluders: int) -> Thresholds:
     rule = Thresholds(clients=n, dropouts=f, colluders=t)
     if n - f < rule.quorum:
         raise Infeasible(
-            f"{n} clients, of which {t} may collude, need {rule.quorum} survivors, so that two lists of survivors "
-            f"cannot both be signed; {f} dropouts leave {n - f}. With {t} colluders at most {n - rule.quorum} dropouts "
-            "are possible" + (f", with {f} dropouts at most {n - 2 * f - 1} colluders" if n - 2 * f - 1 > 0 else "")
+            f"{n} clients with {t} colluders need {rule.quorum} survivors, so that two lists of survivors cannot both "
+            f"be signed, but {f} dropouts leave {n - f}. With {t} colluders at most {n - rule.quorum} dropouts are "
+            "possible" + (f", with {f} dropouts at most {n - 2 * f - 1} colluders" if n - 2 * f - 1 > 0 else "")
         )
     if rule.honest < 2:
         raise Infeasible(
-            f"{n} clients with {f} dropouts and {t} colluders leave {n - f - t} that is certainly present and honest, "
-            f"so a sum could be its vector alone; at most {n - f - 2} colluders are possible"
+            f"{n} clients with {f} dropouts and {t} colluders leave {n - f - t} certainly present and honest, so a sum "
+            f"could be the vector of a single client; at most {n - f - 2} colluders are possible"
         )
     return rule
 
@@ -155,13 +155,14 @@ class Graph:
         return tuple(clients[place] for place in np.sort(chosen))
 
     def too_far_away(self, survivors: tuple[int, ...]) -> tuple[int, ...]:
-        """Survivors of whose mask neighbours too many are missing from the list; none on the full graph."""
+        """The survivors with too many mask neighbours missing from the list; none on the full graph."""
         if self._sparse is None:
             return ()
-        there = np.zeros(len(self._roster.clients), dtype=np.bool_)
+        listed = np.zeros(len(self._roster.clients), dtype=np.bool_)
         places = np.array([self._roster.place[client] for client in survivors])
-        there[places] = True
-        missing = (~there[self._slots[: self._sparse.masks]]).sum(axis=0)
+        listed[places] = True
+        # Slots are counted, not clients: a neighbour in two orders counts twice, as in the bound of `sparse`.
+        missing = (~listed[self._slots[: self._sparse.masks]]).sum(axis=0)
         return tuple(survivors[index] for index in np.flatnonzero(missing[places] > self._sparse.away))
 
     @cached_property

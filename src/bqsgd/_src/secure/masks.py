@@ -1,8 +1,8 @@
 """Keys from secrets, and masks from keys: HKDF-SHA-256, X25519 and AES-128-CTR, all from the package `cryptography`.
 
 A mask has a uniform integer of 8, 16 or 32 bits, a lane, for each coordinate. Masks and codes are added in lanes, which
-wrap around, and cut to w bits at the end; that equals arithmetic modulo 2^w, because 2^w divides the size of a lane.
-Keys of masks have 128 bits, which is as strong as X25519 and as the seeds that are shared.
+wrap around, and the result is cut to w bits. That equals arithmetic modulo 2^w, because 2^w divides the number of
+values of a lane. Keys of masks have 128 bits, which is as strong as X25519 and as the seeds that are shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bqsgd._src.errors import ForeignClient
 from bqsgd._src.params import check_int
 
 MAX_WIDTH = 21
-"""Most bits of one coordinate of a sum."""
+"""The most bits of one coordinate of a sum."""
 KEY_BYTES = 16
 Lanes = npt.NDArray[np.unsignedinteger[Any]]
 _ZEROS = memoryview(bytes(1 << 18))
@@ -41,14 +41,14 @@ def derive(secret: bytes, purpose: str, session: bytes, *context: int | bytes) -
     return HKDF(algorithm=hashes.SHA256(), length=32, salt=session, info=info).derive(secret)
 
 
-def agree(own: X25519PrivateKey, other: bytes) -> bytes:
-    """The secret of two key pairs.
+def agree(private: X25519PrivateKey, public: bytes) -> bytes:
+    """The secret that our private key and another client's public key have in common.
 
     Raises:
-        ForeignClient: the other key is one of the few (of low order) with which everybody gets the same secret.
+        ForeignClient: the other key has low order, so that everybody gets the same secret with it.
     """
     try:
-        return own.exchange(X25519PublicKey.from_public_bytes(other))
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
         raise ForeignClient("a public key of low order gives no secret; the client must send another") from error
 
@@ -58,15 +58,6 @@ def keystream(key: bytes, size: int) -> bytes:
     return Cipher(algorithms.AES128(key), _START).encryptor().update(bytes(size))
 
 
-def pair_keys(secret: bytes, session: bytes, *, lower: bytes, higher: bytes, rounds: int) -> bytes:
-    """The keys of the masks that two clients share, concatenated, for the rounds of a batch.
-
-    secret: that of their X25519 keys. lower, higher: the digests of their Keys messages, which hold fresh nonces, so
-    that every batch has its own keys.
-    """
-    return keystream(derive(secret, "pair-masks", session, lower, higher)[:KEY_BYTES], KEY_BYTES * rounds)
-
-
 def wrap_stream(mask_seed: bytes, count: int) -> tuple[bytes, bytes]:
     """(check, pads): the pads hide `count` pair keys from everybody without the seed; the check identifies the seed."""
     stream = keystream(mask_seed, KEY_BYTES * (1 + count))
@@ -74,7 +65,7 @@ def wrap_stream(mask_seed: bytes, count: int) -> tuple[bytes, bytes]:
 
 
 def xor(one: bytes, other: bytes) -> bytes:
-    """Exclusive or of two strings of the same length."""
+    """Exclusive or of two byte strings of the same length."""
     return (np.frombuffer(one, np.uint8) ^ np.frombuffer(other, np.uint8)).tobytes()
 
 
@@ -89,11 +80,12 @@ def add_mask(total: Lanes, key: bytes, *, scratch: Lanes, subtract: bool = False
     Use a key for one vector only: its keystream always starts at block 0.
     """
     encryptor = Cipher(algorithms.AES128(key), _START).encryptor()
-    room = scratch.view(np.uint8).data
+    stream = scratch.view(np.uint8).data
     for start in range(0, total.size, scratch.size):
         part = total[start : start + scratch.size]
+        # Encrypting zeros into existing memory gives the keystream without an allocation.
         for at in range(0, part.nbytes, len(_ZEROS)):
-            piece = room[at : min(at + len(_ZEROS), part.nbytes)]
+            piece = stream[at : min(at + len(_ZEROS), part.nbytes)]
             encryptor.update_into(_ZEROS[: len(piece)], piece)
         (np.subtract if subtract else np.add)(part, scratch[: part.size], out=part)
 

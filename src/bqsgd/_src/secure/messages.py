@@ -1,21 +1,26 @@
 """The messages of a secure sum as bytes: docs/wire.md. Everything is little-endian.
 
-Readers treat the bytes as hostile: every length follows from the header and the agreement, and is compared with the
-real length before anything is allocated. What the contents mean is checked in `client` and `server`.
+Readers treat the bytes as hostile. Every length follows from the header and the agreement, and a reader compares it
+with the real length before it allocates anything. `client` and `server` check what the contents mean.
+
+A message is a header and a body. Bodies that are a single field are written where they are sent: `header.pack(...)`
+followed by the field. Bodies that are a list of parts, one for each client, go through `write_parts` and `read_parts`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.errors import BadSecureMessage, FrameError, WrongSession
+from bqsgd._src.errors import BadSecureMessage, FrameError, WrongRound, WrongSession
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.secure.masks import KEY_BYTES, Lanes, lane_type
@@ -30,10 +35,11 @@ _PUBLIC_KEY_BYTES = 32
 _NONCE_BYTES = 16
 _SIGNATURE_BYTES = 64
 TAG_BYTES = 16
+OWN_SEEDS_BYTES = 2 * SECRET_BYTES
 MAX_BATCH = 1 << 12
-"""Most rounds in a batch, whose keys and shares are sent together."""
+"""The most rounds in a key batch."""
 _MOST_HELD = 1 << 24
-"""Most bytes of other clients' shares that a client stores for one batch."""
+"""The most bytes of other clients' shares that a client stores for one key batch."""
 _SEEDED = 1
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<II")
@@ -61,8 +67,8 @@ class Kind(IntEnum):
 class SumHeader:
     """The header of every message.
 
-    epoch: number of the batch, which only grows. round, rounds: the first round and how many. client: the client that
-    sent the message, or to which the server sends it. seeded: the sender's randomness came from a seed.
+    epoch: number of the key batch, which only grows. round, rounds: the first round and how many. client: the client
+    that sent the message, or to which the server sends it. seeded: the sender's randomness came from a seed.
     """
 
     kind: Kind
@@ -81,15 +87,56 @@ class SumHeader:
         )
 
 
+@dataclass
+class KeyBatch:
+    """Rounds whose keys and shares are exchanged together. Server and client each add what they know about the batch.
+
+    agreement: that of the cohort of the batch.
+    """
+
+    agreement: Agreement
+    epoch: int
+    first_round: int
+    count: int
+
+    def header(self, kind: Kind, client: int, *, round: int | None = None, seeded: bool = False) -> SumHeader:
+        """The header of a message about one round, or, without `round`, about the whole batch."""
+        first, rounds = (self.first_round, self.count) if round is None else (round, 1)
+        return SumHeader(kind=kind, epoch=self.epoch, round=first, rounds=rounds, client=client, seeded=seeded)
+
+    def check(self, header: SumHeader, round: int | None = None) -> None:
+        """Raise WrongRound unless a message belongs to this round, or, without `round`, to the whole batch."""
+        expected = self.header(header.kind, header.client, round=round, seeded=header.seeded)
+        if header != expected:
+            raise WrongRound(
+                f"a message of epoch {header.epoch} for {header.rounds} rounds from {header.round} on; expected epoch "
+                f"{expected.epoch} and {expected.rounds} rounds from {expected.round} on"
+            )
+
+
 def most_bytes(rule: Thresholds, *, rounds: int) -> int:
-    """An upper bound on the length of all messages but masked vectors, for batches of at most `rounds` rounds."""
+    """An upper bound on the length of all messages but masked vectors, for key batches of at most `rounds` rounds."""
     noise_parts = 2 * (rule.dropouts + 1)  # for each number of survivors, two numbers of trials that a client may keep
     keys = HEADER_BYTES + _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES
     shares = TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
     statement = TAG_BYTES + (rule.clients + 7) // 8
     wrapped = KEY_BYTES * rounds * (1 + rule.clients)
     parts = rule.clients * (_ENTRY.size + max(keys, shares, statement)) + wrapped
-    return HEADER_BYTES + 2 * SECRET_BYTES + _COUNT.size + parts
+    return HEADER_BYTES + OWN_SEEDS_BYTES + _COUNT.size + parts
+
+
+def is_sum_message(message: Bytes) -> bool:
+    """Whether the bytes claim to be a message of a secure sum, rather than a model or a frame."""
+    return bytes(message[: len(_MAGIC)]) == _MAGIC
+
+
+def _header_fields(message: Bytes) -> tuple[Any, ...]:
+    """(version, kind, flags, session, epoch, round, rounds, client) of a message, none of them checked yet."""
+    if len(message) < HEADER_BYTES or not is_sum_message(message):
+        raise BadSecureMessage(
+            f"not a message of a secure sum: it must have at least {HEADER_BYTES} bytes and begin with {_MAGIC!r}"
+        )
+    return _HEADER.unpack_from(message)[1:]
 
 
 def message_kind(message: Bytes) -> Kind:
@@ -98,9 +145,10 @@ def message_kind(message: Bytes) -> Kind:
     Raises:
         BadSecureMessage: the bytes are not a message of a secure sum.
     """
-    if len(message) < HEADER_BYTES or bytes(message[:4]) != _MAGIC or message[6] > max(Kind):
-        raise BadSecureMessage("not a message of a secure sum")
-    return Kind(message[6])
+    kind = _header_fields(message)[1]
+    if kind > max(Kind):
+        raise BadSecureMessage(f"messages of a secure sum have kinds 0 to {max(Kind)}, got {kind}")
+    return Kind(kind)
 
 
 def sender_of(message: Bytes) -> int:
@@ -109,14 +157,8 @@ def sender_of(message: Bytes) -> int:
     Raises:
         BadSecureMessage: the bytes are not a message of a secure sum.
     """
-    message_kind(message)
-    client: int = _HEADER.unpack_from(message)[-1]
+    client: int = _header_fields(message)[-1]
     return client
-
-
-def is_sum_message(message: Bytes) -> bool:
-    """Whether the bytes claim to be a message of a secure sum, rather than a model or a frame."""
-    return bytes(message[: len(_MAGIC)]) == _MAGIC
 
 
 def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
@@ -127,11 +169,7 @@ def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
         WrongSession: the message belongs to another agreement.
         ForeignClient: the client is not in the roster, or not in the cohort.
     """
-    if len(message) < HEADER_BYTES:
-        raise BadSecureMessage(f"a message has at least {HEADER_BYTES} bytes, got {len(message)}")
-    magic, version, stated_kind, flags, session, epoch, round, rounds, client = _HEADER.unpack_from(message)
-    if magic != _MAGIC:
-        raise BadSecureMessage("not a message of a secure sum: wrong magic")
+    version, stated_kind, flags, session, epoch, round, rounds, client = _header_fields(message)
     if version != _VERSION:
         raise BadSecureMessage(f"this reader knows version {_VERSION}, got {version}")
     if stated_kind != kind:
@@ -155,23 +193,23 @@ def _body(message: Bytes, size: int) -> memoryview:
     return body
 
 
-def _bitmap(places: list[int], size: int) -> bytes:
-    """A bitmap with the bits of these places set; place 0 is the lowest bit of the first byte."""
-    bits = np.zeros(size, dtype=np.uint8)
-    bits[places] = 1
-    return np.packbits(bits, bitorder="little").tobytes()
+def bits_of(order: Sequence[int], chosen: Collection[int]) -> bytes:
+    """A bitmap of the chosen clients: one bit for each client of `order`, the first in the lowest bit."""
+    members = frozenset(chosen)
+    return np.packbits(np.array([client in members for client in order], np.bool_), bitorder="little").tobytes()
 
 
-def _places(packed: Bytes, size: int) -> list[int]:
-    """The places whose bits are set in a bitmap of `size` places."""
+def chosen_of(packed: Bytes, order: Sequence[int]) -> tuple[int, ...]:
+    """The clients of `order` whose bits are set."""
+    size = len(order)
     if len(packed) != (size + 7) // 8:
         raise BadSecureMessage(f"{size} bits take {(size + 7) // 8} bytes, got {len(packed)}")
     octets: npt.NDArray[np.uint8] = np.frombuffer(packed, np.uint8)
     bits = np.unpackbits(octets, bitorder="little")
+    # Without this a list would have several encodings, and a digest of the bytes would not identify it.
     if bits[size:].any():
-        raise BadSecureMessage("the bits after the last place must be zero")
-    places: list[int] = np.flatnonzero(bits[:size]).tolist()
-    return places
+        raise BadSecureMessage("the bits after the last client must be zero")
+    return tuple(compress(order, bits))
 
 
 def write_batch(header: SumHeader, agreement: Agreement) -> bytes:
@@ -179,10 +217,8 @@ def write_batch(header: SumHeader, agreement: Agreement) -> bytes:
 
     The session is that without a cohort, because the reader does not know the cohort yet.
     """
-    place = agreement.roster.place
     whole = replace(agreement, cohort=None)
-    named = _bitmap([place[client] for client in agreement.members.clients], len(place))
-    return header.pack(whole) + named
+    return header.pack(whole) + bits_of(agreement.roster.clients, agreement.members.clients)
 
 
 def read_batch(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Agreement]:
@@ -192,22 +228,21 @@ def read_batch(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Agreeme
         TooFewClients: the cohort does not have the agreed number of clients.
     """
     header = read_header(message, agreement, Kind.BATCH)
-    clients = agreement.roster.clients
-    body = memoryview(message)[HEADER_BYTES:]
-    return header, agreement.of(clients[place] for place in _places(body, len(clients)))
+    return header, agreement.of(chosen_of(memoryview(message)[HEADER_BYTES:], agreement.roster.clients))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Exchange 1, from a client: its signed public key, and a fresh nonce for the batch.
+    """Exchange 1, from a client: its signed public key, and a fresh nonce for the key batch.
 
-    digest: SHA-256 of the whole message. All keys of the batch are derived from it, so old keys are of no use.
+    message: all bytes of the message, nonce included. digest: their SHA-256. All keys of the batch are derived from the
+    digest, so the keys of an earlier batch are useless in this one.
     """
 
     header: SumHeader
     cipher: bytes
-    nonce: bytes
     signature: bytes
+    message: bytes
     digest: bytes
 
     def verify(self, agreement: Agreement) -> None:
@@ -221,11 +256,6 @@ def keys_statement(agreement: Agreement, client: int, cipher: bytes) -> bytes:
     return b"bqsgd.secure.keys.v2\x00" + agreement.run_digest + _COUNT.pack(client) + cipher
 
 
-def write_keys(header: SumHeader, agreement: Agreement, *, cipher: bytes, nonce: bytes, signature: bytes) -> bytes:
-    """The bytes of a client's keys."""
-    return header.pack(agreement) + cipher + nonce + signature
-
-
 def read_keys(message: Bytes, agreement: Agreement) -> Keys:
     """Read a client's keys. The signature is not verified here."""
     header = read_header(message, agreement, Kind.KEYS)
@@ -233,37 +263,35 @@ def read_keys(message: Bytes, agreement: Agreement) -> Keys:
     return Keys(
         header=header,
         cipher=body[:_PUBLIC_KEY_BYTES],
-        nonce=body[_PUBLIC_KEY_BYTES:-_SIGNATURE_BYTES],
         signature=body[-_SIGNATURE_BYTES:],
+        message=bytes(message),
         digest=hashlib.sha256(message).digest(),
     )
 
 
-def _write_parts(header: SumHeader, agreement: Agreement, parts: Mapping[int, Bytes]) -> bytes:
-    """A message of parts, one for each client, in the order of client numbers."""
-    pieces: list[Bytes] = [header.pack(agreement), _COUNT.pack(len(parts))]
+def write_parts(header: SumHeader, agreement: Agreement, parts: Mapping[int, Bytes], *, own: bytes = b"") -> bytes:
+    """A message of parts, one for each client, in the order of client numbers; `own` comes before them."""
+    pieces: list[Bytes] = [header.pack(agreement), own, _COUNT.pack(len(parts))]
     for client, part in sorted(parts.items()):
         pieces += [_ENTRY.pack(client, len(part)), part]
     return b"".join(pieces)
 
 
-def _read_parts(
-    message: Bytes, agreement: Agreement, kind: Kind, *, sizes: frozenset[int] | None
+def read_parts(
+    message: Bytes, agreement: Agreement, kind: Kind, *, own_bytes: int = 0
 ) -> tuple[SumHeader, dict[int, memoryview]]:
-    """Read a message of parts: views of the message by client number. Each has one of the `sizes` (None: any)."""
+    """Read a message of parts: views of the message by client number. The caller checks the lengths of the parts.
+
+    own_bytes: length of what stands before the parts.
+    """
     header = read_header(message, agreement, kind)
-    body = memoryview(message)[HEADER_BYTES:]
+    body = memoryview(message)[HEADER_BYTES + own_bytes :]
     if len(body) < _COUNT.size:
         raise BadSecureMessage("the message ends before the number of its parts")
     (count,) = _COUNT.unpack_from(body)
     if count > agreement.rule.clients:
         raise BadSecureMessage(f"{count} parts for {agreement.rule.clients} clients")
-    return header, dict(_parts(body, count, agreement, sizes))
-
-
-def _parts(
-    body: memoryview, count: int, agreement: Agreement, sizes: frozenset[int] | None
-) -> Iterator[tuple[int, memoryview]]:
+    parts: dict[int, memoryview] = {}
     at, last = _COUNT.size, -1
     for _ in range(count):
         if len(body) - at < _ENTRY.size:
@@ -272,23 +300,20 @@ def _parts(
         at += _ENTRY.size
         if client <= last:
             raise BadSecureMessage("parts must be in the order of client numbers, each client once")
-        if size > len(body) - at or (sizes is not None and size not in sizes):
-            raise BadSecureMessage(f"a part of {size} bytes has a wrong length, or the message ends within it")
-        agreement.members.check(client)
-        yield client, body[at : at + size]
+        if size > len(body) - at:
+            raise BadSecureMessage(f"the message ends within a part of {size} bytes")
+        parts[agreement.members.check(client)] = body[at : at + size]
         at, last = at + size, client
     if at != len(body):
         raise BadSecureMessage(f"{len(body) - at} bytes after the last part")
+    return header, parts
 
 
-def write_key_bundle(header: SumHeader, agreement: Agreement, keys: Mapping[int, Bytes]) -> bytes:
-    """Exchange 1, from the server: the Keys messages of the neighbours, as they sent them."""
-    return _write_parts(header, agreement, keys)
-
-
-def read_key_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, memoryview]]:
-    """Keys messages by sender; the messages themselves are not read here."""
-    return _read_parts(message, agreement, Kind.KEY_BUNDLE, sizes=None)
+def _check_sizes(parts: Mapping[int, memoryview], *allowed: int) -> None:
+    for client, part in parts.items():
+        if len(part) not in allowed:
+            lengths = " or ".join(map(str, allowed))
+            raise BadSecureMessage(f"the part of client {client} must have {lengths} bytes, got {len(part)}")
 
 
 def secrets_per_round(agreement: Agreement) -> int:
@@ -302,7 +327,7 @@ def sealed_size(agreement: Agreement, rounds: int) -> int:
 
 
 def most_rounds(agreement: Agreement) -> int:
-    """Most rounds of a batch that a client accepts. It stores the shares of all of them at once."""
+    """The most rounds of a key batch that a client accepts. It stores the shares of all of them at once."""
     holders = agreement.rule.clients - 1 if agreement.rule.sparse is None else agreement.rule.sparse.holders
     return max(1, min(MAX_BATCH, _MOST_HELD // (holders * secrets_per_round(agreement) * SHARE_BYTES)))
 
@@ -312,7 +337,7 @@ class SealedShares:
     """Exchange 2, from a client: encrypted shares by receiver, and the wrapped keys of the sender's masks.
 
     wrapped: for each round a check of the mask seed, then the key of the mask that the sender shares with each
-    receiver, in ascending order. The keys are hidden by the mask seed of the round.
+    receiver, in ascending order. The mask seed of the round hides the keys.
     """
 
     header: SumHeader
@@ -324,80 +349,55 @@ class SealedShares:
         return tuple(client for client in agreement.graph.masks(self.header.client) if client in self.sealed)
 
 
-def write_shares(said: SealedShares, agreement: Agreement) -> bytes:
-    """The bytes of a client's shares. The part in the sender's own name holds the wrapped keys."""
-    return _write_parts(said.header, agreement, {**said.sealed, said.header.client: said.wrapped})
+def write_shares(shares: SealedShares, agreement: Agreement) -> bytes:
+    """The bytes of a client's shares. The part under the sender's own number holds the wrapped keys."""
+    return write_parts(shares.header, agreement, {**shares.sealed, shares.header.client: shares.wrapped})
 
 
 def read_shares(message: Bytes, agreement: Agreement) -> SealedShares:
     """Encrypted shares and wrapped keys."""
-    header, parts = _read_parts(message, agreement, Kind.SHARES, sizes=None)
-    wrapped = parts.pop(header.client, None)
-    if wrapped is None:
-        raise BadSecureMessage("the wrapped keys of the sender's masks are missing")
+    header, parts = read_parts(message, agreement, Kind.SHARES)
+    wrapped = bytes(parts.pop(header.client, b""))
+    _check_sizes(parts, sealed_size(agreement, header.rounds))
     sealed = {client: bytes(part) for client, part in parts.items()}
-    said = SealedShares(header=header, sealed=sealed, wrapped=bytes(wrapped))
-    if any(len(part) != sealed_size(agreement, header.rounds) for part in parts.values()):
-        raise BadSecureMessage("encrypted shares have a wrong length")
-    if len(said.wrapped) != KEY_BYTES * header.rounds * (1 + len(said.masked_with(agreement))):
-        raise BadSecureMessage("wrapped keys have a wrong length")
-    return said
-
-
-def write_share_bundle(header: SumHeader, agreement: Agreement, sealed: Mapping[int, bytes]) -> bytes:
-    """Exchange 2, from the server: the shares that others encrypted for a client, by sender."""
-    return _write_parts(header, agreement, sealed)
+    shares = SealedShares(header=header, sealed=sealed, wrapped=wrapped)
+    wrapped_bytes = KEY_BYTES * header.rounds * (1 + len(shares.masked_with(agreement)))
+    if len(wrapped) != wrapped_bytes:
+        raise BadSecureMessage(f"the wrapped keys of the sender must have {wrapped_bytes} bytes, got {len(wrapped)}")
+    return shares
 
 
 def read_share_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, bytes]]:
-    """Encrypted shares by sender."""
-    rounds = read_header(message, agreement, Kind.SHARE_BUNDLE).rounds
-    sizes = frozenset({sealed_size(agreement, rounds)})
-    header, parts = _read_parts(message, agreement, Kind.SHARE_BUNDLE, sizes=sizes)
+    """Exchange 2, from the server: the shares that others encrypted for a client, by sender."""
+    header, parts = read_parts(message, agreement, Kind.SHARE_BUNDLE)
+    _check_sizes(parts, sealed_size(agreement, header.rounds))
     return header, {client: bytes(part) for client, part in parts.items()}
 
 
-def partner_bits(agreement: Agreement, client: int, partners: Collection[int]) -> bytes:
-    """With which of its mask neighbours a client shares masks: one bit for each neighbour, ascending."""
-    near = agreement.graph.masks(client)
-    return _bitmap([place for place, other in enumerate(near) if other in partners], len(near))
-
-
-def read_partner_bits(agreement: Agreement, client: int, packed: Bytes) -> frozenset[int]:
-    """The partners that a client states."""
-    near = agreement.graph.masks(client)
-    return frozenset(near[place] for place in _places(packed, len(near)))
-
-
 def write_partners(header: SumHeader, agreement: Agreement, bits: bytes, tags: Mapping[int, bytes]) -> bytes:
-    """Exchange 2, from a client, on a sparse graph: its statement, and a tag on it for each holder of its shares."""
-    return _write_parts(header, agreement, {**tags, header.client: bits})
+    """Exchange 2, from a client, on a sparse graph: its statement, and a tag on it for each holder of its shares.
+
+    bits: with which of its mask neighbours the client shares masks (`bits_of`).
+    """
+    return write_parts(header, agreement, {**tags, header.client: bits})
 
 
 def read_partners(message: Bytes, agreement: Agreement) -> tuple[SumHeader, bytes, dict[int, bytes]]:
     """A client's statement, and the tags for the holders of its shares."""
-    header, parts = _read_parts(message, agreement, Kind.PARTNERS, sizes=None)
+    header, parts = read_parts(message, agreement, Kind.PARTNERS)
     bits = bytes(parts.pop(header.client, b""))
-    read_partner_bits(agreement, header.client, bits)
-    if any(len(tag) != TAG_BYTES for tag in parts.values()):
-        raise BadSecureMessage(f"a tag must have {TAG_BYTES} bytes")
+    chosen_of(bits, agreement.graph.masks(header.client))
+    _check_sizes(parts, TAG_BYTES)
     return header, bits, {client: bytes(tag) for client, tag in parts.items()}
 
 
-def write_partner_bundle(header: SumHeader, agreement: Agreement, stated: Mapping[int, bytes]) -> bytes:
-    """Exchange 2, from the server, on a sparse graph: tag and statement by sender."""
-    return _write_parts(header, agreement, stated)
-
-
 def read_partner_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, tuple[bytes, bytes]]]:
-    """Statement and tag by sender. The tags are not verified here."""
-    header, parts = _read_parts(message, agreement, Kind.PARTNER_BUNDLE, sizes=None)
-    stated = {}
+    """Exchange 2, from the server, on a sparse graph: (tag, statement) by sender. The tags are not verified here."""
+    header, parts = read_parts(message, agreement, Kind.PARTNER_BUNDLE)
     for client, part in parts.items():
         if len(part) < TAG_BYTES:
-            raise BadSecureMessage("a statement has no tag")
-        stated[client] = (bytes(part[TAG_BYTES:]), bytes(part[:TAG_BYTES]))
-    return header, stated
+            raise BadSecureMessage(f"the statement of client {client} has no tag of {TAG_BYTES} bytes")
+    return header, {client: (bytes(part[:TAG_BYTES]), bytes(part[TAG_BYTES:])) for client, part in parts.items()}
 
 
 def write_masked(header: SumHeader, agreement: Agreement, lanes: Lanes) -> bytearray:
@@ -424,16 +424,13 @@ def read_masked(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Lanes]
 
 def write_survivors(header: SumHeader, agreement: Agreement, survivors: tuple[int, ...]) -> bytes:
     """Exchange 4, from the server: the survivors, one bit for each client that takes part, as in the roster."""
-    place = agreement.members.place
-    return header.pack(agreement) + _bitmap([place[client] for client in survivors], len(place))
+    return header.pack(agreement) + bits_of(agreement.members.clients, survivors)
 
 
 def read_survivors(message: Bytes, agreement: Agreement) -> tuple[SumHeader, tuple[int, ...]]:
     """The survivors' numbers, ascending."""
     header = read_header(message, agreement, Kind.SURVIVORS)
-    clients = agreement.members.clients
-    places = _places(memoryview(message)[HEADER_BYTES:], len(clients))
-    return header, tuple(map(clients.__getitem__, places))
+    return header, chosen_of(memoryview(message)[HEADER_BYTES:], agreement.members.clients)
 
 
 def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivors: tuple[int, ...]) -> bytes:
@@ -442,13 +439,8 @@ def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivo
     return b"bqsgd.secure.survivors.v2\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
 
 
-def write_signature(header: SumHeader, agreement: Agreement, signature: bytes) -> bytes:
-    """Exchange 4, from a client: its signature on the list of survivors."""
-    return header.pack(agreement) + signature
-
-
 def read_signature(message: Bytes, agreement: Agreement) -> tuple[SumHeader, bytes]:
-    """The signature, which is not verified here."""
+    """Exchange 4, from a client: its signature on the list of survivors, which is not verified here."""
     header = read_header(message, agreement, Kind.SIGNATURE)
     return header, bytes(_body(message, _SIGNATURE_BYTES))
 
@@ -456,9 +448,8 @@ def read_signature(message: Bytes, agreement: Agreement) -> tuple[SumHeader, byt
 def write_certificate(header: SumHeader, agreement: Agreement, signatures: Mapping[int, bytes]) -> bytes:
     """Exchange 5, from the server: a bit for each member of the committee that signed, then the signatures."""
     committee = agreement.graph.committee
-    places = [place for place, client in enumerate(committee) if client in signatures]
-    signed = [signatures[committee[place]] for place in places]
-    return b"".join([header.pack(agreement), _bitmap(places, len(committee)), *signed])
+    ordered = [signatures[client] for client in committee if client in signatures]
+    return b"".join([header.pack(agreement), bits_of(committee, signatures), *ordered])
 
 
 def read_certificate(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, bytes]]:
@@ -466,55 +457,36 @@ def read_certificate(message: Bytes, agreement: Agreement) -> tuple[SumHeader, d
     header = read_header(message, agreement, Kind.CERTIFICATE)
     committee, body = agreement.graph.committee, bytes(memoryview(message)[HEADER_BYTES:])
     size = (len(committee) + 7) // 8
-    places = _places(body[:size], len(committee))
-    if len(body) - size != _SIGNATURE_BYTES * len(places):
-        raise BadSecureMessage(f"{len(places)} signatures take {_SIGNATURE_BYTES * len(places)} bytes")
+    signers = chosen_of(body[:size], committee)
+    if len(body) - size != _SIGNATURE_BYTES * len(signers):
+        raise BadSecureMessage(f"{len(signers)} signatures take {_SIGNATURE_BYTES * len(signers)} bytes")
     starts = range(size, len(body), _SIGNATURE_BYTES)
-    return header, {
-        committee[place]: body[at : at + _SIGNATURE_BYTES] for place, at in zip(places, starts, strict=True)
-    }
+    return header, {client: body[at : at + _SIGNATURE_BYTES] for client, at in zip(signers, starts, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmasking:
     """Exchange 5, from a client: what a survivor reveals.
 
-    self_seed, noise_seed: its own seeds. The noise seed is 16 zero bytes if all its noise is needed; both are on a
-    sparse graph, where they are opened from shares only. survivors: for each client, the shares of its self seed and of
-    its first noise seed that is not needed. missing: for each client, the share of its mask seed.
+    own: its self seed, then its first noise seed that is not needed (zeros if all its noise is needed). Both are zeros
+    on a sparse graph, where they are opened from shares only. shares: for each other survivor a share of the same two
+    seeds, for each missing client a share of its mask seed. The lengths differ, 32 and 16 bytes, so that a server
+    cannot take one for the other.
     """
 
     header: SumHeader
-    self_seed: bytes
-    noise_seed: bytes
-    survivors: Mapping[int, tuple[bytes, bytes]]
-    missing: Mapping[int, bytes]
+    own: bytes
+    shares: Mapping[int, bytes]
 
 
-def write_unmasking(said: Unmasking, agreement: Agreement) -> bytes:
+def write_unmasking(revealed: Unmasking, agreement: Agreement) -> bytes:
     """The bytes of an unmasking."""
-    parts = {client: b"".join(pair) for client, pair in said.survivors.items()} | dict(said.missing)
-    bundle = _write_parts(said.header, agreement, parts)
-    return bundle[:HEADER_BYTES] + said.self_seed + said.noise_seed + bundle[HEADER_BYTES:]
+    return write_parts(revealed.header, agreement, revealed.shares, own=revealed.own)
 
 
 def read_unmasking(message: Bytes, agreement: Agreement) -> Unmasking:
-    """Read an unmasking. The length of a part tells which kind of share it is."""
-    own_end = HEADER_BYTES + 2 * SECRET_BYTES
-    read_header(message, agreement, Kind.UNMASKING)
-    if len(message) < own_end:
-        raise BadSecureMessage("the message ends before the sender's own seeds")
-    whole = bytes(message)
-    sizes = frozenset({SHARE_BYTES, 2 * SHARE_BYTES})
-    header, parts = _read_parts(whole[:HEADER_BYTES] + whole[own_end:], agreement, Kind.UNMASKING, sizes=sizes)
-    return Unmasking(
-        header=header,
-        self_seed=whole[HEADER_BYTES : HEADER_BYTES + SECRET_BYTES],
-        noise_seed=whole[HEADER_BYTES + SECRET_BYTES : own_end],
-        survivors={
-            client: (bytes(part[:SHARE_BYTES]), bytes(part[SHARE_BYTES:]))
-            for client, part in parts.items()
-            if len(part) == 2 * SHARE_BYTES
-        },
-        missing={client: bytes(part) for client, part in parts.items() if len(part) == SHARE_BYTES},
-    )
+    """Read an unmasking. Whether a share has the right length for its client is for the server to check."""
+    header, parts = read_parts(message, agreement, Kind.UNMASKING, own_bytes=OWN_SEEDS_BYTES)
+    _check_sizes(parts, SHARE_BYTES, 2 * SHARE_BYTES)
+    own = bytes(message[HEADER_BYTES : HEADER_BYTES + OWN_SEEDS_BYTES])
+    return Unmasking(header=header, own=own, shares={client: bytes(part) for client, part in parts.items()})

@@ -1,4 +1,6 @@
-"""Noise in parts, so that a sum has the noise it needs and no more, whoever is missing (Claim 12, steps 2 and 3).
+"""Noise in parts, so that a sum has the noise that it needs and no more, whichever clients are missing.
+
+The proof is Claim 12, steps 2 and 3, in docs/accounting.md.
 
 A sum needs M trials from its honest clients. With d clients missing and t that may collude, n - d - t clients must
 contribute them, M / (n - d - t) each. Nobody knows d beforehand, so a client draws enough for d = f, in parts: a base
@@ -8,8 +10,8 @@ The seeds form a chain, seed of part j + 1 = HKDF(seed of part j): a seed reveal
 nothing about earlier ones.
 
 In the order of the survivors, the first t + r keep b + 1 trials and the others b, where M = b (n - d - t) + r and r >
-0; if r = 0, all keep b. Whoever the t colluders are, the honest clients keep at least M together: rounding is always
-up. With t = 0 the sum has exactly M.
+0; if r = 0, all keep b. Rounding is always up: whichever t clients collude, the honest ones keep at least M together.
+With t = 0 the sum has exactly M.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.secure.masks import Lanes, derive, lane_type
 
 PIECE = 64
-"""Trials drawn at a time. Up to 64 trials the encoder's law is exactly Bin(m, 1/2) (`noise`), and so is the number of
-ones among random bits, so the pieces add up to exactly the binomial of their total."""
+"""Trials drawn at a time. With up to 64 trials the encoder's noise is exactly Bin(m, 1/2) (`noise`), and so is the
+number of ones among random bits. So the pieces add up to exactly the binomial of their total."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,8 @@ class NoiseParts:
         >>> [parts.kept(10, rank) for rank in range(10)], sum(parts.kept(8, rank) for rank in range(8))
         ([10, 10, 10, 10, 10, 10, 10, 10, 10, 10], 100)
         """
-        fewest, extra = divmod(self.total, survivors - self.rule.colluders)
-        return fewest + 1 if extra and rank < self.rule.colluders + extra else fewest
+        per_client, extra = divmod(self.total, survivors - self.rule.colluders)
+        return per_client + 1 if extra and rank < self.rule.colluders + extra else per_client
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
@@ -69,18 +71,13 @@ class NoiseParts:
         return self.cuts[-1]
 
     def first_unneeded(self, survivors: int, rank: int) -> int:
-        """The first part to reveal; `parts` if all are needed."""
+        """The first part that the survivor of this rank reveals; `parts` if all of its parts are needed."""
         return self.cuts.index(self.kept(survivors, rank))
 
-    def unneeded(self, survivors: int) -> tuple[int, int, int]:
-        """(rank, first, other): ranks below `rank` reveal from part `first` on, all others from part `other` on."""
-        extra = self.total % (survivors - self.rule.colluders)
-        rank = self.rule.colluders + extra if extra else 0
-        return rank, self.first_unneeded(survivors, 0), self.first_unneeded(survivors, survivors - 1)
-
     def in_sum(self, survivors: int) -> int:
-        """Trials of all survivors together, colluders included."""
-        return sum(self.kept(survivors, rank) for rank in range(survivors))
+        """Trials of all survivors together, colluders included: the sum of `kept` over all ranks."""
+        per_client, extra = divmod(self.total, survivors - self.rule.colluders)
+        return survivors * per_client + (self.rule.colluders + extra if extra else 0)
 
     def seeds(self, first: bytes, session: bytes, *, count: int) -> list[bytes]:
         """The chain of `count` seeds that starts with `first`."""

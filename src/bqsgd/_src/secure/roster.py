@@ -1,12 +1,13 @@
 """Identity keys and the roster: the clients that take part, and the Ed25519 key of each.
 
-The server must not decide which key belongs to which client: it could then take the place of any of them. So the roster
-is a file that reaches the clients in another way, and its digest is part of every message (docs/secure.md).
+The server must not decide which key belongs to which client, because it could then impersonate any of them. So the
+roster is a file that reaches the clients in another way, and its digest is part of every message (docs/secure.md).
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
@@ -35,9 +36,9 @@ class Roster:
 
     The digest covers numbers, keys and seed, not the layout of the file.
 
-    seed: 32 random bytes that determine the neighbours on a sparse graph; empty if there are none. Sums over more than
-    `graph.FULL_GRAPH` clients need it. It must be drawn after all keys are known: whoever knows the seed first could
-    choose colluders that are neighbours of one client.
+    seed: 32 random bytes that determine the neighbours on a sparse graph; empty if the roster has no seed. Sums over
+    more than `graph.FULL_GRAPH` clients need it. Draw it after all keys are known: somebody who knew the seed before
+    could place colluders around one client.
     """
 
     keys: Mapping[int, bytes]
@@ -84,7 +85,7 @@ class Roster:
         return Roster({client: self.keys[self.check(client)] for client in clients})
 
     def check(self, client: int) -> int:
-        """Return `client`. Raises ForeignClient if it is not in the roster."""
+        """Return `client`; raise ForeignClient if it is not in the roster."""
         if client not in self.keys:
             raise ForeignClient(f"client {client} is not in the roster")
         return client
@@ -98,7 +99,7 @@ class Roster:
         """The text of a roster file."""
         lines = [f'{client} = "{key.hex()}"' for client, key in self.keys.items()]
         seed = [
-            "# Drawn at random when all keys were known: who is whose neighbour.",
+            "# Drawn at random after all keys were known; it determines the neighbours of every client.",
             f'seed = "{self.seed.hex()}"',
             "",
         ]
@@ -117,7 +118,7 @@ def _signed(key: bytes, signature: bytes, statement: bytes) -> bool:
 
 
 def read_roster(path: str | Path) -> Roster:
-    """Read a roster file: TOML with a table [clients] of number = "key in hexadecimal", and perhaps a seed.
+    """Read a roster file: TOML with a table [clients] of number = "key in hexadecimal", and optionally a seed.
 
     Raises:
         InvalidParameter: the file is not a roster.
@@ -135,7 +136,9 @@ def _roster(content: bytes, path: str | Path) -> Roster:
     keys = {}
     for number, key in entries.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", number) or not re.fullmatch(r"[0-9a-f]{64}", str(key)):
-            raise InvalidParameter(f"{path} is not a roster: {number!r} must be a number with 64 hexadecimal digits")
+            raise InvalidParameter(
+                f"{path} is not a roster: the entry {number!r} must be a client number with 64 hexadecimal digits"
+            )
         keys[int(number)] = bytes.fromhex(key)
     seed = tables.get("seed", "")
     if not re.fullmatch(r"([0-9a-f]{64})?", str(seed)):
@@ -144,7 +147,7 @@ def _roster(content: bytes, path: str | Path) -> Roster:
 
 
 def public_key(identity: Ed25519PrivateKey) -> bytes:
-    """The 32 bytes that stand in the roster for this identity."""
+    """The 32 bytes of this identity in the roster."""
     return identity.public_key().public_bytes_raw()
 
 
@@ -162,16 +165,15 @@ def read_identity(path: str | Path) -> Ed25519PrivateKey:
     """The private identity key in a PEM file.
 
     Raises:
-        InvalidParameter: the file does not hold an Ed25519 key, or others than its owner can read it.
+        InvalidParameter: the file does not hold an Ed25519 key, or users other than its owner can read it.
     """
-    where = Path(path)
     try:
-        file = open_regular(where, limit=_MAX_KEY_FILE)
+        file = open_regular(Path(path), limit=_MAX_KEY_FILE)
         if file is None:
             raise InvalidParameter(f"{path} is not an identity key: there is no such file")
         with file:
-            if where.stat().st_mode & 0o077:
-                raise InvalidParameter(f"{path} can be read by others than its owner: chmod 600 it, or make a new key")
+            if os.fstat(file.fileno()).st_mode & 0o077:  # of the open file: the name could be exchanged meanwhile
+                raise InvalidParameter(f"{path} can be read by other users: chmod 600 it, or make a new key")
             key = serialization.load_pem_private_key(file.read(_MAX_KEY_FILE), password=None)
     except (OSError, UnsafeFile, ValueError, TypeError, UnsupportedAlgorithm) as error:
         if isinstance(error, InvalidParameter):

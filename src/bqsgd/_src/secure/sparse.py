@@ -169,11 +169,6 @@ def _masks(n: int, f: int, t: int) -> tuple[int, int, float]:
     raise _too_many(n, f, t)
 
 
-def cut_probability(n: int, t: int, *, masks: int, away: int) -> float:
-    """Bound on the probability that the graph can be cut, for any numbers; see `_cut`."""
-    return _cut(_crossings(n, t), n, t, masks=masks, away=away)
-
-
 def _cut(table: _Logs, n: int, t: int, *, masks: int, away: int) -> float:
     """Bound on the probability that the graph can be cut.
 

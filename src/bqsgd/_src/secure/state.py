@@ -10,20 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bqsgd._src.errors import InvalidParameter, RoundUsed, SecureSumError, UnsafeFile, WrongRound
-from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.messages import Keys
-from bqsgd._src.storage import one_at_a_time, open_regular, read_regular, write_atomic
+from bqsgd._src.secure.messages import KeyBatch, Keys, read_keys
+from bqsgd._src.storage import one_at_a_time, read_regular, write_atomic
 
 _FILE = struct.Struct("<4sHQ")
 _MAGIC = b"BQSS"
 _VERSION = 1
 _MAX_FILE = 1 << 30
+_Value = TypeVar("_Value")
+_unhex = bytes.fromhex
 
 
 @dataclass
@@ -51,20 +53,16 @@ class RoundState:
 
 
 @dataclass
-class BatchState:
-    """The state of a key batch: several rounds whose keys and shares are sent together.
+class BatchState(KeyBatch):
+    """What a client knows about a key batch.
 
-    agreement: that of the cohort of the batch. keys: this client's Keys message. secrets: by round. peers: the holders
-    whose keys came. pairs: for each mask neighbour, the concatenated keys of the common masks. bundle, share_bundle:
-    digests of the server's messages, so that different ones are noticed. shares, statement: this client's answers.
-    partners: the clients whose shares came, None before that. held: their shares. strangers: for each client whose
-    shares are held, the mask neighbours with which it shares no mask. rounds: those that were masked.
+    keys: this client's Keys message. secrets: by round. peers: the holders whose keys came. pairs: for each mask
+    neighbour, the concatenated keys of the common masks. bundle, share_bundle: digests of the server's messages, by
+    which the client notices a second, different one. shares, statement: this client's answers. partners: the clients
+    whose shares came, None before that. held: their shares. strangers: for each client whose shares are held, the mask
+    neighbours with which it shares no mask. rounds: those that were masked.
     """
 
-    agreement: Agreement
-    epoch: int
-    first_round: int
-    count: int
     keys: bytes
     secrets: dict[int, Secrets]
     peers: dict[int, Keys] = field(default_factory=dict)
@@ -83,6 +81,11 @@ class BatchState:
         """SHA-256 of this client's Keys message."""
         return hashlib.sha256(self.keys).digest()
 
+    @property
+    def complete(self) -> bool:
+        """Whether keys and shares, and on a sparse graph the statements, have come, so that vectors can be masked."""
+        return self.partners is not None and (self.agreement.rule.sparse is None or self.strangers is not None)
+
 
 @dataclass
 class ClientState:
@@ -100,55 +103,26 @@ class ClientState:
 
 def write_state(state: ClientState, agreement: Agreement, client: int) -> bytes:
     """The state as JSON bytes that name the run and the client."""
-    batch = state.batch
-    fields: dict[str, Any] = {
-        "run": agreement.run_digest.hex(),
-        "client": client,
-        "epoch": state.epoch,
-        "cipher": state.cipher.hex(),
-        "common": {str(other): [key.hex(), secret.hex()] for other, (key, secret) in state.common.items()},
-        "batch": None,
-    }
-    if batch is not None:
-        fields["batch"] = {
-            "cohort": batch.agreement.cohort,
-            "epoch": batch.epoch,
-            "first_round": batch.first_round,
-            "count": batch.count,
-            "keys": batch.keys.hex(),
-            "secrets": {
-                str(number): [drawn.self_seed.hex(), drawn.mask_seed.hex(), [seed.hex() for seed in drawn.noise_seeds]]
-                for number, drawn in batch.secrets.items()
-            },
-            "peers": {str(other): _peer_text(keys, batch.agreement) for other, keys in batch.peers.items()},
-            "pairs": {str(other): keys.hex() for other, keys in batch.pairs.items()},
-            "bundle": batch.bundle.hex(),
-            "shares": batch.shares.hex(),
-            "share_bundle": batch.share_bundle.hex(),
-            "partners": None if batch.partners is None else sorted(batch.partners),
-            "held": {str(other): text.hex() for other, text in batch.held.items()},
-            "statement": batch.statement.hex(),
-            "strangers": None
-            if batch.strangers is None
-            else {str(other): sorted(without) for other, without in batch.strangers.items()},
-            "rounds": {
-                str(number): [
-                    answered.survivors,
-                    answered.signature.hex(),
-                    answered.unmasking.hex(),
-                    answered.refused,
-                    answered.check.hex(),
-                ]
-                for number, answered in batch.rounds.items()
-            },
-        }
-    return json.dumps(fields, separators=(",", ":")).encode()
+    fields = {"run": agreement.run_digest, "client": client, **vars(state)}
+    return json.dumps(fields, separators=(",", ":"), default=_as_json).encode()
 
 
-def _peer_text(keys: Keys, agreement: Agreement) -> str:
-    return messages.write_keys(
-        keys.header, agreement, cipher=keys.cipher, nonce=keys.nonce, signature=keys.signature
-    ).hex()
+def _as_json(value: Any) -> Any:
+    """What JSON has no type for. `_read_batch` relies on the order in which the fields of a dataclass are declared."""
+    match value:
+        case bytes():
+            return value.hex()
+        case frozenset():
+            return sorted(value)
+        case Keys():
+            return value.message
+        case Agreement():
+            return value.cohort
+        case BatchState():
+            return {"cohort" if name == "agreement" else name: item for name, item in vars(value).items()}
+        case Secrets() | RoundState():
+            return list(vars(value).values())
+    raise TypeError(f"{type(value).__name__} is not part of a client's state")
 
 
 def read_state(content: bytes, agreement: Agreement, client: int) -> ClientState:
@@ -161,58 +135,76 @@ def read_state(content: bytes, agreement: Agreement, client: int) -> ClientState
         fields = json.loads(content)
         if (fields["run"], fields["client"]) != (agreement.run_digest.hex(), client):
             raise InvalidParameter("the stored state belongs to another run or client")
-        common = {
-            int(other): (bytes.fromhex(key), bytes.fromhex(secret)) for other, (key, secret) in fields["common"].items()
-        }
-        state = ClientState(int(fields["epoch"]), bytes.fromhex(fields["cipher"]), common)
-        if fields["batch"] is not None:
-            state.batch = _read_batch(fields["batch"], agreement)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, SecureSumError) as error:
-        if isinstance(error, InvalidParameter):
-            raise
+        batch = None if fields["batch"] is None else _read_batch(fields["batch"], agreement)
+        common = _by_number(fields["common"], lambda pair: (_unhex(pair[0]), _unhex(pair[1])))
+        return ClientState(int(fields["epoch"]), _unhex(fields["cipher"]), common, batch)
+    except InvalidParameter:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, SecureSumError) as error:
         raise InvalidParameter(f"the stored state of client {client} cannot be read: {error}") from error
-    return state
 
 
 def _read_batch(fields: dict[str, Any], agreement: Agreement) -> BatchState:
     agreed = agreement if fields["cohort"] is None else agreement.of(fields["cohort"])
+    partners, strangers = fields["partners"], fields["strangers"]
     return BatchState(
         agreement=agreed,
         epoch=int(fields["epoch"]),
         first_round=int(fields["first_round"]),
         count=int(fields["count"]),
-        keys=bytes.fromhex(fields["keys"]),
-        secrets={
-            int(number): Secrets(bytes.fromhex(self_), bytes.fromhex(mask), [bytes.fromhex(seed) for seed in noise])
-            for number, (self_, mask, noise) in fields["secrets"].items()
-        },
-        peers={int(other): messages.read_keys(bytes.fromhex(text), agreed) for other, text in fields["peers"].items()},
-        pairs={int(other): bytes.fromhex(keys) for other, keys in fields["pairs"].items()},
-        bundle=bytes.fromhex(fields["bundle"]),
-        shares=bytes.fromhex(fields["shares"]),
-        share_bundle=bytes.fromhex(fields["share_bundle"]),
-        partners=None if fields["partners"] is None else frozenset(fields["partners"]),
-        held={int(other): bytes.fromhex(text) for other, text in fields["held"].items()},
-        statement=bytes.fromhex(fields["statement"]),
-        strangers=None
-        if fields["strangers"] is None
-        else {int(other): frozenset(without) for other, without in fields["strangers"].items()},
-        rounds={
-            int(number): RoundState(
-                None if survivors is None else tuple(survivors),
-                bytes.fromhex(signature),
-                bytes.fromhex(unmasking),
-                bool(refused),
-                bytes.fromhex(check),
-            )
-            for number, (survivors, signature, unmasking, refused, check) in fields["rounds"].items()
-        },
+        keys=_unhex(fields["keys"]),
+        secrets=_by_number(fields["secrets"], _read_secrets),
+        peers=_by_number(fields["peers"], lambda text: read_keys(_unhex(text), agreed)),
+        pairs=_by_number(fields["pairs"], _unhex),
+        bundle=_unhex(fields["bundle"]),
+        shares=_unhex(fields["shares"]),
+        share_bundle=_unhex(fields["share_bundle"]),
+        partners=None if partners is None else frozenset(partners),
+        held=_by_number(fields["held"], _unhex),
+        statement=_unhex(fields["statement"]),
+        strangers=None if strangers is None else _by_number(strangers, frozenset),
+        rounds=_by_number(fields["rounds"], _read_round),
     )
+
+
+def _read_secrets(fields: list[Any]) -> Secrets:
+    self_seed, mask_seed, noise_seeds = fields
+    return Secrets(_unhex(self_seed), _unhex(mask_seed), [_unhex(seed) for seed in noise_seeds])
+
+
+def _read_round(fields: list[Any]) -> RoundState:
+    survivors, signature, unmasking, refused, check = fields
+    listed = None if survivors is None else tuple(survivors)
+    return RoundState(listed, _unhex(signature), _unhex(unmasking), bool(refused), _unhex(check))
+
+
+def _by_number(entries: dict[str, Any], read: Callable[[Any], _Value]) -> dict[int, _Value]:
+    """JSON has only text as keys: turn them into client or round numbers again, and read the values."""
+    return {int(number): read(value) for number, value in entries.items()}
 
 
 def _lock_of(path: Path) -> Path:
     """The lock that is held from reading the last state to writing the next."""
     return path.with_name(f"{path.name}.lock")
+
+
+def _numbers(path: Path, count: int) -> list[int] | None:
+    """The `count` numbers in a small file; None if there is no such file.
+
+    Raises:
+        InvalidParameter: the file cannot be read, or holds something else.
+    """
+    try:
+        content = read_regular(path, limit=64)
+    except (OSError, UnsafeFile) as error:
+        raise InvalidParameter(f"{path} cannot be read: {error}") from error
+    if content is None:
+        return None
+    words = content.decode("ascii", "replace").split()
+    if len(words) != count or not all(word.isdecimal() for word in words):
+        # Fail closed: a client that guessed its last epoch could sign a second list of survivors.
+        raise InvalidParameter(f"{path} is damaged: it must hold {count} numbers. The client cannot continue this run")
+    return [int(word) for word in words]
 
 
 class EpochFile:
@@ -229,6 +221,7 @@ class EpochFile:
         """
         if epoch is None:
             return self._last()
+        # The lock covers the comparison and the write: two processes must not both find the epoch unused.
         with one_at_a_time(_lock_of(self.path)):
             last = self._last()
             if epoch <= last:
@@ -237,16 +230,8 @@ class EpochFile:
         return epoch
 
     def _last(self) -> int:
-        file = open_regular(self.path, limit=64)
-        if file is None:
-            return -1
-        with file:
-            text = file.read(64).decode("ascii", "replace").strip()
-        if not text.isdecimal():
-            raise InvalidParameter(
-                f"{self.path} does not hold the number of an epoch: the client cannot continue in this run"
-            )
-        return int(text)
+        numbers = _numbers(self.path, 1)
+        return -1 if numbers is None else numbers[0]
 
 
 class StateFile:
@@ -254,7 +239,7 @@ class StateFile:
 
     The count is written first. A state without the last count is stale: somebody put back an earlier one, or the
     process ended between the two writes. The client then knows its last epoch and nothing else, and takes part again
-    from the next batch on.
+    from the next key batch on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -285,8 +270,7 @@ class StateFile:
         Raises:
             InvalidParameter: a file is damaged.
         """
-        step, epoch = self._last()
-        self._step = step
+        self._step, epoch = self._last()
         try:
             content = read_regular(self.path, limit=_MAX_FILE)
         except (OSError, UnsafeFile) as error:
@@ -295,22 +279,18 @@ class StateFile:
             return epoch, None
         body, digest = content[:-32], content[-32:]
         if len(body) < _FILE.size or hashlib.sha256(body).digest() != digest or body[:4] != _MAGIC:
-            raise InvalidParameter(f"{self.path} is damaged; delete it, and the client sits out the current batch")
-        _, version, state_step = _FILE.unpack_from(body)
-        return epoch, body[_FILE.size :] if (version, state_step) == (_VERSION, step) else None
+            raise InvalidParameter(f"{self.path} is damaged; delete it, and the client sits out the current key batch")
+        _, version, step = _FILE.unpack_from(body)
+        return epoch, body[_FILE.size :] if (version, step) == (_VERSION, self._step) else None
 
     def _last(self) -> tuple[int, int]:
-        try:
-            text = read_regular(self._counted, limit=64)
-        except (OSError, UnsafeFile) as error:
-            raise InvalidParameter(f"{self._counted} cannot be read: {error}") from error
-        if text is None:
+        """(count, epoch) of the last save; -1 for both before the first."""
+        numbers = _numbers(self._counted, 2)
+        if numbers is None:
+            # A state without its count may be any earlier one, so it is not accepted.
             if self.path.exists():
                 raise InvalidParameter(
                     f"{self._counted} is missing, so it is unknown whether {self.path} is the last state"
                 )
             return -1, -1
-        words = text.decode("ascii", "replace").split()
-        if len(words) != 2 or not words[0].isdecimal() or not words[1].removeprefix("-").isdecimal():
-            raise InvalidParameter(f"{self._counted} is damaged: the client cannot continue in this run")
-        return int(words[0]), int(words[1])
+        return numbers[0], numbers[1]
