@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,57 +23,60 @@ from bqsgd._src.params import check_int
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
-def _activation(name: str) -> type[nn.Module]:
-    """The activation layer `name`. tanh is bounded and copes with noise; ReLU is there for comparison."""
-    if name not in _ACTIVATIONS:
-        raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
-    return _ACTIVATIONS[name]
+class _Network(nn.Sequential):
+    """Layers in order, with an activation after every convolution and every dense layer but the last layer.
+
+    tanh is bounded and copes with noise; ReLU is there for comparison.
+    """
+
+    def __init__(self, activation: str, *layers: nn.Module) -> None:
+        if activation not in _ACTIVATIONS:
+            raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        placed: list[nn.Module] = []
+        for layer in layers:
+            placed.append(layer)
+            if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer is not layers[-1]:
+                placed.append(_ACTIVATIONS[activation]())
+        super().__init__(*placed)
 
 
-class LeNet5(nn.Sequential):
+class LeNet5(_Network):
     """LeNet-5 for (1, 28, 28) inputs: two convolutions, three dense layers, 61,706 parameters with ten classes."""
 
     def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
-        act = _activation(activation)
         super().__init__(
+            activation,
             nn.Conv2d(1, 6, 5, padding=2),
-            act(),
             nn.AvgPool2d(2),
             nn.Conv2d(6, 16, 5),
-            act(),
             nn.AvgPool2d(2),
             nn.Flatten(),
             nn.Linear(400, 120),
-            act(),
             nn.Linear(120, 84),
-            act(),
             nn.Linear(84, classes),
         )
 
 
-class TanhCNN(nn.Sequential):
+class TanhCNN(_Network):
     """The small CNN of DP-SGD tutorials for (1, 28, 28) inputs: 26,010 parameters with ten classes.
 
     Two strided convolutions with overlapping max-pooling and one hidden layer of 32.
     """
 
     def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
-        act = _activation(activation)
         super().__init__(
+            activation,
             nn.Conv2d(1, 16, 8, stride=2, padding=3),
-            act(),
             nn.MaxPool2d(2, stride=1),
             nn.Conv2d(16, 32, 4, stride=2),
-            act(),
             nn.MaxPool2d(2, stride=1),
             nn.Flatten(),
             nn.Linear(512, 32),
-            act(),
             nn.Linear(32, classes),
         )
 
 
-class MLP(nn.Sequential):
+class MLP(_Network):
     """Dense layers of the given widths over the flattened input."""
 
     def __init__(
@@ -83,14 +87,11 @@ class MLP(nn.Sequential):
         hidden: tuple[int, ...] = (64,),
         activation: str = "tanh",
     ) -> None:
-        act = _activation(activation)
         widths = [math.prod(input_shape), *hidden]
         for width in widths:
             check_int("width", width, 1, 2**31)
-        layers: list[nn.Module] = [nn.Flatten()]
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after), act()]
-        super().__init__(*layers, nn.Linear(widths[-1], classes))
+        dense = (nn.Linear(before, after) for before, after in pairwise([*widths, classes]))
+        super().__init__(activation, nn.Flatten(), *dense)
 
 
 class Linear(nn.Sequential):
@@ -121,7 +122,7 @@ class Pooled(nn.Sequential):
         super().__init__(nn.AdaptiveAvgPool2d(3), *Linear(input_shape=(input_shape[0], 3, 3), classes=classes))
 
 
-class AlexNet28(nn.Sequential):
+class AlexNet28(_Network):
     """AlexNet's five convolutions and three dense layers, narrowed for (1, 28, 28): 1,158,010 parameters, ten classes.
 
     With these widths a round of 4 x 32 samples with per-sample clipping takes a few tenths of a second on two cores.
@@ -129,31 +130,24 @@ class AlexNet28(nn.Sequential):
     """
 
     def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
-        act = _activation(activation)
         super().__init__(
+            activation,
             nn.Conv2d(1, 16, 5, padding=2),
-            act(),
             nn.MaxPool2d(2),
             nn.Conv2d(16, 32, 5, padding=2),
-            act(),
             nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1),
-            act(),
             nn.Conv2d(64, 64, 3, padding=1),
-            act(),
             nn.Conv2d(64, 48, 3, padding=1),
-            act(),
             nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Linear(432, 832),
-            act(),
             nn.Linear(832, 832),
-            act(),
             nn.Linear(832, classes),
         )
 
 
-class AlexNet227(nn.Sequential):
+class AlexNet227(_Network):
     """The original AlexNet (Krizhevsky et al. 2012) for (3, 227, 227): 60,965,224 parameters with a thousand classes.
 
     Grouped convolutions and local response normalisation are as published. Dropout is left out, because each client
@@ -161,39 +155,36 @@ class AlexNet227(nn.Sequential):
     """
 
     def __init__(self, *, classes: int = 1000, activation: str = "relu") -> None:
-        act = _activation(activation)
         super().__init__(
+            activation,
             nn.Conv2d(3, 96, 11, stride=4),
-            act(),
             nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
             nn.MaxPool2d(3, stride=2),
             nn.Conv2d(96, 256, 5, padding=2, groups=2),
-            act(),
             nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
             nn.MaxPool2d(3, stride=2),
             nn.Conv2d(256, 384, 3, padding=1),
-            act(),
             nn.Conv2d(384, 384, 3, padding=1, groups=2),
-            act(),
             nn.Conv2d(384, 256, 3, padding=1, groups=2),
-            act(),
             nn.MaxPool2d(3, stride=2),
             nn.Flatten(),
             nn.Linear(9216, 4096),
-            act(),
             nn.Linear(4096, 4096),
-            act(),
             nn.Linear(4096, classes),
         )
 
 
-_FIXED: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    "lenet5": (LeNet5, (1, 28, 28)),
-    "cnn": (TanhCNN, (1, 28, 28)),
-    "alexnet28": (AlexNet28, (1, 28, 28)),
-    "alexnet227": (AlexNet227, (3, 227, 227)),
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "lenet5": LeNet5,
+    "cnn": TanhCNN,
+    "alexnet28": AlexNet28,
+    "alexnet227": AlexNet227,
+    "mlp": MLP,
+    "linear": Linear,
+    "pooled": Pooled,
 }
-_MODELS = (*_FIXED, "mlp", "linear", "pooled")
+_INPUT_SHAPES = dict.fromkeys(("lenet5", "cnn", "alexnet28"), (1, 28, 28)) | {"alexnet227": (3, 227, 227)}
+"""The models that take inputs of one shape only; all others adapt to the data."""
 
 
 def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, activation: str = "tanh") -> nn.Module:
@@ -206,20 +197,21 @@ def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, a
     check_int("seed", seed, 0, 2**63 - 1)
     if name not in _MODELS:
         raise InvalidParameter(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
+    options: dict[str, Any] = {"classes": classes}
+    if name not in _INPUT_SHAPES:
+        options["input_shape"] = input_shape
+    elif input_shape != _INPUT_SHAPES[name]:
+        raise InvalidParameter(
+            f"model {name} takes inputs of shape {_INPUT_SHAPES[name]}, but the data have shape {input_shape}; "
+            "try mlp or linear"
+        )
+    if name not in ("linear", "pooled"):
+        options["activation"] = activation
+    # The models draw from torch's global generator; fork_rng puts its state back, so that a user's own draws do not
+    # depend on whether a model was built.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name == "mlp":
-            return MLP(input_shape=input_shape, classes=classes, activation=activation)
-        if name == "linear":
-            return Linear(input_shape=input_shape, classes=classes)
-        if name == "pooled":
-            return Pooled(input_shape=input_shape, classes=classes)
-        make, shape = _FIXED[name]
-        if input_shape != shape:
-            raise InvalidParameter(
-                f"model {name} takes inputs of shape {shape}, the data have shape {input_shape}; try mlp or linear"
-            )
-        return make(classes=classes, activation=activation)
+        return _MODELS[name](**options)
 
 
 def default_for(input_shape: tuple[int, ...], *, features: str = "none") -> str:
@@ -257,14 +249,15 @@ def load_vector(model: nn.Module, vector: npt.ArrayLike) -> None:
     """Copy `vector` into the model's trainable parameters. Raises if its length is wrong or a value is not finite."""
     array = np.asarray(vector, dtype=np.float32)
     parameters = trainable(model)
-    dimension = sum(parameter.numel() for parameter in parameters)
-    if array.shape != (dimension,):
-        raise InvalidParameter(f"the model takes a vector of {dimension} coordinates, got shape {array.shape}")
+    sizes = [parameter.numel() for parameter in parameters]
+    if array.shape != (sum(sizes),):
+        raise InvalidParameter(f"the model takes a vector of {sum(sizes)} coordinates, got shape {array.shape}")
     if not bool(np.isfinite(array).all()):
         raise NonFiniteInput("the model vector holds NaN or infinity; lower the learning rate and resume")
-    start = 0
+    # The array may be read-only (a mapped checkpoint), and torch warns about tensors over such memory: hence the copy.
+    parts = torch.from_numpy(array.copy()).split(sizes)
     with torch.no_grad():
-        for parameter in parameters:
-            stop = start + parameter.numel()
-            parameter.copy_(torch.from_numpy(array[start:stop].copy()).view_as(parameter))
-            start = stop
+        for parameter, part in zip(parameters, parts, strict=True):
+            # Copied in place, unlike torch's vector_to_parameters, which makes every parameter a view into one vector:
+            # the alignment of a parameter's memory can decide which kernel a library takes, and so its last bit.
+            parameter.copy_(part.view_as(parameter))
