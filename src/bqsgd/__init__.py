@@ -17,25 +17,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from bqsgd._src.errors import (
+    AccountingError,
+    BqsgdError,
+    BudgetExhausted,
+    DataUnavailable,
+    FolderInUse,
+    FrameError,
+    Infeasible,
+    InvalidParameter,
+    LedgerError,
+    NonFiniteInput,
+    NotWritten,
+    OutOfRange,
+    SecureSumError,
+    UnsafeFile,
+)
+
 if TYPE_CHECKING:
     from bqsgd._src.answers import AccountAnswer, PlanAnswer, SumPlanAnswer, account, plan, plan_secure
     from bqsgd._src.codec import Accumulator, decode_frame, encode_frame
-    from bqsgd._src.errors import (
-        AccountingError,
-        BqsgdError,
-        BudgetExhausted,
-        DataUnavailable,
-        FolderInUse,
-        FrameError,
-        Infeasible,
-        InvalidParameter,
-        LedgerError,
-        NonFiniteInput,
-        NotWritten,
-        OutOfRange,
-        SecureSumError,
-        UnsafeFile,
-    )
     from bqsgd._src.ledger import Ledger
     from bqsgd._src.noise import privacy_rng, seeded_rng
     from bqsgd._src.params import Mechanism
@@ -104,70 +105,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bqsgd._src.answers": (
-        "AccountAnswer",
-        "PlanAnswer",
-        "SumPlanAnswer",
-        "account",
-        "plan",
-        "plan_secure",
-    ),
-    "bqsgd._src.codec": (
-        "Accumulator",
-        "decode_frame",
-        "encode_frame",
-    ),
-    "bqsgd._src.errors": (
-        "AccountingError",
-        "BqsgdError",
-        "BudgetExhausted",
-        "DataUnavailable",
-        "FolderInUse",
-        "FrameError",
-        "Infeasible",
-        "InvalidParameter",
-        "LedgerError",
-        "NonFiniteInput",
-        "NotWritten",
-        "OutOfRange",
-        "SecureSumError",
-        "UnsafeFile",
-    ),
+    "bqsgd._src.answers": ("AccountAnswer", "PlanAnswer", "SumPlanAnswer", "account", "plan", "plan_secure"),
+    "bqsgd._src.codec": ("Accumulator", "decode_frame", "encode_frame"),
     "bqsgd._src.ledger": ("Ledger",),
-    "bqsgd._src.noise": (
-        "privacy_rng",
-        "seeded_rng",
-    ),
+    "bqsgd._src.noise": ("privacy_rng", "seeded_rng"),
     "bqsgd._src.params": ("Mechanism",),
-    "bqsgd._src.planner.plan": (
-        "Budget",
-        "Plan",
-    ),
+    "bqsgd._src.planner.plan": ("Budget", "Plan"),
     "bqsgd._src.planner.search": ("PlanningTooLong",),
     "bqsgd._src.privacy.accountant": ("Accountant",),
     "bqsgd._src.privacy.guarantee": ("Guarantee",),
-    "bqsgd._src.private": (
-        "PoissonLoader",
-        "Private",
-        "SecureRanks",
-        "make_private",
-    ),
+    "bqsgd._src.private": ("PoissonLoader", "Private", "SecureRanks", "make_private"),
     "bqsgd._src.records.checkpoint": ("CheckpointError",),
     "bqsgd._src.records.record": ("RunFolderError",),
-    "bqsgd._src.release": (
-        "Release",
-        "Terms",
-    ),
-    "bqsgd._src.run": (
-        "Run",
-        "train",
-    ),
+    "bqsgd._src.release": ("Release", "Terms"),
+    "bqsgd._src.run": ("Run", "train"),
     "bqsgd._src.settings.config": ("Config",),
     "bqsgd._src.settings.outlook": ("CannotLearn",),
     "bqsgd._src.tasks.named": ("NamedTask",),
     "bqsgd._src.tasks.task": ("Task",),
 }
-"""Module -> the names that are loaded from it."""
+"""Module -> the names that are loaded from it on first use. Errors are cheap, so they are imported above."""
 _MODULES = ("clips", "data", "distributed", "flower")
 """The other public modules; each is imported when it is first used."""
 
@@ -177,6 +134,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     for home, names in _HOMES.items():
         if name in names:
+            # Stored as a global, so that the next access does not come here.
             value = globals()[name] = getattr(importlib.import_module(home), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
