@@ -68,6 +68,12 @@ def test_a_task_of_ones_own_trains_with_as_many_clients_as_shares(train, tmp_pat
     assert (code, json.loads(out)["rounds"]) == (0, 3)
 
 
+def test_least_squares_needs_no_more_settings_for_ones_own_task_than_for_a_named_one(train, tmp_path):
+    code, _, err = train("--task", "mine_alone:task", "--method", "least-squares", "--epsilon", 50, "--out", "solved")
+    assert code == 0, err
+    assert "rounds = 1\n" in (tmp_path / "solved" / "config.toml").read_text()
+
+
 def test_a_function_is_given_the_settings(train, tmp_path):
     code, _, err = train("--task", "mine_alone:made", "--clients", 3, *QUICK, "--out", "three")
     assert code == 0, err

@@ -86,7 +86,7 @@ def test_other_keys_of_a_node_are_its_owners_but_a_file_of_limits_holds_limits(t
     found = NodeLimits.read(path)
     assert (found.epsilon, found.units, found.ledger_folder) == (3.0, ("sample", "client"), Path("/var/lib/bqsgd"))
     path.write_text("data-folder = 1\n")
-    with pytest.raises(InvalidParameter, match="is no limit of a node; known: epsilon, delta"):
+    with pytest.raises(InvalidParameter, match="is not a limit of a node; known: epsilon, delta"):
         NodeLimits.read(path)
 
 
@@ -95,7 +95,7 @@ def test_the_page_lists_every_limit_with_its_default() -> None:
     for each in fields(NodeLimits):
         default = each.default
         shown = ", ".join(default) if isinstance(default, tuple) else "false" if default is False else default
-        expected = each.metadata["meaning"] + " | " + (f"{shown:g}" if isinstance(shown, float) else str(shown))
+        expected = each.metadata["help"] + " | " + (f"{shown:g}" if isinstance(shown, float) else str(shown))
         if default is not None:
             assert rows[key_of(each.name)] == expected
         assert key_of(each.name) in rows

@@ -14,7 +14,14 @@ from bqsgd._src.release import Scheme
 from bqsgd._src.settings.client_plan import client_terms, release_in
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.fit import Sizes, fit
-from bqsgd._src.settings.outlook import CannotLearn, check_outlook, foresee, nearest_settings
+from bqsgd._src.settings.outlook import (
+    CannotLearn,
+    Outlook,
+    check_outlook,
+    foresee,
+    nearest_settings,
+    with_gaussian_noise,
+)
 
 EVEN = dict.fromkeys(range(4), 300)
 UNEVEN = {0: 3, 1: 40, 2: 500, 3: 657}
@@ -93,8 +100,8 @@ def test_a_hopeless_run_is_refused_with_settings_that_work():
     outlook = foresee(config, EVEN, dimension=40_000)
     assert outlook.hopeless
     with pytest.raises(CannotLearn, match=r"nothing can be learnt\. Settings that work: .*--epsilon .*--force"):
-        check_outlook(outlook, config, EVEN)
-    offered = list(nearest_settings(config, EVEN, dimension=40_000))
+        check_outlook(outlook)
+    offered = list(nearest_settings(outlook))
     assert offered
     for changes in offered:
         given = {"epsilon": 0.2, "clients": 4} | changes
@@ -109,7 +116,7 @@ def test_without_any_plan_a_run_is_refused_and_says_why():
     assert outlook.noise is None
     assert outlook.hopeless
     with pytest.raises(CannotLearn, match="4 of 4 clients have no plan and will send nothing: 20 bits reach no less"):
-        check_outlook(outlook, config, EVEN)
+        check_outlook(outlook)
 
 
 @pytest.mark.slow
@@ -119,7 +126,7 @@ def test_a_guarantee_for_whole_clients_drowns_unless_they_are_very_many():
     outlook = foresee(config, EVEN, dimension=500)
     assert outlook.hopeless
     with pytest.raises(CannotLearn, match="--unit sample"):
-        check_outlook(outlook, config, EVEN)
+        check_outlook(outlook)
 
 
 def test_progress_is_told_for_every_client():
@@ -131,13 +138,12 @@ def test_progress_is_told_for_every_client():
 @pytest.mark.parametrize("clients", [1, 4, 20, 100, 1000])
 def test_defaults_follow_the_federation_and_leave_little_noise(clients):
     """60,000 samples and 26,010 coordinates, as MNIST and its default model; Gaussian noise stands for the plan's."""
-    from bqsgd._src.settings.outlook import _expected_outlook
-
     config = fitted({"clients": clients}, samples=60_000, dimension=26_010)
     assert config.privacy.rate == pytest.approx(config.privacy.batch_size * clients / 60_000)
     assert config.privacy.batch_size <= 60_000 // clients
     samples = dict.fromkeys(range(clients), 60_000 // clients)
-    assert _expected_outlook(config, samples, dimension=26_010).noise_to_signal < 0.15
+    outlook = Outlook(config=config, samples=samples, dimension=26_010, learnt=26_010)
+    assert with_gaussian_noise(outlook).noise_to_signal < 0.15
 
 
 def test_what_is_given_is_kept_and_what_cannot_be_is_refused_at_once():

@@ -255,7 +255,7 @@ def load_vector(model: nn.Module, vector: npt.ArrayLike) -> None:
     if not bool(np.isfinite(array).all()):
         raise NonFiniteInput("the model vector holds NaN or infinity; lower the learning rate and resume")
     # The array may be read-only (a mapped checkpoint), and torch warns about tensors over such memory: hence the copy.
-    parts = torch.from_numpy(array.copy()).split(sizes)
+    parts = torch.from_numpy(array.copy()).split_with_sizes(sizes)
     with torch.no_grad():
         for parameter, part in zip(parameters, parts, strict=True):
             # Copied in place, unlike torch's vector_to_parameters, which makes every parameter a view into one vector:

@@ -255,7 +255,7 @@ class Run:
                     learnt=self.server.model.size,
                     weights=self.server.weights,
                 )
-                check_outlook(outlook, self.config, samples)
+                check_outlook(outlook)
             except PlanningTooLong:
                 _log.warning("planning took too long to say what the noise leaves to be learnt")
                 return

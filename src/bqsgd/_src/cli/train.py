@@ -214,7 +214,7 @@ def _foresee_run(config: Config, sizes: Sizes, *, force: bool) -> None:
     with planning() as progress:
         outlook = foresee(config, samples, dimension=sizes.dimension, learnt=sizes.parameters, progress=progress)
     if not force:
-        check_outlook(outlook, config, samples)
+        check_outlook(outlook)
     for line in outlook.lines():
         print(line, file=sys.stderr, flush=True)
 

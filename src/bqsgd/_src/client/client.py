@@ -253,8 +253,8 @@ class Client:
 
     def _last_round(self, round: int) -> int:
         """The last round of the budget in force: no reservation may reach past it."""
-        changes = [change.from_round for change in self.config.privacy.budgets if change.client == self.client]
-        return min((start for start in changes if start > round), default=self.config.run.rounds) - 1
+        starts = self.config.privacy.budget_starts(self.client)
+        return min((start for start in starts if start > round), default=self.config.run.rounds) - 1
 
     def _enter(self, budget: Budget) -> None:
         """A ledger whose budget is the run's follows the run's schedule of budgets."""

@@ -1,14 +1,15 @@
-"""What one client sends in a round: the release, planned for its budget or fixed.
+"""What one client sends in a round: a fixed mechanism, or one that is planned for its budget.
 
-The planner is asked once per distinct question, however many clients ask it: two clients whose messages depend on the
-same figures have the same plan, or the same reason for having none.
+Planning is slow, so every distinct question is answered once, however many clients ask it: clients whose messages
+depend on the same figures get the same plan, or the same reason why there is none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.ledger import PrivacyBudget
@@ -23,15 +24,14 @@ from bqsgd._src.release import Assumption, Relation, Release, Sampling, Scheme, 
 from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.settings.config import Config
 
-_kept: dict[tuple[Terms, Budget, int], Mechanism] = {}
-"""First plans found by an earlier process of the same client."""
-_SumQuestion = tuple[Terms, PrivacyBudget, Thresholds, int, float | None]
-_kept_sums: dict[_SumQuestion, SumPlan] = {}
-"""The same for secure sums."""
+_Plan = TypeVar("_Plan")
+_answers: dict[Hashable, Any] = {}
+"""Question -> the plan, or the Infeasible that says why there is none."""
+_MOST_ANSWERS = 1024
 
 
 def client_terms(config: Config, *, dimension: int, dataset_size: int) -> Terms:
-    """What the messages of a client that holds `dataset_size` samples depend on besides the mechanism."""
+    """The terms of a client that holds `dataset_size` samples, from the settings of the run."""
     privacy = config.privacy
     terms = clipped_terms(
         config.clip.make(),
@@ -48,9 +48,9 @@ def client_terms(config: Config, *, dimension: int, dataset_size: int) -> Terms:
 
 
 def _sampling(config: Config, dataset_size: int) -> Sampling:
-    """Poisson batches at the run's rate, or at L / D; a client with fewer than L samples takes them all.
+    """How a client draws a batch: Poisson batches have the run's rate, or else L / D, and all samples if D < L.
 
-    A whole client takes part in every round it is asked for, so nothing is sampled and its size does not matter.
+    With unit "client" nothing is sampled: a whole client takes part in every round in which it is asked.
     """
     privacy = config.privacy
     if privacy.unit == Unit.CLIENT:
@@ -62,10 +62,10 @@ def _sampling(config: Config, dataset_size: int) -> Sampling:
 
 
 def public_size(config: Config, samples: int) -> int:
-    """The number of samples that a client may state.
+    """The number of samples that a client may tell the server.
 
-    A guarantee for one sample takes that number as public. One that hides the whole client hides the number too: then
-    every client states the batch size.
+    A guarantee for one sample takes that number as public. A guarantee for the whole client hides the number too, so
+    every client states the batch size instead.
     """
     return config.privacy.batch_size if config.privacy.unit == Unit.CLIENT else samples
 
@@ -87,38 +87,38 @@ def clipped_terms(
 def release_in(config: Config, terms: Terms, *, client: int, round: int) -> Release:
     """What `client` sends in `round`: the fixed mechanism, or the plan for the budget in force (paper Line 7).
 
-    A budget that changes makes a new plan for the rounds that are left, on top of all rounds of the earlier plans. It
-    follows from the settings alone, so a resumed run and every engine plan the same; the ledger has the last word.
+    When a budget changes, the rounds that are left are planned anew, on top of all rounds of the earlier plans. A plan
+    follows from the settings alone, so a resumed run and every engine make the same plan. The ledger still decides
+    whether a message may be sent.
 
     Raises:
-        Infeasible: no integers meet the budget.
+        Infeasible: no levels and trials meet the budget.
     """
     if config.secure.on:
         return Release(mechanism=sum_plan(config, dimension=terms.dimension).mechanism, terms=terms)
     if config.privacy.mechanism is not None:
         return Release(mechanism=config.privacy.mechanism, terms=terms)
-    starts = sorted({0, *(change.from_round for change in config.privacy.budgets if change.client == client)})
     spent: list[tuple[Release, int]] = []
-    for start, stop in pairwise([*starts, config.run.rounds]):
+    for start, stop in pairwise([*config.privacy.budget_starts(client), config.run.rounds]):
         budget = config.privacy.budget(client=client, round=start)
         try:
-            # With a cohort no budget changes in mid-run: start is 0.
+            # config.turns counts rounds here: with a cohort no budget changes in mid-run, so start is 0.
             release = plan_release(terms, budget, rounds=config.turns - start, spent=tuple(spent))
             spent.append((release, stop - start))
         except Infeasible:
             if round < stop:
                 raise
-            continue  # it sent nothing then
+            continue  # the client sent nothing under this budget, so it spent nothing
         if round < stop:
             return release
-    raise InvalidParameter(f"round {round} is beyond the {config.run.rounds} rounds planned")
+    raise InvalidParameter(f"round {round} is beyond the last, {config.run.rounds - 1}")
 
 
 def sum_plan(config: Config, *, dimension: int) -> SumPlan:
-    """What all clients of a run with secure sums use; it follows from the settings alone.
+    """The plan that all clients of a run with secure sums share; it follows from the settings alone.
 
     Raises:
-        Infeasible: no integers meet the budget.
+        Infeasible: no levels and trials meet the budget.
         InvalidParameter: clients of different sizes would need different plans.
     """
     privacy, rule, window = config.privacy, config.secure.rule(config.asked), config.secure.window
@@ -128,81 +128,80 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
         return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width, window=window)
     if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.FIXED_SIZE:
         raise InvalidParameter(
-            "fixed-size batches have a rate that depends on the client's samples, and all clients of a secure sum need "
-            "one plan: use Poisson batches with a rate, or give levels and trials"
+            "all clients of a secure sum need one plan, and the rate of fixed-size batches depends on a client's "
+            "samples: use Poisson batches with a rate, or give levels and trials"
         )
     if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and privacy.rate is None:
         raise InvalidParameter(
-            "all clients of a secure sum need one plan, so their sampling rate must be known to all: set rate, the "
-            "chance of every sample to be in a round's batch (or levels and trials)"
+            "all clients of a secure sum need one plan, so all must know the sampling rate: set rate, the chance of a "
+            "sample to be in a round's batch, or give levels and trials"
         )
     question = _sum_question(config, dimension=dimension)
-    found = _kept_sums.get(question) or _planned_sum(*question)
-    if isinstance(found, Infeasible):
-        raise Infeasible(str(found))
-    return found
+    terms, budget, _, rounds, _ = question
+    return _answer(question, lambda: plan_sum(budget, terms, rule, rounds=rounds, window=window))
 
 
-def _sum_question(config: Config, *, dimension: int) -> _SumQuestion:
+def _sum_question(config: Config, *, dimension: int) -> tuple[Terms, PrivacyBudget, Thresholds, int, float | None]:
     privacy, secure = config.privacy, config.secure
-    any_client = client_terms(config, dimension=dimension, dataset_size=privacy.batch_size)
+    # The size of the data does not matter: `sum_plan` refuses settings whose plan would depend on it.
+    terms = client_terms(config, dimension=dimension, dataset_size=privacy.batch_size)
     rule = secure.rule(config.asked)
-    return any_client, privacy.budget(client=0, round=0).privacy, rule, config.turns, secure.window
+    return terms, privacy.budget(client=0, round=0).privacy, rule, config.turns, secure.window
 
 
 def keep_sum_plan(config: Config, *, dimension: int, levels: int, trials: int, width: int) -> None:
-    """Take these as what planning a secure sum finds, as `keep_plan` does."""
-    question = _sum_question(config, dimension=dimension)
-    plan = SumPlan(rule=question[2], levels=levels, trials=trials, width=width, window=config.secure.window)
-    _kept_sums[question] = plan
-
-
-@lru_cache(maxsize=256)
-def _planned_sum(
-    terms: Terms, budget: PrivacyBudget, rule: Thresholds, rounds: int, window: float | None
-) -> SumPlan | Infeasible:
-    try:
-        return plan_sum(budget, terms, rule, rounds=rounds, window=window)
-    except Infeasible as error:
-        return error
+    """Take this as the plan of the run's secure sums, as `keep_plan` does for one client."""
+    rule, window = config.secure.rule(config.asked), config.secure.window
+    plan = SumPlan(rule=rule, levels=levels, trials=trials, width=width, window=window)
+    _keep(_sum_question(config, dimension=dimension), plan)
 
 
 def plan_release(terms: Terms, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:
-    """The release of least error whose `rounds` messages, after what is `spent`, stay within the budget.
+    """The release of least error whose `rounds` messages, after those in `spent`, stay within the budget.
 
     Raises:
-        Infeasible: no integers meet the budget.
+        Infeasible: no levels and trials meet the budget.
     """
-    found = _planned(terms, budget, rounds, spent)
-    if isinstance(found, Infeasible):
-        raise Infeasible(str(found))
-    return Release(mechanism=found, terms=terms)
+    mechanism = _answer((terms, budget, rounds, spent), lambda: _planned(terms, budget, rounds, spent))
+    return Release(mechanism=mechanism, terms=terms)
 
 
-@lru_cache(maxsize=1024)
-def _planned(terms: Terms, budget: Budget, rounds: int, spent: Spent) -> Mechanism | Infeasible:
-    """The mechanism for these terms, or why there is none."""
+def _planned(terms: Terms, budget: Budget, rounds: int, spent: Spent) -> Mechanism:
     before = Accountant()
     for release, count in spent:
         before = before.compose(release, count)
     if spent and before.epsilon(budget.delta) >= budget.epsilon:
-        return Infeasible(
+        raise Infeasible(
             f"earlier rounds have spent epsilon {rounded_up(before.epsilon(budget.delta))} at delta {budget.delta:g}, "
             f"the budget is now {as_given(budget.epsilon)}"
         )
-    kept = None if spent else _kept.get((terms, budget, rounds))
-    if kept is not None:
-        return kept
-    try:
-        return least_error_mechanism(budget, terms, rounds=rounds, spent=before)
-    except Infeasible as error:
-        return error
+    return least_error_mechanism(budget, terms, rounds=rounds, spent=before)
 
 
 def keep_plan(config: Config, terms: Terms, mechanism: Mechanism, *, client: int) -> None:
-    """Take `mechanism` as what planning finds for the client's first budget, so that it need not be found again.
+    """Take `mechanism` as the plan for the client's first budget, which saves planning it again.
 
-    For a client's own note of its earlier plan. The ledger has the last word on what may be sent in any case.
+    For a plan that the same client found in an earlier process. The ledger still decides whether a message may be sent.
     """
-    budget = config.privacy.budget(client=client, round=0)
-    _kept[terms, budget, config.turns] = mechanism
+    _keep((terms, config.privacy.budget(client=client, round=0), config.turns, ()), mechanism)
+
+
+def _answer(question: Hashable, plan: Callable[[], _Plan]) -> _Plan:
+    """The plan for `question`: as it was answered before, or made now."""
+    answer: _Plan | Infeasible | None = _answers.get(question)
+    if answer is None:
+        try:
+            answer = plan()
+        except Infeasible as error:
+            answer = error
+        _keep(question, answer)
+    if isinstance(answer, Infeasible):
+        raise Infeasible(str(answer))  # a new one, because raising the same error again would lengthen its traceback
+    return answer
+
+
+def _keep(question: Hashable, answer: Any) -> None:
+    # Clients of many sizes ask many questions. Clearing is safe with other threads at work, dropping the oldest is not.
+    if len(_answers) >= _MOST_ANSWERS:
+        _answers.clear()
+    _answers[question] = answer

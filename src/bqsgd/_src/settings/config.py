@@ -19,32 +19,31 @@ from bqsgd._src.planner.recipe import BATCH_SIZE, CLIENTS, CLIP_BOUND, CLIP_NORM
 from bqsgd._src.planner.search import LEAST_FINE_BITS
 from bqsgd._src.release import SAMPLINGS, Scheme, Unit
 from bqsgd._src.secure.graph import Thresholds, thresholds
-from bqsgd._src.settings.group import Group, by_group, group_of, setting
+from bqsgd._src.settings.group import Group, by_group, file_setting, read_tables, setting
 from bqsgd._src.wire.model_change import FEWEST_BITS, MOST_BITS
 
-_CODINGS = ("fixed", "entropy")
 LEAST_SQUARES = "least-squares"
 METHODS = ("sgd", LEAST_SQUARES)
 OPTIMIZERS = ("sgd", "adam")
 SCHEDULES = ("constant", "linear", "cosine")
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum")
-"""How the server aggregates; only the mean can be computed from a running sum."""
+"""The server's aggregation rules. Only the mean can be computed from a running sum."""
 WEIGHTS = ("equal", "size")
 
 
 def smallest_quorum(rule: str, *, byzantine: int) -> int:
-    """The fewest updates that the aggregation rule may be given."""
+    """The fewest updates that the aggregation rule needs to withstand this many adversarial clients."""
     if rule not in RULES:
         raise InvalidParameter(f"aggregation must be one of {', '.join(RULES)}, got {rule!r}")
     f = check_int("byzantine", byzantine, 0, 2**31)
     if f and rule == "mean":
-        raise InvalidParameter(f"the mean tolerates no adversary, got byzantine={f}; choose a robust rule or 0")
+        raise InvalidParameter(f"the mean withstands no adversary, got byzantine={f}; choose a robust rule or 0")
     return {"mean": 1, "median": 2 * f + 1, "trimmed-mean": 2 * f + 1}.get(rule, 2 * f + 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetChange:
-    """From `from_round` on, client `client` has this budget; a field that is None keeps the run's value."""
+    """The budget of client `client` from round `from_round` on. A field that is None keeps the run's value."""
 
     client: int
     from_round: int = 0
@@ -55,37 +54,29 @@ class BudgetChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy(Group):
-    """The budget, proven as the total of each client over all rounds, and what it depends on."""
+    """The budget, a proven total of each client over all rounds, and what the proof depends on."""
 
     title = "Privacy"
     epsilon: float = setting(3.0, "Total privacy budget of each client.", positive=True)
     delta: float = setting(1e-5, "Delta of the budget.", positive=True)
     bits: int = setting(8, "Most bits per coordinate.")
     unit: str = setting("sample", "Whom the guarantee hides: sample or client.", choices=tuple(Unit))
-    sampling: str = setting(
-        "poisson",
-        "How a batch is drawn: poisson, fixed (size) or none (all data).",
-        choices=tuple(SAMPLINGS),
-        option=False,
+    sampling: str = file_setting(
+        "poisson", "How a batch is drawn: poisson, fixed (size) or none (all data).", choices=tuple(SAMPLINGS)
     )
     batch_size: int = setting(
-        BATCH_SIZE,
-        "Public batch size that a client divides by, L. Default: fitted to the data.",
-        between=(1, 2**40),
+        BATCH_SIZE, "Public batch size that a client divides by, L. Default: fitted to the data.", between=(1, 2**40)
     )
-    rate: float | None = setting(
-        None,
-        "Chance of every sample to be in a round's batch. Default: L over the samples of a client.",
-        positive=True,
-        option=False,
+    rate: float | None = file_setting(
+        None, "Chance of a sample to be in a round's batch. Default: L over the samples of a client.", positive=True
     )
     levels: int | None = setting(None, "Fix the levels instead of planning them; needs --trials.", between=(1, 2**20))
     trials: int | None = setting(None, "Fix the trials instead of planning them; needs --levels.", between=(0, 2**20))
     seed: int | None = setting(None, "Reproducible noise and batches: voids the privacy claim.", between=(0, 2**63 - 1))
-    private_metrics: bool = setting(
-        False, "Keep training loss and batch sizes on the clients: outside the guarantee.", option=False
+    private_metrics: bool = file_setting(
+        False, "Keep training loss and batch sizes on the clients: outside the guarantee."
     )
-    budgets: tuple[BudgetChange, ...] = setting((), "Budgets that differ by client or round.", option=False)
+    budgets: tuple[BudgetChange, ...] = file_setting((), "Budgets that differ by client or round.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budgets", _budget_changes(self.budgets))
@@ -93,10 +84,10 @@ class Privacy(Group):
         if (self.levels is None) != (self.trials is None):
             raise InvalidParameter("give both levels and trials, or neither (then they are planned for the budget)")
         if self.levels is not None and self.budgets:
-            raise InvalidParameter("budgets that differ by client need planning; leave out levels and trials")
+            raise InvalidParameter("budgets that differ by client need planning: leave out levels and trials")
         if self.rate is not None and (self.rate > 1 or self.scheme is not Scheme.POISSON):
-            raise InvalidParameter(f"rate is a chance of at most 1 and of Poisson batches only, got {self.rate!r}")
-        self.budget(client=0, round=0)
+            raise InvalidParameter(f"rate is a chance, at most 1, and for Poisson batches only, got {self.rate!r}")
+        self.budget(client=0, round=0)  # raises for bits and delta that no budget may have
 
     @property
     def mechanism(self) -> Mechanism | None:
@@ -107,7 +98,7 @@ class Privacy(Group):
 
     @property
     def noiseless(self) -> bool:
-        """Whether the messages carry no noise: then there is no privacy and nothing to count."""
+        """Whether the messages carry no noise. Then there is no privacy, and the ledger has nothing to count."""
         return self.trials == 0
 
     @property
@@ -123,12 +114,18 @@ class Privacy(Group):
                 values |= {name: value for name in values if (value := getattr(change, name)) is not None}
         return Budget(**values)
 
+    def budget_starts(self, client: int) -> list[int]:
+        """The rounds from which `client` has another budget than before, in order; the first is round 0."""
+        return sorted({0, *(change.from_round for change in self.budgets if change.client == client)})
+
 
 def _budget_changes(changes: Any) -> tuple[BudgetChange, ...]:
     try:
         return tuple(c if isinstance(c, BudgetChange) else BudgetChange(**c) for c in changes)
     except TypeError as error:
-        raise InvalidParameter(f"a setting of budgets has the wrong type: {error}") from error
+        raise InvalidParameter(
+            f"budgets must be tables with client, from_round, bits, epsilon and delta; one has the wrong type: {error}"
+        ) from error
 
 
 _CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
@@ -140,15 +137,15 @@ _CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
 }
 CLIPS = tuple(_CLIPS)
 _LARGEST_RANGE = 1e100
-"""The variance of the noise, which has its square, is still a number."""
+"""The variance of the noise holds the square of the range, and must not overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(Group):
     """The rule that bounds one sample's gradient (or one client's update), and the range of the encoder.
 
-    Left out, the range is the clip's bound, or, when the clip has a norm C2 and samples are averaged, 4 C2 / L if that
-    is less: about twice the noise that a client then adds.
+    If the range is left out, it is the clip's bound. If the clip has a norm C2 and samples are averaged, it is at most
+    4 C2 / L, about twice the noise that a client then adds.
     """
 
     title = "Clipping"
@@ -170,9 +167,14 @@ class ClipSettings(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.make()
+        self.make()  # raises for a bound and a norm that the clip cannot have together
         if self.range is not None and not 1 / _LARGEST_RANGE <= self.range <= _LARGEST_RANGE:
             raise InvalidParameter(f"range must be from {1 / _LARGEST_RANGE} to {_LARGEST_RANGE}, got {self.range!r}")
+
+    @property
+    def scales(self) -> bool:
+        """Whether the clip scales a gradient down to a Euclidean norm, so that the noise depends on that norm."""
+        return self.rule in ("l2", "dual")
 
     def make(self) -> Clip:
         """The clip itself."""
@@ -188,41 +190,32 @@ class ClientSettings(Group):
     cohort: int | None = setting(
         None, "Clients whose frames a round needs, out of all. Default: every client is asked.", between=(1, 100_000)
     )
-    ask: int | None = setting(
-        None,
-        "Clients asked in a round, more than the cohort to make up for stragglers.",
-        between=(1, 100_000),
-        option=False,
+    ask: int | None = file_setting(
+        None, "Clients asked in a round, more than the cohort to make up for stragglers.", between=(1, 100_000)
     )
-    turns: int | None = setting(
-        None,
-        "Most rounds that one client is asked in; its noise is planned for so many.",
-        between=(1, 2**40),
-        option=False,
+    turns: int | None = file_setting(
+        None, "Most rounds that one client is asked in; its noise is planned for this many.", between=(1, 2**40)
     )
     local_steps: int = setting(1, "Steps a client takes per round; above 1 needs --unit client.", between=(1, 2**20))
-    local_learning_rate: float = setting(0.1, "Learning rate of the local steps.", positive=True, option=False)
-    coding: str = setting(
-        "fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=_CODINGS, option=False
+    local_learning_rate: float = file_setting(0.1, "Learning rate of the local steps.", positive=True)
+    coding: str = file_setting(
+        "fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=("fixed", "entropy")
     )
-    reserve_rounds: int = setting(
-        20, "Rounds that the ledger records ahead in one write.", between=(1, 2**20), option=False
-    )
-    packed_rows: bool = setting(
-        False,
-        "Faster gradients; the guarantee then assumes that kernels treat all rows of a batch alike.",
-        option=False,
+    reserve_rounds: int = file_setting(20, "Rounds that the ledger records ahead in one write.", between=(1, 2**20))
+    packed_rows: bool = file_setting(
+        False, "Faster gradients; the guarantee then assumes that kernels treat all rows of a batch alike."
     )
     workers: int = setting(2, "Clients that work at the same time in one process.", between=(1, 1024))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cohort is None and (self.ask is not None or self.turns is not None):
-            raise InvalidParameter("ask and turns are those of a cohort: say how large it is with cohort")
-        if self.cohort is not None and not self.cohort <= (self.ask or self.cohort) <= self.count:
+            raise InvalidParameter("ask and turns describe a cohort: set cohort as well, or leave them out")
+        cohort = self.cohort or self.count
+        ask = self.ask or cohort
+        if not cohort <= ask <= self.count:
             raise InvalidParameter(
-                f"a cohort of {self.cohort}, {self.ask or self.cohort} asked and {self.count} clients in all: each may "
-                "be at most the next"
+                f"a cohort of {cohort}, {ask} asked and {self.count} clients in all: each may be at most the next"
             )
 
 
@@ -234,31 +227,23 @@ class ServerSettings(Group):
     optimizer: str = setting("sgd", "sgd or adam.", key="optimiser", choices=OPTIMIZERS)
     learning_rate: float = setting(LEARNING_RATE, "Learning rate. Default: fitted to the noise.", positive=True)
     momentum: float = setting(0.9, "Momentum of sgd.")
-    subtract_noise: bool = setting(False, "adam: subtract the known noise from its second moment.", option=False)
+    subtract_noise: bool = file_setting(False, "adam: subtract the known noise from its second moment.")
     schedule: str = setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
-    average: float = setting(0.0, "Decay of the model's exponential average; 0 for none.", option=False)
-    aggregation: str = setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES, option=False)
-    weights: str | None = setting(
-        None,
-        "Weights in the mean: equal or size. Default: size in one process, else equal.",
-        choices=WEIGHTS,
-        option=False,
+    average: float = file_setting(0.0, "Decay of the model's exponential average; 0 for none.")
+    aggregation: str = file_setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES)
+    weights: str | None = file_setting(
+        None, "Weights in the mean: equal or size. Default: size in one process, else equal.", choices=WEIGHTS
     )
-    sizes: str | None = setting(
-        None,
-        "TOML file of the clients' sizes, written by the server's operator; clients not in it are refused.",
-        option=False,
+    sizes: str | None = file_setting(
+        None, "TOML file of the clients' sizes, written by the server's operator; clients not in it are refused."
     )
-    byzantine: int = setting(
-        0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20), option=False
-    )
-    quorum: int = setting(1, "Fewest frames for a round to count.", between=(1, 2**20), option=False)
-    deadline_seconds: float | None = setting(None, "Frames that arrive later are refused.", positive=True, option=False)
-    down_bits: int | None = setting(
+    byzantine: int = file_setting(0, "Adversarial clients that a robust rule must withstand.", between=(0, 2**20))
+    quorum: int = file_setting(1, "Fewest frames for a round to count.", between=(1, 2**20))
+    deadline_seconds: float | None = file_setting(None, "Frames that arrive later are refused.", positive=True)
+    down_bits: int | None = file_setting(
         None,
-        "Send the model's changes in so many bits per coordinate, 2 to 7. Default: whole models in float32.",
+        "Send the model's changes in this many bits per coordinate, 2 to 7. Default: whole models in float32.",
         between=(FEWEST_BITS, MOST_BITS),
-        option=False,
     )
 
     def __post_init__(self) -> None:
@@ -286,18 +271,17 @@ class SecureSettings(Group):
         None, "Most clients that may be missing from a sum. Default: a tenth of them.", between=(0, 100_000)
     )
     colluders: int = setting(0, "Most clients that may tell the server all they know.", between=(0, 100_000))
-    key_rounds: int = setting(10, "Most rounds whose keys travel together.", between=(1, 4096), option=False)
-    window: float | None = setting(
+    key_rounds: int = file_setting(10, "Most rounds whose keys travel together.", between=(1, 4096))
+    window: float | None = file_setting(
         None,
-        "Share of the range that the sum has room for: fewer bits, and means beyond it wrap. Default: none ever wraps.",
+        "Fraction of the range that the sum has room for: fewer bits, and means beyond it wrap. Default: none wraps.",
         positive=True,
-        option=False,
     )
-    roster: str | None = setting(None, "TOML file of the clients' identity keys; not for one process.", option=False)
-    identity: str | None = setting(
-        None, "This client's identity key file (bqsgd secure keygen); {client} stands for its number.", option=False
+    roster: str | None = file_setting(None, "TOML file of the clients' identity keys; not for one process.")
+    identity: str | None = file_setting(
+        None, "This client's identity key file (bqsgd secure keygen); {client} stands for its number."
     )
-    roster_digest: str | None = setting(None, "Of the roster that the run began with.", option=False)
+    roster_digest: str | None = file_setting(None, "Digest of the roster that the run began with.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,10 +290,10 @@ class SecureSettings(Group):
             raise InvalidParameter(f"{(chosen or ['colluders'])[0]} is a setting of secure sums: set secure as well")
 
     def rule(self, clients: int) -> Thresholds:
-        """What every client of a sum insists on.
+        """The thresholds that every client of a sum insists on.
 
         Raises:
-            Infeasible: so many dropouts and colluders cannot be borne.
+            Infeasible: a sum over this many clients cannot bear the dropouts and colluders.
         """
         dropouts = clients // 10 if self.dropouts is None else self.dropouts
         return thresholds(clients=clients, dropouts=dropouts, colluders=self.colluders)
@@ -317,7 +301,7 @@ class SecureSettings(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Group):
-    """The length of a run and what it writes down when."""
+    """The length of a run, and when it evaluates and writes."""
 
     title = "Run"
     method: str = setting(
@@ -329,8 +313,8 @@ class RunSettings(Group):
         ROUNDS, "Rounds to train. Default: 300; 60 for fewer than 10,000 samples.", between=(1, 2**40)
     )
     evaluate_every: int = setting(10, "Rounds between evaluations on the test split.", between=(1, 2**40))
-    checkpoint_every: int = setting(20, "Rounds between checkpoints.", between=(1, 2**40), option=False)
-    name: str | None = setting(None, "The run's name in the ledgers.", name="run", option=False)
+    checkpoint_every: int = file_setting(20, "Rounds between checkpoints.", between=(1, 2**40))
+    name: str | None = file_setting(None, "The run's name in the ledgers.", name="run")
 
     def evaluated_after(self, rounds_done: int) -> bool:
         """Whether accuracy and epsilon are computed after this many rounds."""
@@ -354,13 +338,13 @@ class Config:
     run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
-        privacy, clients = self.privacy, self.clients
-        together = clients.cohort or clients.count
-        if self.server.fewest_frames > together:
-            needed = smallest_quorum(self.server.aggregation, byzantine=self.server.byzantine)
+        privacy, clients, server = self.privacy, self.clients, self.server
+        together, rounds = clients.cohort or clients.count, self.run.rounds
+        if server.fewest_frames > together:
+            needed = smallest_quorum(server.aggregation, byzantine=server.byzantine)
             raise InvalidParameter(
-                f"{together} clients can never meet quorum={self.server.quorum} and the {needed} updates that "
-                f"{self.server.aggregation} needs with byzantine={self.server.byzantine}"
+                f"{together} clients can never meet quorum={server.quorum} and the {needed} updates that "
+                f"{server.aggregation} needs with byzantine={server.byzantine}"
             )
         if privacy.unit == Unit.SAMPLE and clients.local_steps > 1:
             raise InvalidParameter(
@@ -368,19 +352,22 @@ class Config:
                 "be made: set unit = 'client' (a guarantee for the whole client), or local_steps = 1"
             )
         if privacy.unit == Unit.CLIENT and self.clip.rule == "batch-mean":
-            raise InvalidParameter("with unit = 'client' the whole update is clipped: clip is clamp, scale, l2 or dual")
+            raise InvalidParameter(
+                "with unit = 'client' the whole update is clipped: set clip to clamp, scale, l2 or dual"
+            )
         for change in privacy.budgets:
             check_int("budgets.client", change.client, 0, clients.count - 1)
-            check_int("budgets.from_round", change.from_round, 0, self.run.rounds - 1)
+            check_int("budgets.from_round", change.from_round, 0, rounds - 1)
+            # A client does not know beforehand in which rounds its cohort's turn comes, so it could not plan for them.
             if change.from_round and clients.cohort is not None:
                 raise InvalidParameter(
-                    "budgets that change in mid-run need to know in which rounds a client answers: leave out "
-                    "from_round or the cohort"
+                    "budgets that change in mid-run need clients that answer every round: leave out from_round, or "
+                    "the cohort"
                 )
-        if clients.turns is not None and clients.turns * clients.count < self.run.rounds * self.asked:
+        if clients.turns is not None and clients.turns < self._fewest_turns:
             raise InvalidParameter(
-                f"{self.run.rounds} rounds that ask {self.asked} of {clients.count} clients take "
-                f"{-(-self.run.rounds * self.asked // clients.count)} turns of each, got turns={clients.turns}"
+                f"{rounds} rounds that ask {self.asked} of {clients.count} clients take {self._fewest_turns} turns of "
+                f"each, got turns={clients.turns}"
             )
         if self.secure.on:
             self._check_secure()
@@ -388,57 +375,58 @@ class Config:
             self._check_least_squares()
 
     def _check_least_squares(self) -> None:
-        """Raise where a setting needs what one message of moments does not have: steps, rounds or gradients."""
-        privacy, clients, server = self.privacy, self.clients, self.server
+        """Raise if a setting needs steps, rounds or gradients, which one message of moments does not have."""
+        privacy, server = self.privacy, self.server
         every_sample = privacy.scheme is Scheme.NONE or (privacy.scheme is Scheme.POISSON and privacy.rate == 1)
-        for held, needed in (
-            (self.run.rounds == 1, "is one round: set rounds = 1"),
+        rules = (
+            (self.run.rounds == 1, "takes one round: set rounds = 1"),
             (every_sample, "takes every sample of a client once: set rate = 1 or sampling = 'none'"),
             (privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
-            (self.clip.rule in ("dual", "l2"), "scales what a sample adds to a norm: set clip = 'dual' or 'l2'"),
-            (not clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
+            (self.clip.scales, "scales the moments of a sample to a norm: set clip = 'dual' or 'l2'"),
+            (not self.clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
             (server.optimizer == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimizer"),
             (server.average == 0, "has one model and nothing to average: leave out average"),
             (server.aggregation == "mean", "needs to know the noise in the mean: set aggregation = 'mean'"),
-            (server.down_bits is None, "sends one model down, of which nothing is used: leave out down_bits"),
-        ):
-            if not held:
-                raise InvalidParameter(f"method = 'least-squares' {needed}")
+            (server.down_bits is None, "does not use the model that is sent down: leave out down_bits"),
+        )
+        for holds, text in rules:
+            if not holds:
+                raise InvalidParameter(f"method = 'least-squares' {text}")
 
     def _check_secure(self) -> None:
-        """Raise where a setting needs what a sum does not have: single messages, or clients that differ."""
-        privacy, server = self.privacy, self.server
-        self.secure.rule(self.asked)
+        """Raise if a setting needs single messages, or clients that differ, which a secure sum does not have."""
+        privacy, server, clients = self.privacy, self.server, self.clients
+        self.secure.rule(self.asked)  # raises Infeasible for dropouts and colluders that no sum can bear
         if server.aggregation != "mean":
             raise InvalidParameter(
-                f"aggregation = {server.aggregation!r} compares single messages, and with secure sums the server sees "
-                "none: use the mean"
+                f"aggregation = {server.aggregation!r} compares single messages, which the server does not see with "
+                "secure sums: set aggregation = 'mean'"
             )
-        if self.clients.coding != "fixed":
+        if clients.coding != "fixed":
             raise InvalidParameter(
-                "coding = 'entropy' makes likely codes short, and under a mask all codes are equally likely: with "
-                "secure sums the coding is fixed"
+                "coding = 'entropy' makes likely codes short, but under a mask all codes are equally likely: with "
+                "secure sums set coding = 'fixed'"
             )
         if server.weights == "size":
             raise InvalidParameter(
-                "weights = 'size' needs messages that can be told apart: a sum adds all clients alike. Set one rate "
-                "for clients of all sizes, at which every sample counts alike"
+                "weights = 'size' needs single messages, and a secure sum adds all clients alike: leave out weights. "
+                "With one rate for clients of all sizes, every sample counts alike"
             )
         if privacy.bits < LEAST_FINE_BITS:
             raise InvalidParameter(
                 f"bits = {privacy.bits} is reached by coarsening, and the sum of coarse codes does not follow from the "
-                "sum of fine ones: secure sums choose their own modulus. A window makes it narrower; levels and trials "
-                f"of a sum in {privacy.bits} bits are what `bqsgd plan --secure --bits {privacy.bits}` finds"
+                "sum of fine ones: secure sums choose their own modulus. A window makes it narrower; `bqsgd plan "
+                f"--secure --bits {privacy.bits}` finds levels and trials of a sum in {privacy.bits} bits"
             )
         if privacy.budgets:
             raise InvalidParameter(
                 "secure sums need one budget for all clients, because they share the noise: leave out budgets"
             )
-        if self.clients.ask is not None:
-            cohort, ask = self.clients.cohort or self.clients.count, self.clients.ask
+        if clients.ask is not None:
+            cohort, ask = clients.cohort or clients.count, clients.ask
             raise InvalidParameter(
-                f"a secure sum has its noise planned for everybody who is asked and for how many of them may be "
-                f"missing: in place of cohort={cohort} and ask={ask} set cohort={ask} and dropouts={ask - cohort}"
+                f"the noise of a secure sum is planned for all clients that are asked and for how many of them may be "
+                f"missing: instead of cohort={cohort} and ask={ask} set cohort={ask} and dropouts={ask - cohort}"
             )
 
     @property
@@ -448,12 +436,16 @@ class Config:
         return clients.count if clients.cohort is None else clients.ask or clients.cohort
 
     @property
+    def _fewest_turns(self) -> int:
+        """How often a client is asked if all clients are asked equally often, rounded up."""
+        return -(-self.run.rounds * self.asked // self.clients.count)
+
+    @property
     def turns(self) -> int:
         """The most messages that one client sends: every round, or as often as it is asked."""
         if self.clients.cohort is None:
             return self.run.rounds
-        fewest = -(-self.run.rounds * self.asked // self.clients.count)
-        return min(self.run.rounds, self.clients.turns or fewest)
+        return min(self.run.rounds, self.clients.turns or self._fewest_turns)
 
     @property
     def range(self) -> float:
@@ -462,17 +454,18 @@ class Config:
         if clip.range is not None:
             return clip.range
         bound = clip.norm if clip.rule == "l2" else clip.bound
-        averaged = clip.rule in ("l2", "dual") and self.privacy.unit == Unit.SAMPLE
+        averaged = clip.scales and self.privacy.unit == Unit.SAMPLE
         return min(bound, 4 * clip.norm / self.privacy.batch_size) if averaged else bound
 
     @classmethod
     def of(cls, **values: Any) -> Config:
-        """Build from the settings' own names, whatever their group; an unknown name is refused, never ignored."""
+        """Build from the settings' own names, whatever their group. An unknown name is refused, never ignored."""
         return cls().but(**values)
 
     def but(self, **values: Any) -> Config:
         """The same settings with some changed."""
         grouped = by_group(CONFIG_GROUPS, values)
+        # Only the groups that change are made anew: all checks of a group run whenever it is made.
         return replace(
             self, **{name: replace(getattr(self, name), **changes) for name, changes in grouped.items() if changes}
         )
@@ -486,16 +479,13 @@ class Config:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """A table per group in plain values; what is None is left out, as TOML has no null."""
+        """A table per group in plain values. A setting that is None is left out, because TOML has no null."""
         return {name: getattr(self, name).to_table() for name in CONFIG_GROUPS}
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any]) -> Config:
-        """Rebuild from the tables of `to_dict`; an unknown name is refused, never ignored."""
-        groups: dict[str, Any] = {}
-        for name, table in tables.items():
-            groups[name] = group_of(CONFIG_GROUPS, name).from_table(name, table)
-        return cls(**groups)
+        """Rebuild from the tables of `to_dict`. An unknown name is refused, never ignored."""
+        return cls.of(**read_tables(CONFIG_GROUPS, tables))
 
 
 CONFIG_GROUPS: dict[str, type[Group]] = {group.name: group.default_factory for group in fields(Config)}  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Settings that fit the data: the recipe (`planner.recipe`) for every setting that was not given."""
+"""Settings that fit the data: the recipe (`planner.recipe`) fills in every setting that the user left open."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bqsgd._src.settings.config import LEAST_SQUARES, Config
 class Sizes:
     """How large the data and the model are.
 
-    samples: of all clients together. dimension: coordinates of a message. parameters: of the model, which are fewer
-    than the coordinates of a message where the message holds moments (least squares).
+    samples: of all clients together. dimension: coordinates of a message. parameters: of the model. Both are equal if a
+    message holds a gradient; with least squares it holds moments, which are more than the parameters.
     """
 
     samples: int
@@ -26,15 +26,12 @@ class Sizes:
 
 
 def fit(settings: Mapping[str, Any], sizes: Sizes) -> Config:
-    """The configuration of a run over data of these sizes: `settings` as they are, and the recipe for the rest.
+    """The configuration of a run over data of these sizes: `settings` as they are, the recipe for all others.
 
     Raises:
-        InvalidParameter: a setting is invalid or unknown, or the batch size is more than a client holds.
+        InvalidParameter: a setting is invalid or unknown, or clients hold fewer samples than the batch size.
     """
-    defaults: dict[str, Any] = {"rounds": rounds_for(sizes.samples)}
-    if settings.get("method") == LEAST_SQUARES:
-        defaults = {"rounds": 1} | ({"rate": 1.0} if settings.get("sampling", "poisson") == "poisson" else {})
-    config = Config.of(**defaults | dict(settings))
+    config = Config.of(**{"rounds": rounds_for(sizes.samples)} | method_defaults(settings) | dict(settings))
     federation = Federation(
         samples=sizes.samples,
         clients=config.clients.count,
@@ -45,8 +42,15 @@ def fit(settings: Mapping[str, Any], sizes: Sizes) -> Config:
     return config.but(**_fitted(config, federation, settings))
 
 
+def method_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the method itself decides: least squares takes one round, in which every sample counts once."""
+    if settings.get("method") != LEAST_SQUARES:
+        return {}
+    return {"rounds": 1} | ({"rate": 1.0} if settings.get("sampling", "poisson") == "poisson" else {})
+
+
 def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Batch size, rate, range and learning rate, as far as they are not among `settings`."""
+    """Batch size, rate, range and learning rate, unless they are among `settings`."""
     privacy, clip = config.privacy, config.clip
     if "batch_size" in settings and privacy.rate is None:
         federation.check_batch_size(privacy.batch_size)
@@ -63,9 +67,9 @@ def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any])
     if rate is None:
         rate = federation.rate(batch_size)
     fitted: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
-    if privacy.mechanism is not None:  # the noise is fixed, and so is what fits it
-        return fitted
-    if clip.range is None and clip.rule in ("l2", "dual"):
+    if privacy.mechanism is not None:
+        return fitted  # levels and trials are fixed, and with them the noise that the rest would be fitted to
+    if clip.range is None and clip.scales:
         fitted["range"] = fitting_range(
             budget, clip_norm=clip.norm, batch_size=batch_size, rate=rate, messages=config.turns
         )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import check_int, check_positive
+from bqsgd._src.params import check_int, check_positive, short_repr
 
 _KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def setting(
@@ -29,23 +30,28 @@ def setting(
     choices: tuple[str, ...] = (),
     option: bool = True,
 ) -> Any:
-    """One field of a group: its default, what it means and which values it may have.
+    """One field of a group: its default, its help text and the rule for its values.
 
-    name: outside the group, where it differs from the field. key: in config.toml, where it differs from the field.
-    option: whether `bqsgd train` has an option for it; a setting without one is set in a settings file.
+    name: what the setting is called outside the group, if not like the field. key: its key in config.toml, if not like
+    the field. choices: the words that it may be; a field whose default is a tuple holds one or more of them.
+    option: whether `bqsgd train` has an option for it.
     """
     rules = {"help": help, "name": name, "key": key, "between": between, "positive": positive, "choices": choices}
     return dataclasses.field(default=default, metadata=rules | {"option": option})
 
 
+file_setting = partial(setting, option=False)
+"""A setting without an option on the command line: it is set in a settings file (`bqsgd train --config`)."""
+
+
 class Group:
-    """A group of settings that checks each field by its own rules. What is None is not set and not checked."""
+    """A group of settings that checks each field by its own rule. A field that is None is not set and not checked."""
 
     title: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            _check_setting(field, getattr(self, field.name))
+        for name, field in self.settings().items():
+            check_setting(field, name, getattr(self, field.name))
 
     @classmethod
     def settings(cls) -> dict[str, Field[Any]]:
@@ -59,7 +65,7 @@ class Group:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Build from the names that the settings have outside the group; an unknown one is refused."""
+        """Build from the names that the settings have outside the group. An unknown name is refused."""
         return cls(**by_group({"": cls}, values)[""])
 
     @classmethod
@@ -68,7 +74,7 @@ class Group:
         return ((name, field) for name, field in cls.settings().items() if field.metadata["option"])
 
     def to_table(self) -> dict[str, Any]:
-        """Plain values by key; what is None is left out, as TOML has no null."""
+        """Plain values by key. A setting that is None is left out, because TOML has no null."""
         table: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -79,21 +85,16 @@ class Group:
         return table
 
     @classmethod
-    def from_table(cls, name: str, table: Any) -> Self:
-        """Rebuild from the table `name`; an unknown key is refused, never ignored."""
-        return cls.of(**cls.read_table(name, table))
-
-    @classmethod
     def read_table(cls, name: str, table: Any) -> dict[str, Any]:
-        """The settings of the table `name` by their names outside the group; values are not checked yet.
+        """The settings in the table `name`, by their names outside the group; values are not checked yet.
 
         Raises:
-            InvalidParameter: not a table, or a key that is not a setting of this group.
+            InvalidParameter: `table` is not a table, or a key is not a setting of this group.
         """
         if not isinstance(table, Mapping):
             raise InvalidParameter(f"[{name}] must be a table of settings, got {type(table).__name__}")
         keys = cls.keys()
-        # A field may also be spelt as in Python: `optimizer`, which files hold as `optimiser`.
+        # A key may also be spelt like the field: `optimizer`, which files hold as `optimiser`.
         names = {field.name: outside for outside, field in cls.settings().items()}
         names |= {key: outside for outside, key in keys.items()}
         unknown = sorted(str(key) for key in table if key not in names)
@@ -103,38 +104,38 @@ class Group:
         return {names[key]: value for key, value in table.items()}
 
 
-def _check_setting(field: Field[Any], value: Any) -> None:
-    """Raise InvalidParameter unless `value` obeys the field's rules."""
-    rules, name = field.metadata, field.metadata["name"] or field.name
+def check_setting(field: Field[Any], name: str, value: Any) -> None:
+    """Raise InvalidParameter, which calls the setting `name`, unless `value` obeys the rule of the field."""
+    rules, kind, several = field.metadata, kind_of(field), isinstance(field.default, tuple)
     if value is None:
-        if field.default is not None:
+        if not str(field.type).endswith("| None"):
             raise InvalidParameter(f"{name} must be given")
     elif rules["between"] is not None:
         check_int(name, value, *rules["between"])
     elif rules["positive"]:
         check_positive(name, value)
-    elif rules["choices"] and value not in rules["choices"]:
-        raise InvalidParameter(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
-    else:
-        _check_kind(kind_of(field), name, value)
+    elif rules["choices"]:
+        words = value if several else (value,)
+        if not isinstance(words, tuple) or not words or any(word not in rules["choices"] for word in words):
+            number, choices = "some" if several else "one", ", ".join(rules["choices"])
+            raise InvalidParameter(f"{name} must be {number} of {choices}, got {short_repr(value)}")
+    # True and False are integers in Python: without the first test, `momentum = true` would pass for 1.
+    elif (isinstance(value, bool) and kind in (int, float)) or not isinstance(
+        value, (int, float) if kind is float else kind
+    ):
+        raise InvalidParameter(f"{name} must be {_KIND_NAMES[kind]}, got {short_repr(value)}")
 
 
 def kind_of(field: Field[Any]) -> type:
-    """The type of a setting's values: int for `int` and for `int | None`; object for what is not a plain value."""
+    """The type of a setting's values: int for `int` and for `int | None`; object if it is not a plain value."""
     return _KINDS.get(str(field.type).removesuffix(" | None"), object)
 
 
-def _check_kind(kind: type, name: str, value: Any) -> None:
-    truth_for_a_number = isinstance(value, bool) and kind in (int, float)  # bool is an int in Python
-    if truth_for_a_number or not isinstance(value, (int, float) if kind is float else kind):
-        raise InvalidParameter(f"{name} must be {_WORDS[kind]}, got {value!r}")
-
-
 def by_group(groups: Mapping[str, type[Group]], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sort settings into their groups: group -> field -> value.
+    """Sort settings into their groups: table -> field -> value.
 
     Raises:
-        InvalidParameter: a name that no group knows.
+        InvalidParameter: no group has a setting of that name.
     """
     grouped: dict[str, dict[str, Any]] = {table: {} for table in groups}
     for name, value in values.items():
@@ -150,14 +151,17 @@ def table_of(groups: Mapping[str, type[Group]], name: str) -> str | None:
     return next((table for table, group in groups.items() if name in group.settings()), None)
 
 
-def group_of(groups: Mapping[str, type[Group]], table: str) -> type[Group]:
-    """The group whose settings stand in a table of config.toml.
+def read_tables(groups: Mapping[str, type[Group]], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in the tables of a file, by the names that options and keywords have; values are not checked yet.
 
     Raises:
-        InvalidParameter: there is no such table; the message says where a setting of that name belongs.
+        InvalidParameter: a table or a key is unknown. For a setting outside of its table, the message names the table.
     """
-    if table in groups:
-        return groups[table]
-    owner = table_of(groups, table)
-    advice = f"it belongs in the table [{owner}]" if owner else f"the tables are {', '.join(groups)}"
-    raise InvalidParameter(f"unknown table or setting {table!r}; {advice}")
+    settings: dict[str, Any] = {}
+    for name, table in tables.items():
+        if name not in groups:
+            owner = table_of(groups, name)
+            advice = f"it belongs in the table [{owner}]" if owner else f"the tables are {', '.join(groups)}"
+            raise InvalidParameter(f"unknown table or setting {name!r}; {advice}")
+        settings |= groups[name].read_table(name, table)
+    return settings

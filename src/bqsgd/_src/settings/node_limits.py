@@ -1,18 +1,19 @@
-"""What a client agrees to, whoever runs the server: its operator's limits on everything that changes what it reveals.
+"""A client's own limits on everything that changes what it reveals, whoever runs the server.
 
-The keys are the same in `flower-supernode --node-config` and in the TOML file of `bqsgd train --node-limits`:
+The operator of the client sets them. The keys are the same in `flower-supernode --node-config` and in the TOML file of
+`bqsgd train --node-limits`:
 
     epsilon = 3.0
     units = "sample, client"
 
-A run outside the limits is declined before any data are read and before anything is spent, and the reason depends on
-the run's settings and the limits alone.
+The client declines a run outside its limits before it reads any data and before it spends anything. The reason that it
+gives depends on the run's settings and the limits alone, not on the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,96 +22,89 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import check_delta, check_int, check_positive, short_repr
+from bqsgd._src.params import check_delta, short_repr
 from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.release import SAMPLINGS, Unit
 from bqsgd._src.settings.config import CLIPS, Config
+from bqsgd._src.settings.group import check_setting, setting
 from bqsgd._src.storage import read_toml
 
 _MAX_DIMENSION = 2**53
 
 
-def _limit(default: Any, meaning: str, *, words: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "words": words})
-
-
 @dataclass(frozen=True, kw_only=True)
 class NodeLimits:
-    """The limits of one client. Without any it is as strict as a client of strangers should be.
+    """The limits of one client. The defaults are for a client that does not know who runs the server.
 
-    epsilon and delta are None where the ledger is the run's own and the run's budget is all there is (`unlimited`).
+    epsilon and delta are both None if the ledger belongs to the run and only the run's budget counts (`unlimited`).
     """
 
-    epsilon: float | None = _limit(
-        10.0, "budget of its ledger, the total of all runs; a run that asks for more is declined"
+    epsilon: float | None = setting(
+        10.0, "budget of its ledger, the total of all runs; a run that asks for more is declined", positive=True
     )
-    delta: float | None = _limit(1e-5, "delta of that budget, and the most a run may ask for")
-    units: tuple[str, ...] = _limit(("sample",), "units of privacy: sample, client", words=tuple(Unit))
-    samplings: tuple[str, ...] = _limit(
+    delta: float | None = setting(1e-5, "delta of that budget, and the most a run may ask for", positive=True)
+    units: tuple[str, ...] = setting(("sample",), "units of privacy: sample, client", choices=tuple(Unit))
+    samplings: tuple[str, ...] = setting(
         ("poisson",),
         "how batches are drawn: poisson, fixed, none; the relation follows from this and from the unit",
-        words=tuple(SAMPLINGS),
+        choices=tuple(SAMPLINGS),
     )
-    clips: tuple[str, ...] = _limit(
+    clips: tuple[str, ...] = setting(
         ("dual", "clamp", "l2", "scale"),
         "rules that bound a sample: dual, clamp, l2, scale, batch-mean (which bounds none)",
-        words=CLIPS,
+        choices=CLIPS,
     )
-    least_clip: float = _limit(1e-6, "least clip bound, clip norm and range of the encoder")
-    largest_clip: float = _limit(1e3, "largest of the same")
-    allow_no_privacy: bool = _limit(False, "`true` to take part in runs with seeded noise or none")
-    allow_private_metrics: bool = _limit(
+    least_clip: float = setting(1e-6, "least clip bound, clip norm and range of the encoder", positive=True)
+    largest_clip: float = setting(1e3, "largest of the same", positive=True)
+    allow_no_privacy: bool = setting(False, "`true` to take part in runs with seeded noise or none")
+    allow_private_metrics: bool = setting(
         False, "`true` to write figures outside the guarantee (training loss, batch sizes) beside its ledger"
     )
-    allow_packed_rows: bool = _limit(
+    allow_packed_rows: bool = setting(
         False, "`true` to take part in runs with `packed_rows`, whose guarantee rests on an assumption"
     )
-    largest_dimension: int = _limit(10_000_000, "most trainable parameters of the model")
-    largest_parameter: float = _limit(
-        1e4, "largest magnitude of a parameter in the models it is sent, finite in any case"
+    largest_dimension: int = setting(10_000_000, "most trainable parameters of the model", between=(1, _MAX_DIMENSION))
+    largest_parameter: float = setting(
+        1e4, "largest magnitude of a parameter in the models it is sent, finite in any case", positive=True
     )
-    planning_seconds: float = _limit(
-        60.0, "CPU seconds for planning; it ends at most one answer of the accountant late"
+    planning_seconds: float = setting(
+        60.0, "CPU seconds for planning; it ends at most one answer of the accountant late", positive=True
     )
-    fewest_in_sum: int = _limit(3, "fewest clients in a secure sum: a run's clients less the dropouts that it bears")
-    colluders: int = _limit(
-        0, "clients that may tell the server all they know: runs whose secure sums withstand fewer are declined"
+    fewest_in_sum: int = setting(
+        3, "fewest clients in a secure sum: a run's clients less the dropouts that it bears", between=(1, 2**40)
     )
-    ledger_folder: Path | None = _limit(  # noqa: RUF009 (it makes a field)
+    colluders: int = setting(
+        0,
+        "clients that may tell the server all they know: runs whose secure sums withstand fewer are declined",
+        between=(0, 2**40),
+    )
+    ledger_folder: Path | None = setting(  # noqa: RUF009 (it makes a field)
         None, "where its ledger lies, on its own disk; the ledger continues from run to run"
     )
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) != (self.delta is None):
             raise InvalidParameter("a client limits both epsilon and delta, or neither")
-        if self.epsilon is not None:
-            check_positive("epsilon", self.epsilon)
-            check_delta("delta", self.delta)
-        for name in ("least_clip", "largest_clip", "largest_parameter", "planning_seconds"):
-            check_positive(key_of(name), getattr(self, name))
-        check_int("largest-dimension", self.largest_dimension, 1, _MAX_DIMENSION)
-        check_int("fewest-in-sum", self.fewest_in_sum, 1, 2**40)
-        check_int("colluders", self.colluders, 0, 2**40)
         for limit in fields(self):
-            value = getattr(self, limit.name)
-            if limit.type == "bool" and not isinstance(value, bool):
-                raise InvalidParameter(f"{key_of(limit.name)} must be true or false, got {short_repr(value)}")
-            if limit.metadata["words"]:
-                object.__setattr__(self, limit.name, _words(limit, value))
+            if isinstance(limit.default, tuple):
+                object.__setattr__(self, limit.name, _words(getattr(self, limit.name)))
+            check_setting(limit, key_of(limit.name), getattr(self, limit.name))
+        if self.delta is not None:
+            check_delta("delta", self.delta)
 
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> NodeLimits:
-        """The limits among the keys of a node's configuration; other keys are its owner's.
+        """The limits among the keys of a node's configuration; the operator may use other keys for other things.
 
         Raises:
-            InvalidParameter: a limit that is none, or a key that is nearly the name of one: a limit must not be lost to
-                a slip of the pen.
+            InvalidParameter: an invalid limit, or an unknown key that looks like a misspelt limit, which would
+                otherwise be lost.
         """
         known = {key_of(limit.name): limit.name for limit in fields(cls)}
         for key in node_config:
             near = [] if key in known else get_close_matches(str(key), known, n=1, cutoff=0.85)
             if near:
-                raise InvalidParameter(f"{short_repr(key)} is no limit of a node; {near[0]!r} is")
+                raise InvalidParameter(f"{short_repr(key)} is not a limit of a node; did you mean {near[0]!r}?")
         values = {name: node_config[key] for key, name in known.items() if key in node_config}
         if "ledger_folder" in values:
             values["ledger_folder"] = Path(str(values["ledger_folder"])).expanduser()
@@ -118,11 +112,11 @@ class NodeLimits:
 
     @classmethod
     def read(cls, path: str | Path) -> NodeLimits:
-        """The limits in a TOML file; an unknown key is refused."""
+        """The limits in a TOML file. An unknown key is refused."""
         limits, known = read_toml(path), [key_of(limit.name) for limit in fields(cls)]
         for key in limits:
             if key not in known:
-                raise InvalidParameter(f"{path}: {short_repr(key)} is no limit of a node; known: {', '.join(known)}")
+                raise InvalidParameter(f"{path}: {short_repr(key)} is not a limit of a node; known: {', '.join(known)}")
         return cls.of(limits)
 
     @classmethod
@@ -134,7 +128,7 @@ class NodeLimits:
             units=tuple(Unit),
             samplings=tuple(SAMPLINGS),
             clips=CLIPS,
-            least_clip=5e-324,
+            least_clip=5e-324,  # the smallest and nearly the largest float
             largest_clip=1.7e308,
             allow_no_privacy=True,
             allow_private_metrics=True,
@@ -144,7 +138,7 @@ class NodeLimits:
         )
 
     def refusal(self, config: Config, *, client: int) -> str | None:
-        """Why client `client` does not take part in the run, from its settings alone; None when it does."""
+        """Why client `client` declines the run, from the run's settings alone; None if it takes part."""
         return next(self._refusals(config, client), None)
 
     def _refusals(self, config: Config, client: int) -> Iterator[str]:
@@ -153,9 +147,7 @@ class NodeLimits:
             what = "has no noise" if privacy.noiseless else "has seeded noise, which the seed removes"
             yield f"the run {what}; this node takes part in it only with allow-no-privacy=true"
         if config.clients.packed_rows and not self.allow_packed_rows:
-            yield (
-                "the run packs rows, which rests on an assumption about kernels; allow it with allow-packed-rows=true"
-            )
+            yield "the guarantee of packed rows rests on an assumption; allow it with allow-packed-rows=true"
         if privacy.private_metrics and not self.allow_private_metrics:
             yield "the run asks for private metrics; allow them with allow-private-metrics=true"
         if client >= config.clients.count:
@@ -172,8 +164,8 @@ class NodeLimits:
                     f"the run asks for {name} {value:g}, this node allows {self.least_clip:g} to {self.largest_clip:g} "
                     "(least-clip, largest-clip)"
                 )
-        starts = {0, *(change.from_round for change in privacy.budgets if change.client == client)}
-        budgets = [privacy.budget(client=client, round=start) for start in sorted(starts)]
+        # Every budget that the run will ever have for this client counts, not only the first one.
+        budgets = [privacy.budget(client=client, round=start) for start in privacy.budget_starts(client)]
         for name, most in (("epsilon", self.epsilon), ("delta", self.delta)):
             largest = max(getattr(budget, name) for budget in budgets)
             if most is not None and largest > most:
@@ -193,15 +185,15 @@ class NodeLimits:
             )
 
     def model_refusal(self, dimension: int) -> str | None:
-        """Why a model of this dimension is not taken; None when it is."""
+        """Why the client declines a model of this dimension; None if it takes it."""
         if dimension <= self.largest_dimension:
             return None
         return f"the model has {dimension} parameters, this node allows {self.largest_dimension} (largest-dimension)"
 
     def parameters_refusal(self, model: npt.NDArray[np.float32]) -> str | None:
-        """Why these parameters are not taken; None when they are. Depends on the model alone."""
+        """Why the client declines these parameters; None if it takes them. Depends on the model alone."""
         largest = float(np.abs(model).max(initial=0.0))
-        if largest <= self.largest_parameter:  # NaN is not
+        if largest <= self.largest_parameter:  # false for NaN, so NaN is declined
             return None
         return (
             f"the model holds a parameter that is not finite or beyond {self.largest_parameter:g}, the most this node "
@@ -218,10 +210,8 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _words(limit: Field[Any], value: Any) -> tuple[str, ...]:
-    """Words separated by commas, as one text: Flower's configuration has no lists."""
-    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-    known = limit.metadata["words"]
-    if not isinstance(words, (list, tuple)) or not words or any(word not in known for word in words):
-        raise InvalidParameter(f"{key_of(limit.name)} must be some of {', '.join(known)}, got {short_repr(value)}")
-    return tuple(str(word) for word in words)
+def _words(value: Any) -> Any:
+    """Several words as a tuple. Flower's configuration has no lists, so they may come as one text with commas."""
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(","))
+    return tuple(value) if isinstance(value, list) else value

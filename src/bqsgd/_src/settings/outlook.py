@@ -1,13 +1,15 @@
-"""What the noise leaves to be learnt: known from the plan before round 0, without a look at any data.
+"""The outlook of a run: how much noise it will carry beside how much signal, known from the plans before round 0.
 
-Key: d coordinates, T rounds, sigma the deviation of the noise in one coordinate of the mean over clients, G the longest
-that the mean of clipped gradients can be.
+It is computed from the settings and the clients' sizes; no data are read.
 
-A round's mean carries noise of length sqrt(d) sigma beside a signal of at most G. Over a run noise adds up like sqrt(T)
-and a signal that keeps its direction like T, so sqrt(d / T) sigma / G is the least noise to signal that the run as a
-whole can have. Above 1 the noise is longer than the longest signal, and a run learns next to nothing.
+Key: d coordinates, T rounds, sigma the standard deviation of the noise in one coordinate of the mean over clients, G
+the length of the longest mean of clipped gradients.
 
-Of the moments of least squares the class sums alone make a classifier, so there d counts their coordinates.
+The mean of a round carries noise of length sqrt(d) sigma beside a signal of at most G. Over a run, noise adds up like
+sqrt(T), and a signal that keeps its direction like T. So the noise to signal of the whole run is at least
+sqrt(d / T) sigma / G. Above 1 the noise is longer than the longest signal, and the run learns next to nothing.
+
+With least squares, d counts the coordinates of the class sums only: they alone make a classifier, without the moments.
 """
 
 from __future__ import annotations
@@ -15,27 +17,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from bqsgd._src.errors import BqsgdError, Infeasible
 from bqsgd._src.mechanism.coarsening import noise_to_signal, variance_at_zero
 from bqsgd._src.params import Mechanism
 from bqsgd._src.planner.recipe import range_for_noise
 from bqsgd._src.planner.search import shift_per_round
-from bqsgd._src.release import Release, Scheme, Unit
+from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.settings.client_plan import client_terms, release_in, sum_plan
 from bqsgd._src.settings.config import Config
 
 _DROWNED = 1.0
-"""Noise to signal of a whole run above which it does not start."""
+"""A run with more noise to signal than this does not start."""
 _NOISY = 0.3
-_SUGGESTED = 3
+"""A run with more noise to signal than this starts with a warning."""
+_MOST_SUGGESTIONS = 3
 _MOST_EPSILON = 100.0
-"""A larger one is not worth suggesting."""
+"""A larger epsilon is not worth suggesting."""
 _AIM = 0.7
-"""What is suggested aims at this share of _DROWNED, so that it is not refused for a rounding."""
-_Progress = Callable[[int, int], None]
-"""(plans made, plans to make)."""
+"""Suggestions aim at this fraction of _DROWNED, so that a small difference to the plan does not make them useless."""
+_STEPS = range(1, 40)
+"""How many values of each setting are tried, from near the present value to far from it."""
 
 
 class CannotLearn(Infeasible):
@@ -44,49 +48,66 @@ class CannotLearn(Infeasible):
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What a run's plans say of its noise.
+    """How much noise a run will carry beside its signal.
 
-    dimension: coordinates of a message. learnt: those of them that the model is learnt from at least, d.
-    noise, signal: sigma and G; noise is None when no client has a plan. without_plan: reason -> clients.
+    samples: client -> how many samples it holds. dimension: coordinates of a message. learnt: d, the fewest of them
+    that a model can be learnt from. noise: sigma, None when no client has a plan. without_plan: reason -> clients.
     """
 
-    clients: int
+    config: Config
+    samples: Mapping[int, int]
     dimension: int
     learnt: int
-    rounds: int
-    noise: float | None
-    signal: float
-    without_plan: Mapping[str, int]
+    noise: float | None = None
+    without_plan: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def together(self) -> int:
+        """How many clients a round averages over."""
+        return min(len(self.samples), self.config.clients.cohort or len(self.samples))
+
+    @property
+    def signal(self) -> float:
+        """G: the gradients of an average batch, clipped, all in one direction; then clamped to the range."""
+        clip, privacy = self.config.clip, self.config.privacy
+        every_coordinate = math.sqrt(self.dimension)
+        longest = clip.norm if clip.scales else clip.bound * every_coordinate
+        if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and clip.rule != "batch-mean":
+            mean = sum(self.samples.values()) / len(self.samples)
+            drawn = mean * min(1.0, privacy.batch_size / mean if privacy.rate is None else privacy.rate)
+            longest *= drawn / privacy.batch_size
+        return min(longest, self.config.range * every_coordinate)
 
     @property
     def noise_length(self) -> float:
-        """The expected length of the noise in a round's mean (its root mean square); infinite without a plan."""
+        """The root mean square length of the noise in the mean of a round; infinite without a plan."""
         return math.inf if self.noise is None else self.noise * math.sqrt(self.learnt)
 
     @property
     def noise_to_signal(self) -> float:
-        """Of the run as a whole, at least."""
-        return self.noise_length / self.signal / math.sqrt(self.rounds)
+        """A lower bound on the noise to signal of the whole run."""
+        return self.noise_length / self.signal / math.sqrt(self.config.run.rounds)
 
     @property
     def hopeless(self) -> bool:
         """Whether nothing can be learnt."""
+        # Not `>`, which is false for NaN: a run whose outlook cannot be computed must not start.
         return not self.noise_to_signal <= _DROWNED
 
     def lines(self) -> Iterator[str]:
-        """What a person wants to know before the first round."""
+        """Sentences for the user before the first round."""
         for reason, clients in self.without_plan.items():
-            yield f"{clients} of {self.clients} clients have no plan and will send nothing: {reason}"
+            yield f"{clients} of {len(self.samples)} clients have no plan and will send nothing: {reason}"
         if self.noise is None:
             return
         yield (
             f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
-            f"what a sample adds is at most {self.signal:.2g} long"
+            f"the signal is at most {self.signal:.2g} long"
         )
         if self.hopeless or self.noise_to_signal > _NOISY:
             yield (
-                f"over {self.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest signal: "
-                + ("nothing can be learnt" if self.hopeless else "expect little accuracy")
+                f"over {self.config.run.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest "
+                f"signal: {'nothing can be learnt' if self.hopeless else 'expect little accuracy'}"
             )
 
 
@@ -97,57 +118,54 @@ def foresee(
     dimension: int,
     learnt: int | None = None,
     weights: Mapping[int, float] | None = None,
-    progress: _Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Outlook:
-    """Plan for every client that holds so many samples, and say what noise the mean of the first round will carry.
+    """Plan for every client, and compute the noise that the mean of the first round will carry.
 
-    learnt: coordinates that the model is learnt from, where they are fewer than those of a message.
-    weights: of the clients in the mean; without them equal at one rate for all, and else the number of samples.
+    learnt: coordinates that the model is learnt from, if fewer than those of a message. weights: of the clients in the
+    mean; by default equal if all clients have one rate, and the numbers of samples otherwise. progress: called with the
+    number of plans made and to make.
     """
     if weights is None:
         weights = samples if config.privacy.rate is None else dict.fromkeys(samples, 1.0)
-    releases: dict[int, Release] = {}
+    mechanisms: dict[int, Mechanism] = {}
     reasons: Counter[str] = Counter()
     for done, client in enumerate(samples):
         if progress is not None:
             progress(done, len(samples))
         terms = client_terms(config, dimension=dimension, dataset_size=samples[client])
         try:
-            releases[client] = release_in(config, terms, client=client, round=0)
+            mechanisms[client] = release_in(config, terms, client=client, round=0).mechanism
         except Infeasible as error:
             reasons[str(error)] += 1
-    if not releases:
-        variance = None
-    elif config.secure.on:  # the clients share one noise
+    outlook = Outlook(
+        config=config, samples=samples, dimension=dimension, learnt=learnt or dimension, without_plan=dict(reasons)
+    )
+    if not mechanisms:
+        return outlook
+    if config.secure.on:  # the clients share one noise
         variance = sum_plan(config, dimension=dimension).variance() * config.range**2
     else:
-        total = sum(weights[client] for client in releases)
-        variances = {mechanism: _variance(mechanism) for mechanism in {r.mechanism for r in releases.values()}}
+        total = sum(weights[client] for client in mechanisms)
+        # Once per mechanism: most clients have the same, and with coarsened codes its variance takes long to compute.
+        variances = {mechanism: _variance(mechanism) for mechanism in set(mechanisms.values())}
         variance = sum(
-            (weights[client] / total * config.range) ** 2 * variances[release.mechanism]
-            for client, release in releases.items()
+            (weights[client] / total * config.range) ** 2 * variances[mechanism]
+            for client, mechanism in mechanisms.items()
         )
-        variance *= len(samples) / min(len(samples), config.clients.cohort or len(samples))  # a mean over fewer clients
-    return Outlook(
-        clients=len(samples),
-        dimension=dimension,
-        learnt=learnt or dimension,
-        rounds=config.run.rounds,
-        noise=None if variance is None else math.sqrt(variance),
-        signal=_longest_signal(config, samples, dimension=dimension),
-        without_plan=dict(reasons),
-    )
+        variance *= len(samples) / outlook.together  # a cohort averages over fewer clients
+    return replace(outlook, noise=math.sqrt(variance))
 
 
 def _variance(mechanism: Mechanism) -> float:
-    """Of the noise, in squared ranges; where codes are coarsened, beside the share of the signal that is left."""
+    """The variance of the noise, in squared ranges; if codes are coarsened, relative to the signal that is left."""
     if mechanism.coarsening is None:
         return variance_at_zero(mechanism) / mechanism.levels**2
     return noise_to_signal(mechanism)
 
 
-def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) -> None:
-    """Raise where nothing can be learnt, naming the nearest settings that work.
+def check_outlook(outlook: Outlook) -> None:
+    """Raise if nothing can be learnt; the message names the nearest settings that work.
 
     Raises:
         CannotLearn: nothing was spent.
@@ -156,9 +174,9 @@ def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) 
         return
     nearest = [
         " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in changes.items())
-        for changes in nearest_settings(config, samples, dimension=outlook.dimension, learnt=outlook.learnt)
+        for changes in nearest_settings(outlook)
     ]
-    if config.privacy.unit == Unit.CLIENT:
+    if outlook.config.privacy.unit == Unit.CLIENT:
         nearest.append("--unit sample, whose noise is divided by the batch size")
     advice = "Use more data, a smaller model or a larger epsilon."
     if nearest:
@@ -166,100 +184,85 @@ def check_outlook(outlook: Outlook, config: Config, samples: Mapping[int, int]) 
     raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force runs it anyway.")
 
 
-def _longest_signal(config: Config, samples: Mapping[int, int], *, dimension: int) -> float:
-    """G: clipped gradients that all point the same way, as many as a batch holds on average; clamped to the range."""
-    clip, privacy = config.clip, config.privacy
-    every_coordinate = math.sqrt(dimension)
-    longest = clip.norm if clip.rule in ("l2", "dual") else clip.bound * every_coordinate
-    if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and clip.rule != "batch-mean":
-        mean = sum(samples.values()) / len(samples)
-        drawn = mean * min(1.0, privacy.batch_size / mean if privacy.rate is None else privacy.rate)
-        longest *= drawn / privacy.batch_size
-    return min(longest, config.range * every_coordinate)
-
-
-def _expected_noise(config: Config, *, samples: int, dimension: int) -> float:
-    """The deviation of the noise that a client of so many samples adds to a coordinate, if it were Gaussian."""
-    terms = client_terms(config, dimension=dimension, dataset_size=samples)
-    moved = terms.sensitivity
-    length = (moved.linf * config.range * math.sqrt(dimension)) if moved.l2 is None else moved.l2 * config.range
-    budget = config.privacy.budget(client=0, round=0)
-    return length / shift_per_round(budget, rate=terms.sampling.rate, rounds=config.turns)
-
-
-def nearest_settings(
-    config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None = None
-) -> Iterator[dict[str, float | int]]:
-    """Changes to one or two settings that would let the run learn, each with a plan to prove it; three at most."""
-    suggested = 0
-    for changes, changed, held in _changes(config, samples, dimension=dimension, learnt=learnt):
-        if suggested < _SUGGESTED and not foresee(changed, held, dimension=dimension, learnt=learnt).hopeless:
-            suggested += 1
-            yield changes
-
-
-def _changes(
-    config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None
-) -> Iterator[tuple[dict[str, float | int], Config, Mapping[int, int]]]:
-    """Candidates: for each setting the nearest value at which Gaussian noise would leave something to be learnt."""
-    total, count = sum(samples.values()), len(samples)
-    whole = config.privacy.unit == Unit.CLIENT
-
-    def tries(name: str) -> Iterator[float | int]:
-        now = config.flat()[name]
-        for step in range(1, 40):
-            if name == "epsilon":
-                if now * 1.25**step <= _MOST_EPSILON:
-                    yield float(f"{now * 1.25**step:.2g}")
-            elif name == "batch_size" and now < total // count:
-                yield min(total // count, round(now * 1.5**step))
-            elif name == "rounds" and now > 1:
-                yield max(1, round(now / 1.5**step))
-            elif name == "clients" and (whole or now > 1):
-                yield min(100_000, now * 2**step) if whole else max(1, now // 2**step)
-
-    def changed(name: str, value: float | int) -> tuple[dict[str, float | int], Config, Mapping[int, int]]:
-        held = samples
-        if name == "clients":
-            held = dict.fromkeys(range(int(value)), max(1, total // (count if whole else int(value))))
-        changes: dict[str, float | int] = {name: value}
-        new = config.but(**changes)
-        if config.privacy.rate is not None and name in ("batch_size", "clients"):
-            batch = new.privacy.batch_size * (count / len(held) if name == "clients" else 1)
-            new = new.but(batch_size=round(batch), rate=min(1.0, round(batch) * len(held) / total))
-        if config.clip.range is not None and not whole and config.clip.rule in ("l2", "dual"):
-            changes["range"] = range_for_noise(
-                _expected_noise(new, samples=sum(held.values()) // len(held), dimension=dimension)
-            )
-            new = new.but(range=changes["range"])
-        return changes, new, held
-
-    if config.clip.range is not None and not whole and config.clip.rule in ("l2", "dual"):
-        yield changed("rounds", config.run.rounds)
-    for name in ("batch_size", "rounds", "epsilon", "clients"):
-        for value in tries(name):
-            try:
-                candidate = changed(name, value)
-            except BqsgdError:
-                break
-            expected = _expected_outlook(candidate[1], candidate[2], dimension=dimension, learnt=learnt)
-            if expected.noise_to_signal <= _AIM * _DROWNED:
-                yield candidate
-                break
-
-
-def _expected_outlook(
-    config: Config, samples: Mapping[int, int], *, dimension: int, learnt: int | None = None
-) -> Outlook:
-    """The outlook with Gaussian noise for the mechanism's: in no time, and nearly the same."""
-    noise = _expected_noise(config, samples=round(sum(samples.values()) / len(samples)), dimension=dimension)
-    together = min(len(samples), config.clients.cohort or len(samples))
-    return Outlook(
-        clients=len(samples),
-        dimension=dimension,
-        learnt=learnt or dimension,
-        rounds=config.run.rounds,
-        noise=noise / (together if config.secure.on else math.sqrt(together)),
-        signal=_longest_signal(config, samples, dimension=dimension),
-        without_plan={},
+def nearest_settings(outlook: Outlook) -> Iterator[dict[str, float | int]]:
+    """Changes of one or two settings that let the run learn, at most three; plans have shown that each works."""
+    working = (
+        changes
+        for changes, run in _candidates(outlook)
+        if not foresee(run.config, run.samples, dimension=run.dimension, learnt=run.learnt).hopeless
     )
+    return islice(working, _MOST_SUGGESTIONS)
+
+
+def _candidates(outlook: Outlook) -> Iterator[tuple[dict[str, float | int], Outlook]]:
+    """For each setting, the nearest value at which Gaussian noise would leave something to be learnt."""
+    if _refits_range(outlook.config):
+        yield _changed(outlook, "rounds", outlook.config.run.rounds)  # another range alone may do
+    for name, values in _values(outlook).items():
+        for value in values:
+            try:
+                changes, run = _changed(outlook, name, value)
+            except BqsgdError:
+                break  # the settings contradict each other, and values further away do so too
+            if with_gaussian_noise(run).noise_to_signal <= _AIM * _DROWNED:
+                yield changes, run
+                break
+
+
+def _values(outlook: Outlook) -> dict[str, list[float | int]]:
+    """Values to try for each setting, the nearest first."""
+    config = outlook.config
+    batch, rounds, clients = config.privacy.batch_size, config.run.rounds, config.clients.count
+    held = sum(outlook.samples.values()) // len(outlook.samples)
+    epsilons = [config.privacy.epsilon * 1.25**step for step in _STEPS]
+    values: dict[str, list[float | int]] = {
+        "batch_size": [min(held, round(batch * 1.5**step)) for step in _STEPS] if batch < held else [],
+        "rounds": [max(1, round(rounds / 1.5**step)) for step in _STEPS] if rounds > 1 else [],
+        "epsilon": [float(f"{epsilon:.2g}") for epsilon in epsilons if epsilon <= _MOST_EPSILON],
+    }
+    if config.privacy.unit == Unit.CLIENT:  # more clients, each with as many samples as now
+        values["clients"] = [min(100_000, clients * 2**step) for step in _STEPS]
+    elif clients > 1:  # fewer clients, which share the same samples
+        values["clients"] = [max(1, clients // 2**step) for step in _STEPS]
+    return values
+
+
+def _refits_range(config: Config) -> bool:
+    """Whether the range was given and depends on the noise, so that other noise asks for another range."""
+    return config.clip.range is not None and config.privacy.unit == Unit.SAMPLE and config.clip.scales
+
+
+def _changed(outlook: Outlook, name: str, value: float | int) -> tuple[dict[str, float | int], Outlook]:
+    """The run with another value of one setting, and with a rate and a range that fit it; its noise is not known."""
+    config, samples = outlook.config, outlook.samples
+    total, count = sum(samples.values()), len(samples)
+    changes: dict[str, float | int] = {name: value}
+    changed = config.but(**changes)
+    if name == "clients":
+        sharing = count if config.privacy.unit == Unit.CLIENT else int(value)
+        samples = dict.fromkeys(range(int(value)), max(1, total // sharing))
+    if config.privacy.rate is not None and name in ("batch_size", "clients"):
+        batch = round(changed.privacy.batch_size * (count / len(samples) if name == "clients" else 1))
+        changed = changed.but(batch_size=batch, rate=min(1.0, batch * len(samples) / total))
+    run = replace(outlook, config=changed, samples=samples)
+    if _refits_range(config):
+        changes["range"] = range_for_noise(_gaussian_noise(run))
+        run = replace(run, config=changed.but(range=changes["range"]))
+    return changes, run
+
+
+def with_gaussian_noise(outlook: Outlook) -> Outlook:
+    """The outlook if the noise were Gaussian: quick to compute, because nothing is planned, and nearly the same."""
+    noises = 1 if outlook.config.secure.on else outlook.together  # in a secure sum the clients share one noise
+    return replace(outlook, noise=_gaussian_noise(outlook) * math.sqrt(noises) / outlook.together)
+
+
+def _gaussian_noise(outlook: Outlook) -> float:
+    """The standard deviation of the noise that an average client would add to a coordinate."""
+    config, average = outlook.config, round(sum(outlook.samples.values()) / len(outlook.samples))
+    terms = client_terms(config, dimension=outlook.dimension, dataset_size=average)
+    # In units of the range. A clip without a norm bounds every coordinate, so all of them can move at once.
+    linf, l2 = terms.sensitivity.linf, terms.sensitivity.l2
+    length = linf * math.sqrt(outlook.dimension) if l2 is None else l2
+    budget = config.privacy.budget(client=0, round=0)
+    return length * config.range / shift_per_round(budget, rate=terms.sampling.rate, rounds=config.turns)

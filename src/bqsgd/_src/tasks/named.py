@@ -1,6 +1,6 @@
-"""Tasks by name: a data set, its features, its shares among the clients and a model, as settings like all others.
+"""Tasks by name: a data set, its features, its shares among the clients and a model, all chosen by settings.
 
-And presets by name: the points of the frontier (docs/frontier.md), each found on held-out training data.
+Also presets by name: the points of the frontier (docs/frontier.md), each found on held-out training data.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ import importlib
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from bqsgd._src import data
 from bqsgd._src.client.draws import Purpose, seed_for
+from bqsgd._src.data.dataset import Split, load
+from bqsgd._src.data.features import FEATURES, PUBLIC_DATA, features_shape, whole_features
+from bqsgd._src.data.shares import load_shares
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
 from bqsgd._src.settings.config import CONFIG_GROUPS, Config
 from bqsgd._src.settings.fit import Sizes
-from bqsgd._src.settings.group import Group, by_group, setting
+from bqsgd._src.settings.group import Group, by_group, file_setting, setting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTask(Group):
-    """A task that the settings name; your own `Task` has none of these.
+    """A task that the settings describe by names; your own `Task` has none of these settings.
 
-    init_seed: of the initial model and of who holds which samples; both are public.
+    init_seed: decides the initial model and which client holds which samples; both are public.
 
     >>> NamedTask.of(dataset="digits").features
     'none'
@@ -44,41 +46,34 @@ class NamedTask(Group):
     data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
     features: str = setting(
         "none",
-        "none, scattering: fixed wavelet features, or imagenet: features of a network trained on ImageNet.",
-        choices=data.FEATURES,
+        "none; scattering: fixed wavelet features; or imagenet: features of a network trained on ImageNet.",
+        choices=FEATURES,
     )
     model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp, linear or pooled.")
-    activation: str = setting("tanh", "tanh or relu.", option=False)
+    activation: str = file_setting("tanh", "tanh or relu.")
     concentration: float | None = setting(
         None, "Label skew: Dirichlet concentration. Default: even shares.", positive=True
     )
     init_seed: int = setting(0, "Seed of the initial model and of the shares; public.", between=(0, 2**63 - 1))
 
     def sizes(self, method: str = "sgd") -> Sizes:
-        """How large the data and the model are, which is known before any feature is computed."""
-        from bqsgd._src.client.least_squares import message_dimension
-        from bqsgd._src.models import dimension_of
+        """How large the data and the model are. No feature is computed for this."""
+        from bqsgd._src.tasks.task import sizes_of
 
-        dataset = data.load(self.dataset, folder=self.data_folder)
-        model = self._make_model(data.features_shape(self.features, dataset.input_shape), dataset.classes)()
-        return Sizes(
-            samples=len(dataset.train),
-            dimension=message_dimension(method, model),
-            parameters=dimension_of(model),
-        )
+        dataset = load(self.dataset, folder=self.data_folder)
+        make_model = self._make_model(features_shape(self.features, dataset.input_shape), dataset.classes)
+        return sizes_of(make_model(), samples=len(dataset.train), method=method)
 
     def task(self, config: Config, *, client: int | None = None, simulated: bool = False) -> Task:
         """The task among the clients of `config`.
 
-        client: the only one whose share is wanted, in a process that works for one; client 0 has the test data too.
+        client: the only one whose share is loaded, in a process that works for one; client 0 has the test data too.
         simulated: the process works for many clients in turn, so it reads the data once, for all of them.
         """
         if simulated and client is not None:
             whole = self.task(config)
             return replace(whole, shares=[whole.shares[check_int("client", client, 0, config.clients.count - 1)]])
-        from bqsgd._src.tasks.task import Task  # torch: only needed for training
-
-        divided = data.load_shares(
+        divided = load_shares(
             self.dataset,
             folder=self.data_folder,
             features=self.features,
@@ -88,25 +83,22 @@ class NamedTask(Group):
             concentration=self.concentration,
             threads=config.clients.workers,
         )
-        return Task(
-            make_model=self._make_model(divided.input_shape, divided.classes),
-            shares=[(share.inputs, share.labels) for share in divided.shares],
-            test=None if divided.test is None else (divided.test.inputs, divided.test.labels),
-            public_data=data.PUBLIC_DATA.get(self.features, ""),
-            source=self,
-        )
+        return self._task(divided.input_shape, divided.classes, divided.test, divided.shares)
 
     def server_task(self, config: Config) -> Task:
         """The task of a server without clients of its own: the initial model and the test data."""
-        from bqsgd._src.tasks.task import Task
+        dataset = load(self.dataset, folder=self.data_folder)
+        test = whole_features(self.features, "test", of=dataset, threads=config.clients.workers)
+        return self._task(features_shape(self.features, dataset.input_shape), dataset.classes, test)
 
-        dataset = data.load(self.dataset, folder=self.data_folder)
-        test = data.whole_features(self.features, "test", of=dataset, threads=config.clients.workers)
-        shape = data.features_shape(self.features, dataset.input_shape)
+    def _task(self, shape: tuple[int, ...], classes: int, test: Split | None, shares: Iterable[Split] = ()) -> Task:
+        from bqsgd._src.tasks.task import Task  # imported here because it loads torch
+
         return Task(
-            make_model=self._make_model(shape, dataset.classes),
-            test=(test.inputs, test.labels),
-            public_data=data.PUBLIC_DATA.get(self.features, ""),
+            make_model=self._make_model(shape, classes),
+            shares=[(share.inputs, share.labels) for share in shares],
+            test=None if test is None else (test.inputs, test.labels),
+            public_data=PUBLIC_DATA.get(self.features, ""),
             source=self,
         )
 
@@ -120,10 +112,11 @@ class NamedTask(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask(Group):
-    """Your own `Task`, found by module and name. Only what is typed here is ever imported, never what a server
-    or a file from elsewhere names.
+    """Your own `Task`, found by module and name.
 
-    load_from: "module:name" of a `Task`, or of a function (config) -> Task; the current folder comes first.
+    bqsgd imports only what the user of this process typed, never what a server or a file from elsewhere names.
+
+    load_from: "module:name" of a `Task`, or of a function (config) -> Task; the current folder is searched first.
     """
 
     title = "Data and model"
@@ -131,11 +124,11 @@ class OwnTask(Group):
 
     @property
     def dataset(self) -> str:
-        """What a run folder is called after."""
+        """What a run folder is named after."""
         return self.load_from.partition(":")[0].rpartition(".")[2]
 
     def load(self) -> Any:
-        """Import the object that is named: a Task, or a function (config) -> Task.
+        """Import the Task, or the function (config) -> Task.
 
         Raises:
             InvalidParameter: there is no such module, or no such name in it.
@@ -155,20 +148,20 @@ class OwnTask(Group):
             ) from error
 
     def task(self, config: Config, *, client: int | None = None) -> Task:
-        """The task with the shares of all clients; a process that works for one of them uses that one alone."""
+        """The task with the shares of all clients; a process that works for one client uses only its share."""
         from bqsgd._src.tasks.task import Task
 
-        made = self.load()
-        if not isinstance(made, Task) and callable(made):
+        task = self.load()
+        if not isinstance(task, Task) and callable(task):
             try:
-                made = made(config)
+                task = task(config)
             except Exception as error:
                 raise InvalidParameter(f"--task {self.load_from}: {type(error).__name__}: {error}") from error
-        if not isinstance(made, Task):
+        if not isinstance(task, Task):
             raise InvalidParameter(
-                f"--task {self.load_from} is {type(made).__name__}, not a bqsgd.Task or a function (config) -> Task"
+                f"--task {self.load_from} is {type(task).__name__}, not a bqsgd.Task or a function (config) -> Task"
             )
-        return replace(made, source=self)
+        return replace(task, source=self)
 
 
 ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
@@ -176,11 +169,12 @@ ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
 
 def stored_task(data: Mapping[str, Any]) -> NamedTask | OwnTask:
     """The task of a run folder's [data] table."""
-    return (OwnTask if "load_from" in data else NamedTask).from_table("data", data)
+    kind = OwnTask if "load_from" in data else NamedTask
+    return kind.of(**kind.read_table("data", data))
 
 
 def settings_of(**values: Any) -> tuple[NamedTask, Config]:
-    """A named task and the run's settings from one collection of names; an unknown name is refused.
+    """A named task and the settings of a run, from the names of both. An unknown name is refused.
 
     >>> named, config = settings_of(dataset="digits", rounds=30)
     >>> named.dataset, config.run.rounds
@@ -208,7 +202,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """A copy of the settings of the preset `name`, to be overridden at will.
+    """A copy of the settings of the preset `name`, for the caller to change.
 
     >>> preset("mnist-eps1")["epsilon"]
     1.16

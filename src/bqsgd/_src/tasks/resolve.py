@@ -1,6 +1,6 @@
 """The settings of a new run, resolved once: (options, settings file, preset, data) -> what is learnt and how.
 
-What is given later wins: first the recipe for the data (`settings.fit`), then the preset, the file and the options.
+Options win over the file, the file over the preset, and the preset over the recipe for the data (`settings.fit`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bqsgd._src import data
+from bqsgd._src.data.dataset import load
 from bqsgd._src.errors import DataUnavailable, InvalidParameter
 from bqsgd._src.settings.config import Config
-from bqsgd._src.settings.fit import Sizes, fit
-from bqsgd._src.settings.group import by_group, group_of
+from bqsgd._src.settings.fit import Sizes, fit, method_defaults
+from bqsgd._src.settings.group import by_group, read_tables
 from bqsgd._src.storage import read_toml
 from bqsgd._src.tasks.named import ALL_GROUPS, NamedTask, OwnTask
 from bqsgd._src.tasks.named import preset as preset_settings
@@ -24,11 +24,10 @@ from bqsgd._src.tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a run learns, with which settings.
+    """What a run learns, and with which settings.
 
-    sizes: of the data and the model; None for a resumed run, and for a task of your own that does not hold every
-        client's data.
-    task: your own task as it was made to be sized; None for a named one, whose features are not computed yet.
+    sizes: of the data and the model; None for a resumed run, and for your own task if it lacks a client's data.
+    task: your own task, which is made to find its sizes; None for a named task, whose features are not computed yet.
     """
 
     source: NamedTask | OwnTask
@@ -37,17 +36,17 @@ class Resolved:
     task: Task | None = None
 
     def make_task(self, *, client: int | None = None) -> Task:
-        """The task itself; client: the only one whose data this process holds, None when it holds all."""
+        """The task itself. client: the only one whose data this process holds; None if it holds all."""
         return self.task or self.source.task(self.config, client=client)
 
 
 def resolve(options: Mapping[str, Any], *, preset: str | None = None, file: Path | None = None) -> Resolved:
     """The task and the configuration of a new run.
 
-    options: settings by name; `task` ("module:name") is your own task, in place of a data set and a model by name.
+    options: settings by name; `task` ("module:name") is your own task, instead of a data set and a model by name.
 
     Raises:
-        InvalidParameter: an invalid or unknown setting, or settings that do not fit each other or the data.
+        InvalidParameter: a setting is invalid or unknown, or settings do not fit each other or the data.
     """
     settings: dict[str, Any] = {} if preset is None else preset_settings(preset)
     if file is not None:
@@ -57,6 +56,7 @@ def resolve(options: Mapping[str, Any], *, preset: str | None = None, file: Path
         return _resolve_own(settings)
     if "dataset" not in settings:
         settings["dataset"] = available_dataset(settings.get("data_folder"))
+    # Sorting refuses unknown names before the data are read, which may download them.
     grouped = by_group(ALL_GROUPS, settings)
     source = NamedTask(**grouped.pop("data"))
     chosen = {name: value for name, value in settings.items() if name not in NamedTask.settings()}
@@ -66,15 +66,15 @@ def resolve(options: Mapping[str, Any], *, preset: str | None = None, file: Path
 
 def _resolve_own(settings: dict[str, Any]) -> Resolved:
     """A run with your own task: as many clients as it has shares, unless `clients` is given."""
-    foreign = sorted(set(settings) & set(NamedTask.settings()))
-    if foreign:
-        raise InvalidParameter(f"--task brings its own data and model: leave out {', '.join(foreign)} (or the preset)")
+    named = sorted(set(settings) & set(NamedTask.settings()))
+    if named:
+        raise InvalidParameter(f"--task brings its own data and model: leave out {', '.join(named)} (or the preset)")
     source = OwnTask.of(task=settings.pop("task"))
     shares = getattr(source.load(), "shares", ())
     settings = ({"clients": len(shares)} if shares else {}) | settings
-    config = Config.of(**settings)
+    config = Config.of(**method_defaults(settings) | settings)
     task = source.task(config)
-    if len(task.shares) != config.clients.count:  # other processes hold the other shares: nothing to fit to
+    if len(task.shares) != config.clients.count:  # other processes hold the other shares, so the sizes are unknown
         return Resolved(source=source, config=config, sizes=None, task=task)
     sizes = task.sizes(config.run.method)
     return Resolved(source=source, config=fit(settings, sizes), sizes=sizes, task=task)
@@ -82,16 +82,13 @@ def _resolve_own(settings: dict[str, Any]) -> Resolved:
 
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The settings of a TOML file with a table per group, by the names that options and keywords have."""
-    settings: dict[str, Any] = {}
-    for name, table in read_toml(path).items():
-        settings |= group_of(ALL_GROUPS, name).read_table(name, table)
-    return settings
+    return read_tables(ALL_GROUPS, read_toml(path))
 
 
 def available_dataset(folder: str | None = None) -> str:
-    """MNIST, or `digits` when no source of MNIST answers."""
+    """MNIST, or `digits` if no source of MNIST is available."""
     try:
-        data.load("mnist", folder=folder)
+        load("mnist", folder=folder)
     except DataUnavailable as error:
         print(f"{error}\nMNIST is unavailable, so this run uses digits instead.", file=sys.stderr)
         return "digits"

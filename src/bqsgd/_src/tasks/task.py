@@ -1,4 +1,4 @@
-"""What a run learns: the model, each client's data, public test data, loss and metric, as every engine is given it."""
+"""What a run learns: the model, each client's data, public test data, the loss and the metric."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Metric = Callable[[Tensor, Tensor], float | Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a model comes to on the test data. accuracy: None where targets are not classes, or a metric is given."""
+    """The results of a model on the test data. accuracy: None if targets are not classes, or if a metric is given."""
 
     loss: float
     accuracy: float | None = None
@@ -45,25 +45,26 @@ class Evaluation:
 
 
 Evaluate = Callable[[npt.NDArray[np.float32]], Evaluation]
-"""Model vector -> what it comes to on public test data."""
+"""Model vector -> its results on public test data."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What is learnt.
+    """What is learnt, and from which data.
 
     Args:
-        make_model: makes the model; the first one made is where training begins.
+        make_model: makes the model. Training begins with the parameters of the first one made.
         shares: each client's data: (inputs, targets) as arrays, a Dataset or a DataLoader. A process that works for one
-            client may hold that share alone, and a server without clients of its own none.
+            client may hold only that share, and a server without clients of its own holds none.
         test: public test data, in any of the same forms; without it nothing is evaluated.
         loss_fn: (outputs, targets) -> one loss per sample.
-        metric: (all outputs, all targets) of the test data -> a number that replaces accuracy; named by its
+        metric: (all outputs, all targets) of the test data -> a number that replaces accuracy. Records call it by its
             `__name__`.
-        forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
-        sample: a made-up record as the shares' data set gives one, for example (torch.zeros(3, 32, 32), 0): shapes and
-            types are found out from it, and no record is read for them. Not needed for arrays and tensors in memory.
-        source: the settings that made this task, written beside the run's own; None for your own task.
+        forward: (model, batch) -> (outputs, targets), if a batch is not (inputs..., targets) but, say, a dict.
+        sample: a made-up record of the same form as those of the shares, for example (torch.zeros(3, 32, 32), 0). It
+            tells shapes and types, so that no real record is read for them. Arrays and tensors in memory need none.
+        public_data: data that a pretrained network has seen; every guarantee then says that they are public.
+        source: the settings that made this task, stored with the run's own; None for your own task.
 
     >>> share = torch.eye(4), torch.arange(4)
     >>> task = Task(make_model=lambda: nn.Linear(4, 4), shares=[share, share], test=share)
@@ -82,7 +83,7 @@ class Task:
     source: Group | None = None
 
     def stated(self, guarantee: Guarantee) -> Guarantee:
-        """The guarantee with what is public beside it."""
+        """The guarantee, with the assumption about public data added."""
         if not self.public_data:
             return guarantee
         public = f"{self.public_data}, which a pretrained network saw, is public"
@@ -90,11 +91,11 @@ class Task:
 
     @property
     def metric_name(self) -> str | None:
-        """What the metric is called in records; None without one."""
+        """The name of the metric in records; None without a metric."""
         return None if self.metric is None else getattr(self.metric, "__name__", type(self.metric).__name__)
 
     def config(self, **settings: Any) -> Config:
-        """The settings of a run on this task: those given, and for all others what fits its data.
+        """The settings of a run on this task: the given ones, and for all others what fits its data.
 
         This is what `bqsgd train` does. `Config.of` does not see the data and takes every setting as it is.
 
@@ -111,24 +112,20 @@ class Task:
 
     def sizes(self, method: str = "sgd") -> Sizes:
         """How large the data of all clients and the model are."""
-        model = self.make_model()
-        return Sizes(
-            samples=sum(self.samples_of(share) for share in range(len(self.shares))),
-            dimension=message_dimension(method, model),
-            parameters=dimension_of(model),
-        )
+        samples = sum(self.samples_of(share) for share in range(len(self.shares)))
+        return sizes_of(self.make_model(), samples=samples, method=method)
 
     def samples_of(self, share: int) -> int:
         """How many samples a share holds."""
         return len(reader_of(self.shares[share]))
 
     def check(self, config: Config, model: nn.Module) -> Objective:
-        """Try model, loss, shapes and metric, before anything is spent: no record of the shares is read.
+        """Try the model, the loss, the shapes and the metric before anything is spent. No record of a share is read.
 
-        Returns what a sample adds, which knows what keeping samples apart rests on.
+        Returns the objective: what a sample adds to a message, and which assumption keeps samples apart.
 
         Raises:
-            InvalidParameter: what fails here would fail in a round, or after the last.
+            InvalidParameter: something would fail in a round, or after the last one.
         """
         objective = objective_of(config, model, self.loss_fn, self.forward)
         if self.shares:
@@ -142,6 +139,7 @@ class Task:
         if self.test is not None:
             try:
                 with _evaluating(model):
+                    # A metric may need all samples, for example some of every class; a loss is tried on one.
                     self._evaluate(model, reader_of(self.test), most=None if self.metric is not None else 1)
             except InvalidParameter:
                 raise
@@ -153,9 +151,9 @@ class Task:
         return objective
 
     def evaluator(self, model: nn.Module) -> Evaluate | None:
-        """Model vector -> what it comes to on the test data; None without test data.
+        """Model vector -> its results on the test data; None without test data.
 
-        The model object is in evaluation mode meanwhile and left in the mode it had.
+        The model object is in evaluation mode meanwhile, and is left in the mode that it had.
         """
         if self.test is None:
             return None
@@ -191,6 +189,11 @@ class Task:
         )
 
 
+def sizes_of(model: nn.Module, *, samples: int, method: str) -> Sizes:
+    """The sizes of a run that learns `model` from this many samples of all clients."""
+    return Sizes(samples=samples, dimension=message_dimension(method, model), parameters=dimension_of(model))
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     training = model.training
@@ -203,7 +206,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _are_classes(outputs: Any, targets: Any) -> bool:
-    """Whether there is one score per class and one class per sample, so that there is an accuracy."""
+    """Whether outputs are one score per class and targets one class per sample, so that accuracy is defined."""
     whole = not (targets.is_floating_point() or targets.is_complex())
     return bool(whole and outputs.dim() == targets.dim() + 1 == 2)
 
@@ -212,5 +215,5 @@ def _number(metric: Metric, kept: list[tuple[Tensor, Tensor]]) -> float:
     outputs, targets = (torch.cat(column) for column in zip(*kept, strict=True))
     value = float(metric(outputs, targets))
     if math.isnan(value):
-        raise InvalidParameter("metric gave NaN on the test data")
+        raise InvalidParameter("the metric is NaN on the test data; it must be a number")
     return value
