@@ -16,10 +16,16 @@ pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="thi
 
 @pytest.fixture
 def alone():
-    """alone(function, *arguments): call it in a process of its own."""
+    """alone(function, *arguments): call it in a process of its own.
+
+    The processes are forked from one that has imported torch and has never started a thread: importing takes longer
+    than all that they do.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._inductor", "bqsgd._src.persample"])
 
     def call(function, *arguments):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        with ProcessPoolExecutor(1, mp_context=context) as process:
             return process.submit(function, *arguments).result(timeout=300)
 
     return call

@@ -6,7 +6,7 @@ depended on how many samples there were, or was the gradient of something else.
 
 import pytest
 import torch
-from neighbours import LOSS, assert_apart, gradients_one_by_one, mean_of_clipped, neighbours
+from neighbours import assert_apart, gradients_one_by_one, mean_of_clipped
 from torch import nn
 from torch.nn import functional as F
 
@@ -104,19 +104,13 @@ def sequences(layer):
 
 
 @pytest.mark.parametrize("layer", SEQUENCES)
-def test_layers_that_take_the_batch_second_have_their_own_gradients(layer):
+def test_layers_that_take_the_batch_second_are_accepted_with_their_own_gradients(private, layer):
     model, x, y = sequences(layer)
     expected = mean_of_clipped(gradients_one_by_one(model, x, y), batch_size=ROWS)
-    found = neighbours(model, LOSS, x, y, record=0, batch_size=ROWS).both
+    found = assert_apart(model, x, y, record=0, batch_size=ROWS).both
     error = float((found.mean - expected).norm() / expected.norm())
     assert error <= 1e-4, f"the mean is wrong by {error:.3g} of its norm"
     assert found.dropped == 0
-    assert_apart(model, x, y, record=0, batch_size=ROWS)
-
-
-@pytest.mark.parametrize("layer", SEQUENCES)
-def test_layers_that_take_the_batch_second_are_accepted(private, layer):
-    model, x, y = sequences(layer)
     made = private(model, (x, y))
     made.step(next(iter(made.loader)))
     assert (made.steps, made.dropped) == (1, 0)

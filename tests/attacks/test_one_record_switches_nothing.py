@@ -119,10 +119,10 @@ class Halted(Guarded):
 @pytest.mark.parametrize("make", [Experts, Guarded, Scaled, Centred, Halted])
 def test_an_extreme_value_stays_with_its_record(private, make, value):
     torch.manual_seed(0)
-    model, (x, y) = make(), points(256)
-    private(model, points(256), batch_size=64)
-    x[100] = value
-    found = assert_apart(model, x, y, record=100, batch_size=64)
+    model, (x, y) = make(), points(64)
+    private(model, points(64), batch_size=16)
+    x[25] = value
+    found = assert_apart(model, x, y, record=25, batch_size=64)
     assert found.others.dropped == 0
 
 

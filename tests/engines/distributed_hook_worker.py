@@ -154,7 +154,7 @@ def recorded():
         dist.all_gather = real
 
 
-def repeated(rank, folder, times=200):
+def repeated(rank, folder, times=25):
     """A backward that fails after its first buckets, again and again, then one that succeeds."""
     model = Trapped()
     with (

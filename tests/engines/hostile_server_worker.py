@@ -9,7 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hostile_servers import LOSS, NETWORKS, NOT_FINITE, UNITS_AND_CLIPS, few_data_sets, finite_models, message, settings
+from hostile_servers import (
+    LOSS,
+    NOT_FINITE,
+    UNITS_AND_CLIPS,
+    few_data_sets,
+    finite_models,
+    message,
+    settings,
+    shared_network,
+)
 
 from bqsgd._src.engines.torch_distributed import RunDeclined, join, work
 from bqsgd._src.engines.torch_distributed._transport import greeting
@@ -19,7 +28,7 @@ from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.tasks.task import Task
 
 ANY_MODEL = replace(NodeLimits.unlimited(), largest_parameter=3.5e38)
-TASK = Task(make_model=NETWORKS["linear"], loss_fn=LOSS)
+TASK = Task(make_model=lambda: shared_network("linear"), loss_fn=LOSS)
 MODELS = [*finite_models(8).values(), *(np.full(8, value, np.float32) for value in NOT_FINITE.values())]
 
 

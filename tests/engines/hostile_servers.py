@@ -1,5 +1,6 @@
 """Models that a hostile server may send, data that they may meet, and what a peer can see of the answers."""
 
+import functools
 import struct
 import warnings
 from dataclasses import replace
@@ -69,8 +70,17 @@ NETWORKS = {
 }
 
 
+@functools.cache
+def shared_network(name):
+    """One model for all clients of a process, which load the server's weights for every round anyway.
+
+    A model is traced when it is first used, and tracing takes longer than all else that these clients do.
+    """
+    return NETWORKS[name]()
+
+
 def dimension(network):
-    return sum(parameter.numel() for parameter in NETWORKS[network]().parameters())
+    return sum(parameter.numel() for parameter in shared_network(network).parameters())
 
 
 def settings(unit, clip, **changes):

@@ -23,7 +23,7 @@ from bqsgd._src.tasks.task import Task
 CLIENTS = 120
 BASE = {
     "clients": CLIENTS,
-    "rounds": 30,
+    "rounds": 12,
     "batch_size": 8,
     "clip": "clamp",
     "clip_bound": 0.5,
@@ -93,13 +93,13 @@ def asked(records):
 
 def test_everybody_is_asked_once_before_anybody_twice():
     run, records = done(Config.of(**BASE))
-    assert run.config.turns == 5
+    assert run.config.turns == 2
     turns = Counter()
     for some in asked(records):
         assert len(some) == 20
         turns.update(some)
         assert max(turns.values()) - min(turns[client] for client in range(CLIENTS)) <= 1
-    assert set(turns.values()) == {5}
+    assert set(turns.values()) == {2}
     assert run.evaluate().accuracy > 0.8
     assert asked(records)[:3] != [sorted(some) for some in np.arange(60).reshape(3, 20).tolist()]
 
@@ -139,9 +139,9 @@ def test_only_those_who_are_asked_take_memory():
 
 @pytest.mark.parametrize("down_bits", [None, 7])
 def test_a_killed_run_continues_to_the_same_model(tmp_path, down_bits):
-    config = Config.of(**{**BASE, "rounds": 10, "down_bits": down_bits})
+    config = Config.of(**{**BASE, "rounds": 7, "down_bits": down_bits})
     whole, records = done(config)
-    done(config, tmp_path, stop=7)
+    done(config, tmp_path, stop=6)
     with Run.resume(task(), folder=tmp_path) as run:
         rest = list(run.rounds())
     assert asked(rest) == asked(records)[len(records) - len(rest) :]
@@ -149,7 +149,7 @@ def test_a_killed_run_continues_to_the_same_model(tmp_path, down_bits):
 
 
 def test_a_lost_register_is_not_replaced(tmp_path):
-    done(Config.of(**{**BASE, "rounds": 10}), tmp_path, stop=5)
+    done(Config.of(**{**BASE, "rounds": 5}), tmp_path, stop=4)
     (tmp_path / "ledgers" / "clients.register").unlink()
     with pytest.raises(LedgerError, match="no ledger"):
         Run.resume(task(), folder=tmp_path)
@@ -202,7 +202,7 @@ def test_spare_clients_take_the_place_of_those_that_decline(tmp_path):
         ({"ask": CLIENTS + 1}, "at most the next"),
         ({"cohort": None, "ask": 30}, "set cohort as well"),
         ({"cohort": None, "turns": 3}, "set cohort as well"),
-        ({"turns": 4}, "take 5 turns"),
+        ({"turns": 1}, "take 2 turns"),
         ({"quorum": 21}, "can never meet"),
         ({"budgets": ({"client": 1, "from_round": 3, "epsilon": 2.0},), "levels": None, "trials": None}, "mid-run"),
     ],
@@ -322,7 +322,7 @@ class TestChanges:
 
     @pytest.mark.parametrize("workers", [1, 3])
     def test_many_clients_of_one_process_hold_a_model_of_each_round_once(self, workers):
-        run, records = done(Config.of(**{**BASE, "down_bits": 4, "rounds": 12, "workers": workers}))
+        run, records = done(Config.of(**{**BASE, "down_bits": 4, "rounds": 8, "workers": workers}))
         last = {client: record.round for record in records for client in asked([record])[0]}
         clients = run.engine.clients
         assert {number: client.held.round for number, client in clients.items()} == last

@@ -25,6 +25,7 @@ from hostile_servers import (
     message,
     seen,
     settings,
+    shared_network,
 )
 from torch import nn
 
@@ -49,7 +50,7 @@ WORKER = Path(__file__).parent / "hostile_server_worker.py"
 
 def make_client(network, unit, clip, data, *, ledger=None, model=None, **changes):
     config = settings(unit, clip, **changes)
-    model = NETWORKS[network]() if model is None else model
+    model = shared_network(network) if model is None else model
     return Client(client=0, model=model, loss_fn=LOSS, samples=data, config=config, ledger=ledger)
 
 
@@ -72,8 +73,13 @@ def told_apart(network, unit, clip, models, capfd, caplog):
     return found
 
 
-@pytest.mark.parametrize("network", ["linear", "picky", "odd"])
-@every_unit_and_clip
+@pytest.mark.parametrize(
+    ("network", "unit", "clip"),
+    [
+        *(("linear", unit, clip) for unit, clip in UNITS_AND_CLIPS),
+        *((network, *how) for network in ("picky", "odd") for how in (("sample", "dual"), ("client", "l2"))),
+    ],
+)
 def test_no_model_tells_data_apart(network, unit, clip, capfd, caplog):
     caplog.set_level(logging.DEBUG)
     assert told_apart(network, unit, clip, finite_models(dimension(network)), capfd, caplog) == []
@@ -89,21 +95,21 @@ def test_no_model_of_many_tells_data_apart(network, unit, clip, capfd, caplog):
     assert told_apart(network, unit, clip, models, capfd, caplog) == []
 
 
-@pytest.mark.parametrize("poison", NOT_FINITE)
 @every_unit_and_clip
-def test_a_model_that_is_not_finite_is_refused_before_anything_is_read_or_spent(unit, clip, poison, tmp_path):
+def test_a_model_that_is_not_finite_is_refused_before_anything_is_read_or_spent(unit, clip, tmp_path):
     model = np.zeros(dimension("linear"), np.float32)
-    model[1] = NOT_FINITE[poison]
     for number, data in enumerate(data_sets().values()):
         with Ledger.open(tmp_path / str(number), client=0, budget_epsilon=1e9, budget_delta=1e-5) as ledger:
             client = make_client("linear", unit, clip, data, ledger=ledger, seed=None)
-            with pytest.raises(ModelMessageError, match="holds NaN or infinity"):
-                client.answer(message(model, round=0))
-            with pytest.raises(NonFiniteInput, match="the model vector holds NaN"):
-                client.update(model, 0)
-            with pytest.raises(InvalidParameter, match="takes a vector of 8"):
-                client.update(model[1:], 0)
-            assert ledger.spent_rounds == 0
+            for poison in NOT_FINITE.values():
+                model[1] = poison
+                with pytest.raises(ModelMessageError, match="holds NaN or infinity"):
+                    client.answer(message(model, round=0))
+                with pytest.raises(NonFiniteInput, match="the model vector holds NaN"):
+                    client.update(model, 0)
+                with pytest.raises(InvalidParameter, match="takes a vector of 8"):
+                    client.update(model[1:], 0)
+                assert ledger.spent_rounds == 0
 
 
 @pytest.mark.parametrize(("unit", "clip"), [("sample", "dual"), ("client", "dual")])
@@ -197,7 +203,7 @@ def test_the_in_process_engine_carries_a_frame(unit, clip):
 def test_the_ddp_hook_has_a_frame_for_every_step(clip, network):
     mechanism = Mechanism(levels=20, trials=200)
     for inputs, targets in few_data_sets().values():
-        model = NETWORKS[network]()
+        model = shared_network(network)
         private = PrivateSteps(
             model=model, loss_fn=LOSS, clip=clip, batch_size=SAMPLES, dataset_size=100, ledger=None, run="hook"
         )
@@ -238,7 +244,7 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
     names = list(sets)
     app = client_app(
         lambda config, node, options: Task(
-            make_model=NETWORKS["linear"], shares=[sets[names[node.client]]], loss_fn=LOSS
+            make_model=lambda: shared_network("linear"), shares=[sets[names[node.client]]], loss_fn=LOSS
         )
     )
     config = settings(unit, clip, clients=len(sets), seed=None)
