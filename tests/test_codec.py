@@ -15,7 +15,7 @@ from bqsgd._src.mechanism.encoder import decode, encode
 from bqsgd._src.noise import privacy_rng, seeded_rng
 from bqsgd._src.params import Coarsening, Mechanism, parameters_digest
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.frame import HEADER_BYTES, Coding, FrameWriter, read_frame
+from bqsgd._src.wire.frame import HEADER_BYTES, Coding, FrameWriter, Header, read_frame
 
 # 8 and 16 bits direct, 10 and 14 bits packed, mixed radix (213, 3), 32-bit codes.
 MECHANISMS = [(2, 251), (1, 251), (4, 1015), (52, 16279), (6, 200), (1, 0), (100, 65335), (1 << 17, 1 << 17)]
@@ -144,7 +144,7 @@ def refused_frames(mechanism: Mechanism, d: int):  # type: ignore[no-untyped-def
 def out_of_range(mechanism: Mechanism, d: int) -> bytearray:
     """A frame whose checksum holds but whose last code is one too large."""
     digest = parameters_digest(mechanism, range=1.0, dimension=d)
-    writer = FrameWriter(mechanism=mechanism, digest=digest, client=1, round=2, dimension=d, seeded=False)
+    writer = FrameWriter(Header(mechanism=mechanism, digest=digest, client=1, round=2, dimension=d, seeded=False))
     writer.payload[:] = 0
     writer.payload[-1] = 255
     return writer.seal()

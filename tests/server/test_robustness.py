@@ -11,7 +11,7 @@ from bqsgd._src.run import run_round
 from bqsgd._src.server.server import Server
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.frame import FrameWriter
+from bqsgd._src.wire.frame import FrameWriter, Header
 from bqsgd._src.wire.reply import Reply
 
 MECHANISM = Mechanism(levels=8, trials=60)
@@ -30,7 +30,7 @@ class WithOneLiar:
         codes = np.where(honest > 0, 0, MECHANISM.code_count - 1).astype(np.uint8)
         digest = parameters_digest(MECHANISM, range=0.5, dimension=len(codes))
         writer = FrameWriter(
-            mechanism=MECHANISM, digest=digest, client=4, round=round, dimension=len(codes), seeded=True
+            Header(mechanism=MECHANISM, digest=digest, client=4, round=round, dimension=len(codes), seeded=True)
         )
         FixedWidth(MECHANISM.code_count).pack(codes, writer.payload)
         yield from (Reply(client=client.client, frame=f) for client, f in zip(self.clients, frames, strict=True))

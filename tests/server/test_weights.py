@@ -14,7 +14,7 @@ from bqsgd._src.server.aggregation import aggregate, client_weights, one_liar_mo
 from bqsgd._src.server.server import Server
 from bqsgd._src.settings.config import Config
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.frame import FrameWriter
+from bqsgd._src.wire.frame import FrameWriter, Header
 
 CLAIMS = {0: 100, 1: 100, 2: 2**40 - 1}
 
@@ -54,7 +54,7 @@ def test_the_list_of_sizes_is_a_table_of_numbers(tmp_path: Path) -> None:
 def lie(mechanism: Mechanism, *, client: int, code: int, config: Config) -> bytearray:
     """A well-formed frame in which every code is `code`."""
     digest = parameters_digest(mechanism, range=config.range, dimension=3)
-    writer = FrameWriter(mechanism=mechanism, digest=digest, client=client, round=0, dimension=3, seeded=False)
+    writer = FrameWriter(Header(mechanism=mechanism, digest=digest, client=client, round=0, dimension=3, seeded=False))
     coder = FixedWidth(mechanism.code_count)
     coder.pack(np.full(3, code, coder.dtype), writer.payload)
     return writer.seal()

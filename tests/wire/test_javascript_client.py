@@ -31,7 +31,7 @@ from bqsgd._src.params import MAX_LEVELS, MAX_TRIALS, Coarsening, Mechanism, cod
 from bqsgd._src.server.server import Server
 from bqsgd._src.settings.config import Config
 from bqsgd._src.wire.fixed import MAX_CODE_COUNT, FixedWidth
-from bqsgd._src.wire.frame import Coding, FrameWriter, read_frame
+from bqsgd._src.wire.frame import Coding, FrameWriter, Header, read_frame
 from bqsgd._src.wire.model_message import write_model
 
 CLIENT = Path(__file__).resolve().parents[2] / "examples" / "client.mjs"
@@ -471,12 +471,14 @@ def test_the_header_is_written_to_the_byte(run):
     """The same codes, framed by both: client and round beyond 53 bits too."""
     mechanism = Mechanism(levels=1, trials=1)
     writer = FrameWriter(
-        mechanism=mechanism,
-        digest=parameters_digest(mechanism, range=0.1, dimension=2),
-        client=2**64 - 2,
-        round=2**63 + 1,
-        dimension=2,
-        seeded=False,
+        Header(
+            mechanism=mechanism,
+            digest=parameters_digest(mechanism, range=0.1, dimension=2),
+            client=2**64 - 2,
+            round=2**63 + 1,
+            dimension=2,
+            seeded=False,
+        )
     )
     FixedWidth(4).pack(np.array([1, 2], np.uint8), writer.payload)
     found = run(

@@ -124,7 +124,6 @@ def test_pieces_on_block_boundaries_are_the_whole(code_count: int) -> None:
     for start in range(0, dimension, 2 * coder.block_codes):
         stop = min(start + 2 * coder.block_codes, dimension)
         coder.pack(codes[start:stop], pieces[coder.payload_bytes(start) : coder.payload_bytes(stop)])
-        assert coder.unpack(whole, dimension, start, stop).tolist() == codes[start:stop].tolist()
     assert pieces.tobytes() == whole.tobytes()
 
 
@@ -153,13 +152,11 @@ def test_bits_after_the_last_code_are_refused(code_count: int) -> None:
         FixedWidth(code_count).unpack(payload, 2)
 
 
-def test_wrong_lengths_and_odd_boundaries_are_refused() -> None:
+def test_wrong_lengths_and_types_are_refused() -> None:
     coder = FixedWidth(16384)
     payload = packed(list(range(16)), 16384)
     with pytest.raises(BadPayload, match="16 codes below 16384 take 28 bytes, got 27"):
         coder.unpack(payload[:-1], 16)
-    with pytest.raises(InvalidParameter, match="multiples of 4"):
-        coder.unpack(payload, 16, 2, 16)
     with pytest.raises(InvalidParameter, match="28 bytes"):
         coder.pack(np.zeros(16, np.uint16), payload[:-1])
     with pytest.raises(InvalidParameter, match="dtype uint16"):

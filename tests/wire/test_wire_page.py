@@ -16,7 +16,7 @@ from bqsgd._src.noise import ROUNDING_SLACK_STEPS, binomial_pmf, sampler_tv_dist
 from bqsgd._src.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
 from bqsgd._src.wire import entropy
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.frame import Coding, FrameWriter
+from bqsgd._src.wire.frame import Coding, FrameWriter, Header
 from bqsgd._src.wire.model_change import make_change, write_changes
 from bqsgd._src.wire.model_message import write_model
 from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED
@@ -34,14 +34,16 @@ def frame_of(codes, mechanism, *, range, client=3, round_=7, coding=Coding.FIXED
     if coding is Coding.ENTROPY:
         payload = entropy.compress(codes, mechanism)
     writer = FrameWriter(
-        mechanism=mechanism,
-        digest=parameters_digest(mechanism, range=range, dimension=codes.size),
-        client=client,
-        round=round_,
-        dimension=codes.size,
-        coding=coding,
-        seeded=False,
-        payload_bytes=None if payload is None else len(payload),
+        Header(
+            mechanism=mechanism,
+            digest=parameters_digest(mechanism, range=range, dimension=codes.size),
+            client=client,
+            round=round_,
+            dimension=codes.size,
+            coding=coding,
+            seeded=False,
+        ),
+        payload,
     )
     if payload is None:
         FixedWidth(mechanism.code_count).pack(codes, writer.payload)

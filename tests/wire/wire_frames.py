@@ -8,7 +8,7 @@ import zstandard
 from bqsgd._src.params import Mechanism, parameters_digest
 from bqsgd._src.wire import entropy
 from bqsgd._src.wire.fixed import Codes, FixedWidth
-from bqsgd._src.wire.frame import CHECKED_HEADER_BYTES, Coding, FrameWriter, checksum, read_frame
+from bqsgd._src.wire.frame import CHECKED_HEADER_BYTES, Coding, FrameWriter, Header, checksum, read_frame
 
 RANGE = 0.5
 
@@ -25,22 +25,20 @@ def codes_of(mechanism: Mechanism, dimension: int, rng: np.random.Generator, spr
 def frame_of(
     codes: Codes, mechanism: Mechanism, coding: Coding, payload: bytes | None = None, seeded: bool = True
 ) -> bytes:
-    about = {
-        "mechanism": mechanism,
-        "client": 7,
-        "round": 3,
-        "dimension": codes.size,
-        "coding": coding,
-        "seeded": seeded,
-    }
-    digest = parameters_digest(mechanism, range=RANGE, dimension=codes.size)
-    if coding is Coding.FIXED and payload is None:
-        writer = FrameWriter(digest=digest, **about)
+    header = Header(
+        mechanism=mechanism,
+        digest=parameters_digest(mechanism, range=RANGE, dimension=codes.size),
+        client=7,
+        round=3,
+        dimension=codes.size,
+        coding=coding,
+        seeded=seeded,
+    )
+    if coding is Coding.ENTROPY and payload is None:
+        payload = entropy.compress(codes, mechanism)
+    writer = FrameWriter(header, payload)
+    if payload is None:
         FixedWidth(mechanism.code_count).pack(codes, writer.payload)
-    else:
-        body = entropy.compress(codes, mechanism) if payload is None else payload
-        writer = FrameWriter(digest=digest, payload_bytes=len(body), **about)
-        writer.payload[:] = np.frombuffer(body, np.uint8)
     return bytes(writer.seal())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,12 @@ from bqsgd._src.mechanism.encoder import Encoding, add_decoded, decode, for_slic
 from bqsgd._src.noise import NoiseSource
 from bqsgd._src.params import Codes, Mechanism, Range, check_int, check_positive, check_range, parameters_digest
 from bqsgd._src.wire import entropy
+from bqsgd._src.wire._bits import readonly
 from bqsgd._src.wire.fixed import FixedWidth, Payload
-from bqsgd._src.wire.frame import Buffer, Coding, Frame, FrameWriter, Header, read_frame
+from bqsgd._src.wire.frame import Buffer, Coding, Expected, Frame, FrameWriter, Header, read_frame
 
 _PIECE = 1 << 16
-"""Codes that are encoded into scratch memory before they are packed, where a code is not a whole number of bytes."""
+"""Codes that are encoded into scratch memory before they are packed, if a code is not a whole number of bytes."""
 
 
 def encode_frame(
@@ -54,21 +55,19 @@ def encode_frame(
     if coding not in ("fixed", "entropy"):
         raise InvalidParameter(f'coding must be "fixed" or "entropy", got {coding!r}')
     encoding = Encoding(values, mechanism, range=range, rng=rng, clamp=clamp)
-    about: dict[str, Any] = {
-        "mechanism": mechanism,
-        "digest": parameters_digest(mechanism, range=range, dimension=encoding.dimension),
-        "client": client,
-        "round": round,
-        "dimension": encoding.dimension,
-        "seeded": rng.seeded,
-    }
-    if coding == "fixed":
-        writer = FrameWriter(coding=Coding.FIXED, **about)
-        _write_fixed(encoding, writer.payload, threads)
-        return writer.seal()
-    payload = entropy.compress(encoding.codes(threads=threads), mechanism)
-    writer = FrameWriter(coding=Coding.ENTROPY, payload_bytes=len(payload), **about)
-    writer.payload[:] = np.frombuffer(payload, np.uint8)
+    header = Header(
+        coding=Coding[coding.upper()],
+        seeded=rng.seeded,
+        digest=parameters_digest(mechanism, range=range, dimension=encoding.dimension),
+        client=client,
+        round=round,
+        dimension=encoding.dimension,
+        mechanism=mechanism,
+    )
+    if header.coding is Coding.ENTROPY:
+        return FrameWriter(header, entropy.compress(encoding.codes(threads=threads), mechanism)).seal()
+    writer = FrameWriter(header)
+    _write_fixed(encoding, writer.payload, threads)
     return writer.seal()
 
 
@@ -92,7 +91,7 @@ def _write_fixed(encoding: Encoding, payload: Payload, threads: int) -> None:
     for_slices(encoding.dimension, piece, threads, work)
 
 
-def _checked(frame: Buffer | Frame, **expected: Any) -> Frame:
+def _checked(frame: Buffer | Frame, **expected: Unpack[Expected]) -> Frame:
     return frame.expect(**expected) if isinstance(frame, Frame) else read_frame(frame, **expected)
 
 
@@ -107,11 +106,9 @@ def codes_of(frame: Frame) -> Codes:
         codes = FixedWidth(header.mechanism.code_count).unpack(frame.payload, header.dimension)
     else:
         codes = entropy.decompress(frame.payload, header.mechanism, header.dimension)
-    view = codes.view()
     # Codes of whole bytes are a view of the caller's read-only bytes, others a fresh array. Numba compiles a kernel for
     # each of the two kinds; making all of them read-only means one.
-    view.flags.writeable = False
-    return view
+    return readonly(codes)
 
 
 def decode_frame(
@@ -125,7 +122,7 @@ def decode_frame(
 ) -> npt.NDArray[np.float64]:
     """Check a frame against everything that is stated here and return its values (paper Eq. 12).
 
-    Bytes are checked in full. A `Frame`, which `read_frame` returned, is only compared with what is stated here.
+    Bytes are checked in full. A `Frame` that `read_frame` returned is only compared with what is stated here.
 
     >>> from bqsgd._src.noise import privacy_rng
     >>> mechanism = Mechanism(levels=4, trials=0)  # without noise only the rounding is left: at most a level, 0.25

@@ -2,7 +2,7 @@
 
 Compiled code does not check indices, so every loop must stay inside its arrays for any input bytes: callers check the
 lengths, and the loops below treat the last bytes apart where a wide load would read beyond the end. Words of more than
-62 bits are held as limbs of 31 bits (`pack_long`, `unpack_long`); that is slower, and only eight code counts need it.
+62 bits take several limbs of 31 bits (`unpack_long`); that is slower, and only eight code counts need it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,6 @@ def digit_table(base: int, digits: int) -> npt.NDArray[np.uint64]:
     return np.array([base**half, -(-(1 << shift) // base), shift, *powers], dtype=np.uint64)
 
 
-@jit
-def largest(codes: Codes) -> int:
-    """The largest code, or 0 if there are no codes."""
-    top = codes.dtype.type(0)
-    for code in codes:
-        top = max(top, code)
-    return int(top)
-
-
 @inline
 def put32(out: Bytes, at: int, word: np.uint64) -> None:
     """Store the low 32 bits of `word` in four bytes."""
@@ -76,6 +67,15 @@ def get32(data: Bytes, at: int) -> np.uint64:
 
 
 @inline
+def store_full(out: Bytes, at: int, held: np.uint64, fill: int) -> tuple[int, np.uint64, int]:
+    """Store 32 of the `fill` bits in `held` if there are that many; returns what is then `at`, `held` and `fill`."""
+    if fill >= 32:
+        put32(out, at, held)
+        return at + 4, held >> _U64(32), fill - 32
+    return at, held, fill
+
+
+@inline
 def flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
     """Store the last `fill` bits, and zeros up to the end of the last byte."""
     while fill > 0:
@@ -87,18 +87,13 @@ def flush(out: Bytes, at: int, held: np.uint64, fill: int) -> None:
 
 @jit
 def pack_plain(codes: Codes, out: Bytes, width: int) -> int:
-    """Write each code with `width` bits; returns the largest code. A code of more bits spoils its neighbours."""
+    """Write each code with `width` bits; returns the largest code. The caller must refuse codes of more bits."""
     held, fill, at, top = _U64(0), 0, 0, _U64(0)
     for i in range(codes.size):
         code = _U64(codes[i])
         top = max(top, code)
         held |= code << _U64(fill)
-        fill += width
-        if fill >= 32:
-            put32(out, at, held)
-            held >>= _U64(32)
-            at += 4
-            fill -= 32
+        at, held, fill = store_full(out, at, held, fill + width)
     flush(out, at, held, fill)
     return int(top)
 
@@ -139,32 +134,34 @@ def read(data: Bytes, bit: int, width: int) -> np.uint64:
 def pack_mixed(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
     """Write groups of `digits` codes: a word of high digits (the first code lowest), then `low` bits per code."""
     held, fill, at, top = _U64(0), 0, 0, _U64(0)
-    mask, half_bits = _U64((1 << low) - 1), min(word_bits, 31)
+    mask = _U64((1 << low) - 1)
+    # Words are held in limbs of 31 bits: up to 31 bits wait in `held`, which has 64.
+    limbs = np.zeros((word_bits + 30) // 31, np.uint64)
     for start in range(0, codes.size, digits):
         stop = min(start + digits, codes.size)
-        word = _U64(0)
-        for i in range(stop - 1, start - 1, -1):
+        if limbs.size <= 2:  # the word fits into 64 bits, which is much faster
+            word = _U64(0)
+            for i in range(stop - 1, start - 1, -1):
+                word = word * _U64(base) + (_U64(codes[i]) >> _U64(low))
+            for j in range(limbs.size):
+                limbs[j] = word & _LIMB
+                word >>= _U64(31)
+        else:
+            limbs[:] = _U64(0)
+            for i in range(stop - 1, start - 1, -1):
+                carry = _U64(codes[i]) >> _U64(low)
+                for j in range(limbs.size):
+                    carry += limbs[j] * _U64(base)
+                    limbs[j] = carry & _LIMB
+                    carry >>= _U64(31)
+        for j in range(limbs.size):
+            held |= limbs[j] << _U64(fill)
+            at, held, fill = store_full(out, at, held, fill + min(31, word_bits - 31 * j))
+        for i in range(start, stop):
             code = _U64(codes[i])
             top = max(top, code)
-            word = word * _U64(base) + (code >> _U64(low))
-        # In two pieces of at most 31 bits: up to 31 bits are held already, and `held` has 64.
-        for piece in range(2):
-            held |= (word & _U64((1 << 31) - 1)) << _U64(fill)
-            word >>= _U64(31)
-            fill += half_bits if piece == 0 else word_bits - half_bits
-            if fill >= 32:
-                put32(out, at, held)
-                held >>= _U64(32)
-                at += 4
-                fill -= 32
-        for i in range(start, stop):
-            held |= (_U64(codes[i]) & mask) << _U64(fill)
-            fill += low
-            if fill >= 32:
-                put32(out, at, held)
-                held >>= _U64(32)
-                at += 4
-                fill -= 32
+            held |= (code & mask) << _U64(fill)
+            at, held, fill = store_full(out, at, held, fill + low)
     flush(out, at, held, fill)
     return int(top)
 
@@ -243,39 +240,6 @@ def join(bins: npt.NDArray[np.integer], low: npt.NDArray[np.uint32], first: int,
             code |= _U64(low[i])
         top = max(top, code)
         codes[i] = kind(code)
-    return int(top)
-
-
-@jit
-def pack_long(codes: Codes, out: Bytes, low: int, base: int, digits: int, word_bits: int) -> int:
-    """As `pack_mixed`, for words of any length."""
-    held, fill, at, top = _U64(0), 0, 0, _U64(0)
-    mask = _U64((1 << low) - 1)
-    limbs = np.zeros((word_bits + 30) // 31, np.uint64)
-    for start in range(0, codes.size, digits):
-        stop = min(start + digits, codes.size)
-        limbs[:] = _U64(0)
-        for i in range(stop - 1, start - 1, -1):
-            code = _U64(codes[i])
-            top = max(top, code)
-            carry = code >> _U64(low)
-            for j in range(limbs.size):
-                carry += limbs[j] * _U64(base)
-                limbs[j] = carry & _LIMB
-                carry >>= _U64(31)
-        for j in range(limbs.size + stop - start):
-            if j < limbs.size:
-                held |= limbs[j] << _U64(fill)
-                fill += min(31, word_bits - 31 * j)
-            else:
-                held |= (_U64(codes[start + j - limbs.size]) & mask) << _U64(fill)
-                fill += low
-            if fill >= 32:
-                put32(out, at, held)
-                held >>= _U64(32)
-                at += 4
-                fill -= 32
-    flush(out, at, held, fill)
     return int(top)
 
 

@@ -47,15 +47,6 @@ class Mode(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prefix:
-    mode: Mode
-    low_bits: int
-    first: int
-    bins: int
-    table_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Binning:
     """Bins of 2^low_bits codes: counts[i] codes lie in bin first + i. entropy_bytes is the entropy of the codes."""
 
@@ -131,7 +122,8 @@ def read_counts(table: Payload, bins: int, dimension: int) -> _Counts:
     """The counts in a table that a client sent.
 
     Raises:
-        BadPayload: not exactly `bins` varints in shortest form, the outer ones not zero, that add up to `dimension`.
+        BadPayload: the table is not exactly `bins` varints in shortest form that add up to `dimension`, or its first or
+            last count is zero.
     """
     # Only the shortest form is accepted, so that codes have exactly one payload.
     if not bins <= table.size <= 9 * bins:
@@ -216,61 +208,40 @@ def decompress(payload: Payload, mechanism: Mechanism, dimension: int) -> Codes:
     The caller must have bounded `dimension` (`read_frame` does): the result is allocated before all of it is checked.
 
     Raises:
-        BadPayload: the payload is not what `compress` writes for so many codes.
+        BadPayload: the payload is not what `compress` writes for this many codes.
         CodeOutOfRange: a code is not below the code count.
     """
-    pieces = iterate(payload, mechanism, dimension)
-    first = next(pieces)
-    if first.size == dimension:
-        for _ in pieces:  # runs the checks after the last piece
-            pass
-        return first
-    codes = np.empty(dimension, first.dtype)
-    codes[: first.size] = first
-    at = first.size
+    code_count = mechanism.code_count
+    mode, low_bits, first, bins, table_bytes = _read_prefix(payload, code_count)
+    body = payload[PREFIX.size :]
+    if mode is Mode.STORED:
+        return FixedWidth(code_count).unpack(body, dimension)
+    low_end = table_bytes + (dimension * low_bits + 7) // 8
+    if body.size < low_end:
+        raise BadPayload(f"table and low bits take {low_end} bytes, got {body.size}")
+    low, stream = body[table_bytes:low_end], body[low_end:]
+    # Table and length are checked before the result is allocated: few bytes may claim many codes.
+    if mode is Mode.ANS:
+        pieces = _ans_pieces(stream, dimension, read_counts(body[:table_bytes], bins, dimension))
+    else:
+        pieces = _chunks(_zstd_decode(stream, dimension, bins))
+    codes, at = np.empty(dimension, code_dtype(code_count)), 0
     for piece in pieces:
-        codes[at : at + piece.size] = piece
+        raw = np.empty(piece.size if low_bits else 0, np.uint32)
+        if low_bits:
+            begin, end = at * low_bits // 8, ((at + piece.size) * low_bits + 7) // 8
+            _, spare = _bits.unpack_plain(_bits.readonly(low[begin:end]), raw, low_bits)
+            if spare:
+                raise BadPayload("the bits after the last low part must be zero")
+        top = _bits.join(_bits.readonly(piece), raw, first, low_bits, codes[at : at + piece.size])
+        if top >= code_count:
+            raise CodeOutOfRange(f"codes must be below {code_count}, got {top}")
         at += piece.size
     return codes
 
 
-def iterate(payload: Payload, mechanism: Mechanism, dimension: int) -> Iterator[Codes]:
-    """Yield the codes in order, piece by piece. Some faults are found, and raised, only after the last piece.
-
-    So a caller that uses pieces as they come must be able to undo that.
-    """
-    code_count = mechanism.code_count
-    prefix = _read_prefix(payload, code_count)
-    body = payload[PREFIX.size :]
-    if prefix.mode is Mode.STORED:
-        yield FixedWidth(code_count).unpack(body, dimension)
-        return
-    low_bytes = (dimension * prefix.low_bits + 7) // 8
-    if body.size < prefix.table_bytes + low_bytes:
-        raise BadPayload(f"table and low bits take {prefix.table_bytes + low_bytes} bytes, got {body.size}")
-    table, after_table = body[: prefix.table_bytes], body[prefix.table_bytes :]
-    low, stream = after_table[:low_bytes], after_table[low_bytes:]
-    if prefix.mode is Mode.ANS:
-        pieces = _ans_pieces(stream, dimension, read_counts(table, prefix.bins, dimension))
-    else:
-        pieces = _zstd_pieces(stream, dimension, prefix.bins)
-    at = 0
-    for piece in pieces:
-        raw = np.empty(piece.size if prefix.low_bits else 0, np.uint32)
-        if prefix.low_bits:
-            begin, end = at * prefix.low_bits // 8, ((at + piece.size) * prefix.low_bits + 7) // 8
-            _, spare = _bits.unpack_plain(_bits.readonly(low[begin:end]), raw, prefix.low_bits)
-            if spare:
-                raise BadPayload("the bits after the last low part must be zero")
-        codes = np.empty(piece.size, code_dtype(code_count))
-        top = _bits.join(_bits.readonly(piece), raw, prefix.first, prefix.low_bits, codes)
-        if top >= code_count:
-            raise CodeOutOfRange(f"codes must be below {code_count}, got {top}")
-        at += piece.size
-        yield codes
-
-
-def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
+def _read_prefix(payload: Payload, code_count: int) -> tuple[Mode, int, int, int, int]:
+    """(mode, low_bits, first, bins, table_bytes), each within the limits of its mode."""
     if payload.size < PREFIX.size:
         raise BadPayload(f"an entropy-coded payload has at least {PREFIX.size} bytes, got {payload.size}")
     mode, low_bits, reserved, first, bins, table_bytes = PREFIX.unpack_from(payload.data)
@@ -289,15 +260,19 @@ def _read_prefix(payload: Payload, code_count: int) -> _Prefix:
             )
         if mode == Mode.ZSTD and table_bytes:
             raise BadPayload(f"a zstandard payload has no table, got {table_bytes} bytes")
-    return _Prefix(mode=Mode(mode), low_bits=low_bits, first=first, bins=bins, table_bytes=table_bytes)
+    return Mode(mode), low_bits, first, bins, table_bytes
+
+
+def _chunks(array: npt.NDArray[np.integer]) -> Iterator[npt.NDArray[np.integer]]:
+    return (array[start : start + CHUNK_CODES] for start in range(0, array.size, CHUNK_CODES))
 
 
 def _ans_pieces(stream: Payload, dimension: int, counts: _Counts) -> Iterator[npt.NDArray[np.integer]]:
+    """The bins of an ANS stream, chunk by chunk. Some faults show, and are raised, only after the last chunk."""
     if stream.size % 4 or (counts.size == 1 and stream.size):
         raise BadPayload(f"the ANS stream must be whole words, and empty for a single bin; got {stream.size} bytes")
     if counts.size == 1:
-        for start in range(0, dimension, CHUNK_CODES):
-            yield np.zeros(min(CHUNK_CODES, dimension - start), np.int32)
+        yield from _chunks(np.zeros(dimension, np.int32))
         return
     words = np.frombuffer(stream.tobytes(), "<u4").astype(np.uint32)
     if words.size and words[-1] == 0:  # constriction raises ValueError for such words
@@ -310,11 +285,12 @@ def _ans_pieces(stream: Payload, dimension: int, counts: _Counts) -> Iterator[np
         yield piece
     if not coder.is_empty():
         raise BadPayload("the ANS stream continues after the last code")
+    # Any words decode to some codes. Only the counts show that these are the codes that were encoded.
     if not np.array_equal(seen, counts):
         raise BadPayload("the codes in the ANS stream do not have the counts of its table")
 
 
-def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDArray[np.integer]]:
+def _zstd_decode(stream: Payload, dimension: int, bins: int) -> npt.NDArray[np.integer]:
     try:
         size = zstandard.get_frame_parameters(stream.data).content_size
         if size != dimension:  # checked before decompressing, because the library allocates what the frame claims
@@ -323,7 +299,6 @@ def _zstd_pieces(stream: Payload, dimension: int, bins: int) -> Iterator[npt.NDA
     except zstandard.ZstdError as error:
         raise BadPayload(f"the zstandard frame is damaged: {error}") from error
     indices = np.frombuffer(data, np.uint8)
-    if indices.size != dimension or _bits.largest(indices) >= bins:
+    if indices.size != dimension or indices.max() >= bins:
         raise BadPayload(f"the zstandard frame must hold {dimension} bins below {bins}")
-    for start in range(0, dimension, CHUNK_CODES):
-        yield indices[start : start + CHUNK_CODES]
+    return indices

@@ -25,7 +25,7 @@ WORD_BITS = 62
 """Longest word of digits. Each half of it then has at most 31 bits, which one multiplication can divide exactly."""
 _LONG_WORD_BITS = 124
 LONG_WORDS = frozenset({61, 65, 121, 122, 129, 241, 242, 481})
-"""Of all code counts up to MAX_CODE_COUNT, those for which no word of WORD_BITS comes within 1 % of log2 K."""
+"""The code counts up to MAX_CODE_COUNT for which no word of WORD_BITS comes within 1 % of log2 K."""
 
 Payload = npt.NDArray[np.uint8]
 
@@ -56,10 +56,10 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout(code_count: int) -> Layout:
-    """The layout of codes 0 to K - 1: the fewest bits per code; of equal ones the smaller group, then more raw bits.
+    """The layout of codes 0 to K - 1 with the fewest bits per code; among equals the smaller group, then more raw bits.
 
-    It is part of the wire format. All comparisons are between integers, so that every implementation finds the same
-    one.
+    The layout is part of the wire format. All comparisons are between integers, so that every implementation finds the
+    same one.
 
     >>> layout(256)
     Layout(low_bits=8, base=1, digits=1, word_bits=0)
@@ -89,8 +89,8 @@ def layout(code_count: int) -> Layout:
 class FixedWidth:
     """Packs and unpacks codes 0 to code_count - 1.
 
-    A long vector can be handled piece by piece: after every multiple of `block_codes` codes a byte boundary follows,
-    and the codes [start, stop) lie in the bytes [payload_bytes(start), payload_bytes(stop)).
+    A long vector can be packed piece by piece. Every multiple of `block_codes` codes ends on a byte boundary, and the
+    codes [start, stop) lie in the bytes [payload_bytes(start), payload_bytes(stop)).
 
     >>> coder = FixedWidth(256)
     >>> coder.payload_bytes(1000), coder.block_codes
@@ -108,11 +108,6 @@ class FixedWidth:
         """Whether the payload is the little-endian codes themselves, so that an encoder may write them in place."""
         short = self.layout.word_bits <= WORD_BITS
         self._table = _bits.digit_table(self.layout.base, self.layout.digits if short else 1)
-
-    @property
-    def bits_per_coordinate(self) -> float:
-        """Payload bits per coordinate of a full group."""
-        return self.layout.group_bits / self.layout.digits
 
     def payload_bytes(self, dimension: int) -> int:
         """Bytes of `dimension` codes."""
@@ -132,53 +127,42 @@ class FixedWidth:
             )
         codes, shape = np.ascontiguousarray(codes), self.layout
         if self.direct:
-            top = _bits.largest(codes) if self.code_count < 1 << shape.low_bits else 0
+            top = int(codes.max(initial=0))
             out[:] = codes.astype(codes.dtype.newbyteorder("<"), copy=False).view(np.uint8)
         elif shape.base == 1:
             top = _bits.pack_plain(codes, out, shape.low_bits)
         else:
-            pack = _bits.pack_mixed if shape.word_bits <= WORD_BITS else _bits.pack_long
-            top = pack(codes, out, shape.low_bits, shape.base, shape.digits, shape.word_bits)
+            top = _bits.pack_mixed(codes, out, shape.low_bits, shape.base, shape.digits, shape.word_bits)
         if top >= self.code_count:
             raise CodeOutOfRange(f"codes must be below {self.code_count}, got {top}")
 
-    def unpack(self, payload: Payload, dimension: int, start: int = 0, stop: int | None = None) -> Codes:
-        """The codes [start, stop) of a payload of `dimension` codes, checked. If `direct`, a view of the payload.
-
-        `start` must be a multiple of `block_codes`, and so must `stop` unless it is the dimension.
+    def unpack(self, payload: Payload, dimension: int) -> Codes:
+        """The codes of a payload, checked. If `direct`, a view of the payload.
 
         Raises:
             BadPayload: the payload does not have payload_bytes(dimension) bytes, or leftover bits are not zero.
             CodeOutOfRange: a code is not below code_count.
         """
-        stop = dimension if stop is None else stop
-        # Before np.empty below: a payload must be as long as the dimension it claims, or little buys much memory.
+        # Before np.empty below: otherwise a short payload that claims a large dimension would allocate much memory.
         if payload.size != self.payload_bytes(dimension):
             size = self.payload_bytes(dimension)
             raise BadPayload(f"{dimension} codes below {self.code_count} take {size} bytes, got {payload.size}")
-        whole = stop == dimension or stop % self.block_codes == 0
-        if not (0 <= start <= stop <= dimension and start % self.block_codes == 0 and whole):
-            raise InvalidParameter(
-                f"[start, stop) must lie in [0, {dimension}] on multiples of {self.block_codes}, got [{start}, {stop})"
-            )
-        piece = payload[self.payload_bytes(start) : self.payload_bytes(stop)]
-        shape = self.layout
+        shape, spare = self.layout, False
         if self.direct:
-            codes: Codes = piece.view(self.dtype.newbyteorder("<"))
+            codes: Codes = payload.view(self.dtype.newbyteorder("<"))
             if sys.byteorder != "little" or not codes.flags.aligned:
                 codes = codes.astype(self.dtype)
-            top = _bits.largest(_bits.readonly(codes)) if self.code_count < 1 << shape.low_bits else 0
-            spare = False
+            top = int(codes.max(initial=0))
         else:
-            codes = np.empty(stop - start, self.dtype)
-            piece = _bits.readonly(piece)
+            codes = np.empty(dimension, self.dtype)
+            payload = _bits.readonly(payload)
             radix = (shape.low_bits, shape.base, shape.digits, shape.word_bits)
             if shape.base == 1:
-                top, spare = _bits.unpack_plain(piece, codes, shape.low_bits)
+                top, spare = _bits.unpack_plain(payload, codes, shape.low_bits)
             elif shape.word_bits <= WORD_BITS:
-                top, spare = _bits.unpack_mixed(piece, codes, *radix, self._table)
+                top, spare = _bits.unpack_mixed(payload, codes, *radix, self._table)
             else:
-                top, spare = _bits.unpack_long(piece, codes, *radix)
+                top, spare = _bits.unpack_long(payload, codes, *radix)
         if top >= self.code_count:
             raise CodeOutOfRange(f"codes must be below {self.code_count}, got {top}")
         if spare:

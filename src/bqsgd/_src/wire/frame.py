@@ -8,8 +8,9 @@ buffer, and the header with everything the caller expects, before anything is al
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +18,7 @@ import xxhash
 
 from bqsgd._src import errors
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import (
-    DIGEST_BYTES,
-    MAX_LEVELS,
-    MAX_TRIALS,
-    Coarsening,
-    Mechanism,
-    Range,
-    check_int,
-    parameters_digest,
-)
+from bqsgd._src.params import DIGEST_BYTES, Coarsening, Mechanism, Range, check_int, parameters_digest
 from bqsgd._src.wire.fixed import Payload, layout
 
 _MAGIC = b"BQSG"
@@ -35,13 +27,12 @@ _HEADER = struct.Struct("<4sHBB16sQQQIIQIIQ")
 HEADER_BYTES = _HEADER.size
 _ENTROPY_SLACK_BYTES = 16
 """An entropy-coded payload is at most this many bytes longer than the fixed-width payload of the same codes."""
-_MAX_DIMENSION = 2**63 - 1
 _CHECKSUM = struct.Struct("<Q")
 CHECKED_HEADER_BYTES = HEADER_BYTES - _CHECKSUM.size
 _SEEDED = 1
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 _UNSTATED_MAX_DIMENSION = 1 << 24
-"""Most codes of an entropy-coded frame if the caller states no limit: a few bytes may expand to many codes."""
+"""The most codes of an entropy-coded frame if the caller states no dimension: a few bytes may expand to many codes."""
 
 
 class Coding(IntEnum):
@@ -53,17 +44,42 @@ class Coding(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The header of a frame. `seeded` means that the noise came from a seeded generator: no privacy claim."""
+    """The header of a frame.
 
-    coding: Coding
+    Attributes:
+        coding: how the payload holds the codes.
+        seeded: whether the noise came from a seeded generator, so that there is no privacy claim.
+        digest: `parameters_digest` of mechanism, range and dimension.
+        client, round: who sends the frame, and when; from 0 to 2^64 - 1.
+        dimension: number of codes, at least 1.
+        mechanism: the mechanism that made the codes.
+        payload_bytes: set by `FrameWriter`, and checked against `payload_limits` apart from the other fields.
+
+    Raises:
+        InvalidParameter: a field is out of range.
+    """
+
+    coding: Coding = Coding.FIXED
     seeded: bool
     digest: bytes
     client: int
     round: int
     dimension: int
     mechanism: Mechanism
-    payload_bytes: int
-    checksum: int = 0
+    payload_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("client", self.client, 0, 2**64 - 1)
+        check_int("round", self.round, 0, 2**64 - 1)
+        check_int("dimension", self.dimension, 1, 2**63 - 1)
+        if len(self.digest) != DIGEST_BYTES:
+            raise InvalidParameter(f"digest must be {DIGEST_BYTES} bytes, got {len(self.digest)}")
+
+    @property
+    def payload_limits(self) -> tuple[int, int]:
+        """The fewest and the most bytes that the coding writes for this many codes; exact for every dimension."""
+        fixed = layout(self.mechanism.code_count).payload_bytes(self.dimension)
+        return (fixed, fixed) if self.coding is Coding.FIXED else (0, fixed + _ENTROPY_SLACK_BYTES)
 
 
 def checksum(frame: memoryview) -> int:
@@ -78,19 +94,8 @@ def checksum_of(head: bytes | memoryview, body: bytes | memoryview) -> int:
     return state.intdigest()
 
 
-def _write_header(header: Header, frame: bytearray) -> None:
-    """Write the header, then the checksum, of a frame whose payload is complete."""
-    parameters = (header.mechanism.levels, header.mechanism.trials, header.payload_bytes)
-    names = (header.digest, header.client, header.round, header.dimension)
-    flags = _SEEDED if header.seeded else 0
-    coarsening = header.mechanism.coarsening
-    coarse = (0, 0) if coarsening is None else (coarsening.points, coarsening.width)
-    _HEADER.pack_into(frame, 0, _MAGIC, _VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
-    _CHECKSUM.pack_into(frame, CHECKED_HEADER_BYTES, checksum(memoryview(frame)))
-
-
 def _read_header(view: memoryview) -> Header:
-    """Parse the header and check it, the length and the checksum of the frame. Nothing here depends on expectations."""
+    """Parse the header and check it, the length and the checksum of the frame, whatever the caller expects."""
     if len(view) < HEADER_BYTES:
         raise errors.TruncatedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(view)}")
     magic, version, coding, flags, *names, payload_bytes, points, width, stated = _HEADER.unpack_from(view)
@@ -111,42 +116,31 @@ def _read_header(view: memoryview) -> Header:
         raise errors.BadHeader(f"coding must be 1 (fixed width) or 2 (entropy), got {coding}")
     if flags & ~_SEEDED:
         raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
-    if not (1 <= levels <= MAX_LEVELS and trials <= MAX_TRIALS):
-        raise errors.BadHeader(f"levels must be 1 to {MAX_LEVELS}, trials 0 to {MAX_TRIALS}, got {levels}, {trials}")
-    if not 1 <= dimension <= _MAX_DIMENSION:
-        raise errors.BadHeader(f"dimension must be 1 to {_MAX_DIMENSION}, got {dimension}")
-    return Header(
-        coding=Coding(coding),
-        seeded=bool(flags & _SEEDED),
-        digest=digest,
-        client=client,
-        round=round_,
-        dimension=dimension,
-        mechanism=_mechanism(levels, trials, points, width),
-        payload_bytes=payload_bytes,
-        checksum=stated,
-    )
-
-
-def _mechanism(levels: int, trials: int, points: int, width: int) -> Mechanism:
-    """The mechanism of a header. Points and width are both 0 if the codes are not coarsened, as in all older frames."""
     try:
+        # Points and width are both 0 if the codes are not coarsened, as in all older frames.
         coarsening = Coarsening(points=points, width=width) if points or width else None
-        return Mechanism(levels=levels, trials=trials, coarsening=coarsening)
-    except InvalidParameter as error:
-        raise errors.BadHeader(f"{error} (levels={levels}, trials={trials})") from error
-
-
-def _check_payload_length(header: Header) -> None:
-    """Raise BadPayload if the coding never writes so many bytes for so many codes. Exact for every dimension."""
-    fixed = layout(header.mechanism.code_count).payload_bytes(header.dimension)
-    if header.coding is Coding.FIXED and header.payload_bytes != fixed:
-        raise errors.BadPayload(
-            f"{header.dimension} codes of {header.mechanism} take {fixed} bytes, got {header.payload_bytes}"
+        return Header(
+            coding=Coding(coding),
+            seeded=bool(flags & _SEEDED),
+            digest=digest,
+            client=client,
+            round=round_,
+            dimension=dimension,
+            mechanism=Mechanism(levels=levels, trials=trials, coarsening=coarsening),
+            payload_bytes=payload_bytes,
         )
-    most = fixed + _ENTROPY_SLACK_BYTES
-    if header.payload_bytes > most:
-        raise errors.BadPayload(f"entropy coding never takes more than {most} bytes here, got {header.payload_bytes}")
+    except InvalidParameter as error:
+        raise errors.BadHeader(f"{error} (levels={levels}, trials={trials}, dimension={dimension})") from error
+
+
+class Expected(TypedDict, total=False):
+    """What a reader may expect of a frame; None, or left out, for no expectation."""
+
+    dimension: int | None
+    mechanism: Mechanism | None
+    range: Range | None
+    client: int | None
+    round: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +157,8 @@ class Frame:
         self,
         *,
         dimension: int | None = None,
-        max_dimension: int | None = None,
         mechanism: Mechanism | None = None,
         range: Range | None = None,
-        digest: bytes | None = None,
         client: int | None = None,
         round: int | None = None,
     ) -> Frame:
@@ -176,21 +168,25 @@ class Frame:
         # as many numbers as there are coordinates.
         if dimension is not None and header.dimension != dimension:
             raise errors.WrongDimension(f"expected {dimension} coordinates, the frame holds {header.dimension}")
-        if max_dimension is not None and header.dimension > max_dimension:
-            raise errors.WrongDimension(
-                f"at most {max_dimension} coordinates allowed, the frame claims {header.dimension}"
-            )
         if mechanism is not None and header.mechanism != mechanism:
             raise errors.WrongParameters(f"expected {mechanism}, the frame says {header.mechanism}")
-        _check_payload_length(header)
+        fewest, most = header.payload_limits
+        if not fewest <= header.payload_bytes <= most:
+            coding = f"{header.coding.name.lower()} coding of {header.dimension} codes of {header.mechanism}"
+            bytes_ = f"{most} bytes" if fewest == most else f"at most {most} bytes"
+            raise errors.BadPayload(f"the {coding} takes {bytes_}, got {header.payload_bytes}")
         if range is not None:
             if isinstance(range, np.ndarray) and range.shape != (header.dimension,):
                 raise errors.WrongDimension(
                     f"the range has shape {range.shape}, the frame {header.dimension} coordinates"
                 )
-            _expect_digest(parameters_digest(header.mechanism, range=range, dimension=header.dimension), header)
-        if digest is not None:
-            _expect_digest(digest, header)
+            digest = parameters_digest(header.mechanism, range=range, dimension=header.dimension)
+            if header.digest != digest:
+                raise errors.WrongParameters(
+                    f"expected parameters digest {digest.hex()} (levels, trials, dimension, range), "
+                    f"got {header.digest.hex()} from a frame with levels={header.mechanism.levels}, "
+                    f"trials={header.mechanism.trials}"
+                )
         if client is not None and header.client != client:
             raise errors.WrongOrigin(f"expected a frame of client {client}, got one of client {header.client}")
         if round is not None and header.round != round:
@@ -202,53 +198,30 @@ class FrameWriter:
     """A frame to be written: fill `payload`, then call `seal`.
 
     Args:
-        mechanism: the mechanism that made the codes.
-        digest: `parameters_digest` of mechanism, range and dimension.
-        client, round: who sends it, and when; from 0 to 2^64 - 1.
-        dimension: number of codes, at least 1.
-        coding: how the payload is written.
-        seeded: whether the noise came from a seeded generator.
-        payload_bytes: length of an entropy-coded payload; that of a fixed-width one is known.
+        header: what the header says; the writer sets the length of the payload.
+        payload: an entropy-coded payload. Without it, `payload` has room for the codes in fixed width.
     """
 
-    def __init__(
-        self,
-        *,
-        mechanism: Mechanism,
-        digest: bytes,
-        client: int,
-        round: int,
-        dimension: int,
-        coding: Coding = Coding.FIXED,
-        seeded: bool,
-        payload_bytes: int | None = None,
-    ) -> None:
-        check_int("dimension", dimension, 1, _MAX_DIMENSION)
-        if len(digest) != DIGEST_BYTES:
-            raise InvalidParameter(f"digest must be {DIGEST_BYTES} bytes, got {len(digest)}")
-        fixed_bytes = layout(mechanism.code_count).payload_bytes(dimension)
-        if payload_bytes is None:
-            payload_bytes = fixed_bytes
-        entropy = coding == Coding.ENTROPY
-        most = fixed_bytes + _ENTROPY_SLACK_BYTES if entropy else fixed_bytes
-        check_int("payload_bytes", payload_bytes, 0 if entropy else fixed_bytes, most)
-        self.header = Header(
-            coding=Coding(coding),
-            seeded=bool(seeded),
-            digest=bytes(digest),
-            client=check_int("client", client, 0, 2**64 - 1),
-            round=check_int("round", round, 0, 2**64 - 1),
-            dimension=int(dimension),
-            mechanism=mechanism,
-            payload_bytes=int(payload_bytes),
-        )
-        self._buffer = bytearray(HEADER_BYTES + payload_bytes)
+    def __init__(self, header: Header, payload: bytes | bytearray | None = None) -> None:
+        fewest, most = header.payload_limits
+        size = check_int("payload_bytes", most if payload is None else len(payload), fewest, most)
+        self.header = replace(header, payload_bytes=size)
+        self._buffer = bytearray(HEADER_BYTES + size)
         self.payload: Payload = np.frombuffer(self._buffer, np.uint8, offset=HEADER_BYTES)
         """The bytes of the payload, to be written in place; they start at a multiple of 16 within the frame."""
+        if payload is not None:
+            self.payload[:] = np.frombuffer(payload, np.uint8)
 
     def seal(self) -> bytearray:
         """Write header and checksum and return the frame. `payload` is a view of it: do not write to it any more."""
-        _write_header(self.header, self._buffer)
+        header, mechanism = self.header, self.header.mechanism
+        names = (header.digest, header.client, header.round, header.dimension)
+        parameters = (mechanism.levels, mechanism.trials, header.payload_bytes)
+        coarse = (0, 0) if mechanism.coarsening is None else (mechanism.coarsening.points, mechanism.coarsening.width)
+        flags = _SEEDED if header.seeded else 0
+        _HEADER.pack_into(self._buffer, 0, _MAGIC, _VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
+        # Last, because it covers all other bytes of the frame.
+        _CHECKSUM.pack_into(self._buffer, CHECKED_HEADER_BYTES, checksum(memoryview(self._buffer)))
         return self._buffer
 
 
@@ -259,46 +232,21 @@ def _bytes_of(buffer: Buffer) -> memoryview:
     return view.cast("B").toreadonly()
 
 
-def read_frame(
-    buffer: Buffer,
-    *,
-    dimension: int | None = None,
-    max_dimension: int | None = None,
-    mechanism: Mechanism | None = None,
-    range: Range | None = None,
-    digest: bytes | None = None,
-    client: int | None = None,
-    round: int | None = None,
-) -> Frame:
+def read_frame(buffer: Buffer, **expected: Unpack[Expected]) -> Frame:
     """Check a frame against its own header and against what the caller expects. The payload is not decoded yet.
 
-    A server states at least `dimension`, and either `range` or the `digest` that it computed once with
-    `parameters_digest`. An entropy-coded frame may hold `max_dimension` codes, 2^24 by default, if no `dimension` is
-    stated.
+    A server states at least `dimension` and `range`. If no `dimension` is stated, an entropy-coded frame may hold at
+    most 2^24 codes.
 
     Raises:
         FrameError: one subclass for each reason (`bqsgd._src.errors`); nothing of the claimed size was allocated.
     """
     view = _bytes_of(buffer)
     header = _read_header(view)
-    if dimension is None and max_dimension is None and header.coding is Coding.ENTROPY:
-        max_dimension = _UNSTATED_MAX_DIMENSION
-    frame = Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=HEADER_BYTES))
-    return frame.expect(
-        dimension=dimension,
-        max_dimension=max_dimension,
-        mechanism=mechanism,
-        range=range,
-        digest=digest,
-        client=client,
-        round=round,
-    )
-
-
-def _expect_digest(expected: bytes, header: Header) -> None:
-    if header.digest != expected:
-        raise errors.WrongParameters(
-            f"expected parameters digest {expected.hex()} (levels, trials, dimension, range), "
-            f"got {header.digest.hex()} from a frame with levels={header.mechanism.levels}, "
-            f"trials={header.mechanism.trials}"
+    unstated = header.coding is Coding.ENTROPY and expected.get("dimension") is None
+    if unstated and header.dimension > _UNSTATED_MAX_DIMENSION:
+        raise errors.WrongDimension(
+            f"at most {_UNSTATED_MAX_DIMENSION} entropy-coded coordinates are read unless the reader states the "
+            f"dimension; the frame claims {header.dimension}"
         )
+    return Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=HEADER_BYTES)).expect(**expected)

@@ -2,15 +2,14 @@
 
 A change has one code per coordinate and one scale per block of BLOCK coordinates. Server and client apply the codes
 with the same float32 operations, so both get the same model bit for bit, and a digest of the result confirms it.
-Rounding
-loses nothing for good: the server keeps its model in float64, and the next change makes up for what this one left out.
+Rounding errors do not add up: the server keeps its model in float64, and the next change makes up for what this one
+left out.
 
 A change is computed from models only, so it costs no privacy. The layout is in docs/wire.md.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +21,16 @@ import xxhash
 from bqsgd._src.errors import FrameError, InvalidParameter, ModelMessageError, ModelNotHeld, NonFiniteInput
 from bqsgd._src.params import Codes, check_int
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.frame import checksum_of
-from bqsgd._src.wire.model_message import ModelMessage, read_model
+from bqsgd._src.wire.model_message import ModelMessage, check_finite, opened, read_model, sealed
 
 BLOCK = 1024
 """Coordinates that share a scale."""
 FEWEST_BITS, MOST_BITS = 2, 7
 MOST_CHANGES = 16
-"""Changes in one message: a client that is further behind gets the whole model."""
-_HEADER = struct.Struct("<4sHHQQIIQQ")
-CHANGE_HEADER_BYTES = _HEADER.size
-_CHECKED_BYTES = CHANGE_HEADER_BYTES - 8
+"""The most changes in one message; a client that is further behind gets the whole model."""
+_HEAD = struct.Struct("<4sHHQQIIQ")
+CHANGE_HEADER_BYTES = _HEAD.size + 8
+"""With the checksum after it."""
 _MAGIC, _VERSION = b"BQSC", 1
 _Model = npt.NDArray[np.float32]
 
@@ -55,8 +53,7 @@ def make_change(model: _Model, wanted: npt.NDArray[np.float64], *, bits: int) ->
     """
     check_int("bits", bits, FEWEST_BITS, MOST_BITS)
     moved = np.asarray(wanted, np.float64) - model
-    if not bool(np.isfinite(moved).all()):
-        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
+    check_finite(moved)
     most = (1 << (bits - 1)) - 1
     starts = np.arange(0, model.size, BLOCK)
     with np.errstate(over="ignore"):
@@ -71,8 +68,7 @@ def make_change(model: _Model, wanted: npt.NDArray[np.float64], *, bits: int) ->
     coder.pack(codes, payload)
     # The server continues from this model, not from `wanted`: it must be the one that the clients compute.
     after = _applied(model, codes, scales, most)
-    if not bool(np.isfinite(after).all()):
-        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
+    check_finite(after)
     return Change(bits=bits, scales=scales, payload=payload), after
 
 
@@ -88,7 +84,11 @@ def _applied(model: _Model, codes: Codes, scales: npt.NDArray[np.float32], most:
 
 def change_bytes(dimension: int, *, bits: int) -> int:
     """The number of bytes that one change takes in a message."""
-    return 4 * -(-dimension // BLOCK) + FixedWidth((1 << bits) - 1).payload_bytes(dimension)
+    return _scale_bytes(dimension) + FixedWidth((1 << bits) - 1).payload_bytes(dimension)
+
+
+def _scale_bytes(dimension: int) -> int:
+    return 4 * -(-dimension // BLOCK)
 
 
 def write_changes(changes: Sequence[Change], *, model: _Model, round: int) -> bytes:
@@ -97,17 +97,15 @@ def write_changes(changes: Sequence[Change], *, model: _Model, round: int) -> by
     bits = changes[0].bits
     if any(change.bits != bits for change in changes):
         raise InvalidParameter("all changes of a message must have the same number of bits")
-    head = struct.pack(
-        "<4sHHQQIIQ",
-        _MAGIC, _VERSION, bits, check_int("round", round, count, 2**63 - 1), model.size, count, BLOCK, digest(model),
-    )  # fmt: skip
+    check_int("round", round, count, 2**63 - 1)
+    head = _HEAD.pack(_MAGIC, _VERSION, bits, round, model.size, count, BLOCK, digest(model))
     body = b"".join(change.scales.astype("<f4").tobytes() + change.payload.tobytes() for change in changes)
-    return b"".join((head, struct.pack("<Q", checksum_of(head, body)), body))
+    return sealed(head, body)
 
 
-def is_change(message: bytes) -> bool:
+def is_change(message: bytes | memoryview) -> bool:
     """Whether the message holds changes rather than a whole model."""
-    return message[:4] == _MAGIC
+    return bytes(message[:4]) == _MAGIC
 
 
 def digest(model: _Model) -> int:
@@ -121,32 +119,35 @@ def receive_model(
     """The model of a round, from a message with the whole model or with changes to the model that the reader holds.
 
     Raises:
-        ModelNotHeld: the changes are to another model than the one held; ask for the whole model.
+        ModelNotHeld: the changes belong to another model than the one held; ask for the whole model.
         ModelMessageError: the message is not valid.
     """
     view = memoryview(message).cast("B")
-    if bytes(view[:4]) != _MAGIC:
+    if not is_change(view):
         return read_model(view, dimension=dimension)
     if len(view) < CHANGE_HEADER_BYTES:
         raise ModelMessageError(f"changes of a model take at least {CHANGE_HEADER_BYTES} bytes, got {len(view)}")
-    _, version, bits, round_, stated, count, block, expected, checksum = _HEADER.unpack_from(view)
+    _, version, bits, round_, stated, count, block, expected = _HEAD.unpack_from(view)
     if version != _VERSION or block != BLOCK or not FEWEST_BITS <= bits <= MOST_BITS:
-        raise ModelMessageError(f"not changes of version {_VERSION}: {version}, {bits} bits, blocks of {block}")
+        raise ModelMessageError(
+            f"expected changes of version {_VERSION} in {FEWEST_BITS} to {MOST_BITS} bits and blocks of {BLOCK}, got "
+            f"version {version}, {bits} bits and blocks of {block}"
+        )
     if stated != dimension:
-        raise ModelMessageError(f"this client's model has {dimension} coordinates, the message {stated}")
+        raise ModelMessageError(f"this client's model has {dimension} coordinates, the message has {stated}")
     if not 1 <= count <= MOST_CHANGES or not count <= round_ < 2**63:
-        raise ModelMessageError(f"a message has 1 to {MOST_CHANGES} changes up to round 2^63, got {count}, {round_}")
+        raise ModelMessageError(
+            f"a message has 1 to {MOST_CHANGES} changes that lead to a round below 2^63, got {count} to round {round_}"
+        )
     part_bytes = change_bytes(dimension, bits=bits)
-    if len(view) != (length := CHANGE_HEADER_BYTES + count * part_bytes):
-        raise ModelMessageError(f"{count} changes of {dimension} coordinates take {length} bytes, got {len(view)}")
-    if checksum_of(view[:_CHECKED_BYTES], view[CHANGE_HEADER_BYTES:]) != checksum:
-        raise ModelMessageError("the changes of the model were damaged in transit: wrong checksum")
+    what = f"{count} changes of {dimension} coordinates"
+    body = opened(view, CHANGE_HEADER_BYTES, count * part_bytes, what=what)
     if held is None or held.round != round_ - count:
         has = "none" if held is None else f"that of round {held.round}"
         raise ModelNotHeld(f"the message changes the model of round {round_ - count}, this client holds {has}")
     model, coder = held.model, FixedWidth((1 << bits) - 1)
-    for start in range(CHANGE_HEADER_BYTES, len(view), part_bytes):
-        model = _changed(model, view[start : start + part_bytes], coder)
+    for start in range(0, len(body), part_bytes):
+        model = _changed(model, body[start : start + part_bytes], coder)
     if not bool(np.isfinite(model).all()):
         raise ModelMessageError("the changes lead to a model with NaN or infinity")
     if digest(model) != expected:
@@ -155,7 +156,7 @@ def receive_model(
 
 
 def _changed(model: _Model, part: memoryview, coder: FixedWidth) -> _Model:
-    scale_bytes = 4 * math.ceil(model.size / BLOCK)
+    scale_bytes = _scale_bytes(model.size)
     scales = np.frombuffer(part[:scale_bytes], "<f4").astype(np.float32)
     if not bool((np.isfinite(scales) & ~np.signbit(scales)).all()):
         raise ModelMessageError("a scale of a change must be finite and not negative")

@@ -16,9 +16,9 @@ from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInpu
 from bqsgd._src.params import check_int
 from bqsgd._src.wire.frame import checksum_of
 
-_HEADER = struct.Struct("<4sHHQQQ")
-MODEL_HEADER_BYTES = _HEADER.size
-_CHECKED_BYTES = MODEL_HEADER_BYTES - 8
+_HEAD = struct.Struct("<4sHHQQ")
+_CHECKSUM = struct.Struct("<Q")
+MODEL_HEADER_BYTES = _HEAD.size + _CHECKSUM.size
 _MAGIC, _VERSION, _FLOAT32 = b"BQSM", 1, 1
 
 
@@ -30,15 +30,39 @@ class ModelMessage:
     model: npt.NDArray[np.float32]
 
 
+def check_finite(model: npt.NDArray[np.floating]) -> None:
+    """Raise NonFiniteInput if a model that the server is about to send holds NaN or infinity."""
+    if not bool(np.isfinite(model).all()):
+        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
+
+
+def sealed(head: bytes, body: bytes) -> bytes:
+    """The message of a header and a body, with the checksum of both between them."""
+    return b"".join((head, _CHECKSUM.pack(checksum_of(head, body)), body))
+
+
+def opened(message: memoryview, head_bytes: int, body_bytes: int, *, what: str) -> memoryview:
+    """The body of a message whose header, checksum included, has `head_bytes` bytes; `what` it holds is for errors.
+
+    Raises:
+        ModelMessageError: the body has another length than `body_bytes`, or the checksum is wrong.
+    """
+    body = message[head_bytes:]
+    if len(body) != body_bytes:
+        raise ModelMessageError(f"{what} take {head_bytes + body_bytes} bytes, got {len(message)}")
+    (stated,) = _CHECKSUM.unpack_from(message, head_bytes - _CHECKSUM.size)
+    if checksum_of(message[: head_bytes - _CHECKSUM.size], body) != stated:
+        raise ModelMessageError("the message was damaged in transit: its checksum is wrong")
+    return body
+
+
 def write_model(model: npt.NDArray[np.float32], *, round: int) -> bytes:
     """The bytes of the model for `round`."""
     if model.ndim != 1 or model.dtype != np.float32 or model.size == 0:
         raise InvalidParameter(f"the model must be a flat float32 vector, got {model.dtype} {model.shape}")
-    if not bool(np.isfinite(model).all()):
-        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
+    check_finite(model)
     body = model.astype("<f4", copy=False).tobytes()
-    head = struct.pack("<4sHHQQ", _MAGIC, _VERSION, _FLOAT32, check_int("round", round, 0, 2**63 - 1), model.size)
-    return b"".join((head, struct.pack("<Q", checksum_of(head, body)), body))
+    return sealed(_HEAD.pack(_MAGIC, _VERSION, _FLOAT32, check_int("round", round, 0, 2**63 - 1), model.size), body)
 
 
 def read_model(message: bytes | bytearray | memoryview, *, dimension: int) -> ModelMessage:
@@ -50,16 +74,12 @@ def read_model(message: bytes | bytearray | memoryview, *, dimension: int) -> Mo
     view = memoryview(message).cast("B")
     if len(view) < MODEL_HEADER_BYTES:
         raise ModelMessageError(f"a model message has at least {MODEL_HEADER_BYTES} bytes, got {len(view)}")
-    magic, version, dtype, round_, stated, checksum = _HEADER.unpack_from(view)
+    magic, version, dtype, round_, stated = _HEAD.unpack_from(view)
     if (magic, version, dtype) != (_MAGIC, _VERSION, _FLOAT32):
         raise ModelMessageError(f"not a model message of version {_VERSION} in float32: {magic!r}, {version}, {dtype}")
     if stated != dimension:
-        raise ModelMessageError(f"this client's model has {dimension} coordinates, the message {stated}")
-    if len(view) != (expected := MODEL_HEADER_BYTES + 4 * dimension):
-        raise ModelMessageError(f"{dimension} coordinates take {expected} bytes, got {len(view)}")
-    body = view[MODEL_HEADER_BYTES:]
-    if checksum_of(view[:_CHECKED_BYTES], body) != checksum:
-        raise ModelMessageError("the model message was damaged in transit: wrong checksum")
+        raise ModelMessageError(f"this client's model has {dimension} coordinates, the message has {stated}")
+    body = opened(view, MODEL_HEADER_BYTES, 4 * dimension, what=f"{dimension} coordinates")
     if round_ >= 2**63:
         raise ModelMessageError(f"round must be below 2^63, got {round_}")
     model = np.frombuffer(body, dtype="<f4").astype(np.float32)
