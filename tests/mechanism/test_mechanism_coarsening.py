@@ -64,7 +64,7 @@ def test_law_bias_and_errors_by_enumeration(parameters: tuple[int, int, int, int
         mixed = [(1 - (x - low)) * a + (x - low) * b for a, b in zip(laws[low], laws[low + 1], strict=True)]
         return float(sum(p * (v - x) ** 2 for p, v in zip(mixed, value, strict=True))) / s**2
 
-    worst = properties.worst_case_variance(mechanism)
+    worst = coarsening.worst_squared_error(mechanism)
     grid = [squared_error(Fraction(k, 16)) for k in range(-16 * s, 16 * s + 1)]
     assert max(grid) <= worst + 1e-8
     assert worst <= max(grid) * 1.02 + 1e-8
@@ -80,8 +80,9 @@ def test_law_bias_and_errors_by_enumeration(parameters: tuple[int, int, int, int
 def test_without_coarsening_the_figures_are_those_of_proposition_1(levels: int, trials: int) -> None:
     mechanism = Mechanism(levels=levels, trials=trials)
     assert coarsening.mean_squared_error(mechanism) == pytest.approx(properties.noise_variance(mechanism))
-    assert coarsening.worst_squared_error(mechanism) == pytest.approx(properties.worst_case_variance(mechanism))
-    assert coarsening.noise_to_signal(mechanism) == pytest.approx(properties.worst_case_variance(mechanism))
+    halfway = (trials + 1) / (4 * levels**2)  # m/4 of the noise and 1/4 of a rounding halfway between two levels
+    assert coarsening.worst_squared_error(mechanism) == pytest.approx(halfway)
+    assert coarsening.noise_to_signal(mechanism) == pytest.approx(halfway)
     assert coarsening.saturation_bias(mechanism) == pytest.approx(0, abs=1e-12)
     assert coarsening.variance_at_zero(mechanism) == trials / 4
 
@@ -176,8 +177,6 @@ def test_decode_is_linear_around_the_middle_point(parameters: tuple[int, int, in
 def test_what_does_not_apply_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="before coarsening"):
         properties.noise_density(0.0, coarse(1, 7, 2, 3), range=1.0)
-    with pytest.raises(InvalidParameter, match="q must be 1/2"):
-        properties.noise_variance(coarse(1, 7, 2, 3), q=0.4)
     with pytest.raises(InvalidParameter, match="no coarsening"):
         rounding_table(Mechanism(levels=1, trials=7))
     with pytest.raises(InvalidParameter, match="position"):

@@ -1,18 +1,21 @@
-"""Plain QSGD: the quantiser alone."""
+"""Plain QSGD: the encoder without trials is the quantiser alone."""
 
 import numpy as np
 import pytest
 
 from bqsgd._src.errors import InvalidParameter, OutOfRange
-from bqsgd._src.mechanism.encoder import dequantise, levels_of_bits, quantise
+from bqsgd._src.mechanism.encoder import decode, encode
 from bqsgd._src.noise import privacy_rng, seeded_rng
+from bqsgd._src.params import Mechanism
 
 
-def test_the_b_bit_form() -> None:
-    assert [levels_of_bits(b) for b in (2, 3, 8, 16)] == [1, 3, 127, 32767]
-    for bits in (1, 22, 8.0):
-        with pytest.raises(InvalidParameter, match="bits"):
-            levels_of_bits(bits)  # type: ignore[arg-type]
+def quantise(values: np.ndarray, levels: int, **options) -> np.ndarray:
+    """The signed integers of Eqs. 8 and 9: codes of a mechanism without trials, less the shift by s."""
+    return encode(values, Mechanism(levels=levels, trials=0), **options).astype(np.int32) - levels
+
+
+def dequantise(integers: np.ndarray, levels: int, **options) -> np.ndarray:
+    return decode(integers + levels, Mechanism(levels=levels, trials=0), **options)
 
 
 def test_quantiser_points_are_kept_and_signed() -> None:
@@ -33,7 +36,7 @@ def test_values_between_points_go_to_either_neighbour_without_bias(sign: int) ->
 
 def test_the_error_is_below_one_step_and_per_coordinate_ranges_are_used() -> None:
     values, limit = np.linspace(-1, 1, 1000), np.linspace(1, 3, 1000)
-    levels = levels_of_bits(8)
+    levels = 127  # of 8 bits: one for the sign, seven for the magnitude
     back = dequantise(quantise(values, levels, range=limit, rng=privacy_rng()), levels, range=limit)
     assert np.all(np.abs(back - values) <= limit / levels)
     assert not np.array_equal(back, values)

@@ -7,7 +7,8 @@ import pytest
 from experiments.paper.published import FASHION_MNIST, MNIST, ROWS
 from experiments.paper.statements import fewest_bits, fewest_bits_as_printed, peak_probability_normal
 
-from bqsgd._src.mechanism.properties import noise_variance, worst_case_variance
+from bqsgd._src.mechanism.coarsening import worst_squared_error
+from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.paper.nominal import (
     NominalSetting,
     closed_form,
@@ -129,7 +130,7 @@ def test_e15_total_deltas_are_far_above_one_over_the_data_set():
 
 def test_e16_v_is_an_average_over_a_prior_not_a_bound():
     for r in ROWS:
-        gap = worst_case_variance(r.printed) - noise_variance(r.printed)
+        gap = worst_squared_error(r.printed) - noise_variance(r.printed)
         assert gap == pytest.approx((1 / 4 - 1 / 6) / r.printed.levels**2)
 
 

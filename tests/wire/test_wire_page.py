@@ -12,7 +12,7 @@ import zstandard
 from bqsgd._src.codec import Accumulator
 from bqsgd._src.errors import BadPayload, CodeOutOfRange
 from bqsgd._src.mechanism.encoder import decode
-from bqsgd._src.noise import ROUNDING_SLACK_STEPS, binomial_pmf, sampler_tv_distance
+from bqsgd._src.noise import CUT_LAW, ROUNDING_SLACK_STEPS, binomial_pmf
 from bqsgd._src.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
 from bqsgd._src.wire import entropy
 from bqsgd._src.wire.fixed import FixedWidth
@@ -140,7 +140,9 @@ def test_zstandard_frames_that_may_be_read_and_those_that_may_not():
 def test_what_exact_binomial_noise_owes():
     """Its distance from the accountant's law is below 2^-63 for every number of trials, and nothing to m = 64."""
     trials = {*range(1025), *np.geomspace(1025, MAX_TRIALS, 40).astype(int).tolist(), MAX_TRIALS}
-    assert max(sampler_tv_distance(m) for m in trials) < 2.0**-63
+    assert CUT_LAW < 2.0**-63
+    # Both tails, and the floors of 104 bits of fixed point.
+    assert all(2.0**-64 + (len(binomial_pmf(m).pmf) + 1) * 2.0**-104 <= CUT_LAW for m in trials)
     for m in range(65):
         law = binomial_pmf(m)
         assert law.first == 0

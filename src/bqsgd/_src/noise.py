@@ -4,7 +4,7 @@ The accountant, the sampler and the entropy coder all read Bin(m, 1/2) from here
 `binomial_pmf` is the law that the sampler really has: the textbook binomial, cut where both tails together weigh less
 than 2^-64 (never for m <= 64) and rounded to 104 bits of fixed point, so that one table serves m up to 2^20. The
 accountant therefore owes nothing for the sampler ("The mechanism and its law" in docs/accounting.md). How far the law
-is from the textbook one is `sampler_tv_distance`, for information.
+is from the textbook one is at most `CUT_LAW`.
 
 Randomness is an AES-256-CTR keystream. Its key comes from the operating system (`privacy_rng`), or from a seed for
 tests and reproductions (`seeded_rng`); what is made with a seed is marked "seeded" and carries no privacy claim.
@@ -28,6 +28,8 @@ from bqsgd._src.params import MAX_TRIALS, check_int
 
 TAIL_BITS = 64
 """Both tails that the law leaves out weigh less than 2^-64 together."""
+CUT_LAW = 1.001 * 2.0**-TAIL_BITS
+"""More than the total variation distance between the sampler's law, cut and rounded, and Bin(m, 1/2)."""
 _EXACT_TRIALS = 1024
 """Up to here weights are binomial coefficients; beyond, these would have thousands of digits."""
 _WEIGHT_BITS = 320
@@ -48,12 +50,10 @@ REFINE_BITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class BinomialPmf:
-    """Bin(m, 1/2) on {first, ..., first + len(pmf) - 1}; `cut` bounds the mass of the tails left out."""
+    """Bin(m, 1/2) on {first, ..., first + len(pmf) - 1}; the tails left out weigh less than 2^-64."""
 
-    trials: int
     first: int
     pmf: npt.NDArray[np.float64]
-    cut: float
 
 
 def _weights(trials: int) -> tuple[int, list[int]]:
@@ -93,7 +93,7 @@ def _law(trials: int) -> tuple[int, int, list[int]]:
 def binomial_pmf(trials: int) -> BinomialPmf:
     """The sampler's law on its support, each probability correctly rounded to float64.
 
-    Up to m = 64 that is Bin(m, 1/2) itself; beyond, it differs from it by at most `sampler_tv_distance`.
+    Up to m = 64 that is Bin(m, 1/2) itself; beyond, it differs from it by at most `CUT_LAW`.
 
     >>> binomial_pmf(2).pmf.tolist()
     [0.25, 0.5, 0.25]
@@ -101,7 +101,7 @@ def binomial_pmf(trials: int) -> BinomialPmf:
     first, _, law = _law(trials)
     pmf = np.array([mass / (1 << (NOISE_BITS + REFINE_BITS)) for mass in law])
     pmf.setflags(write=False)
-    return BinomialPmf(trials=trials, first=first, pmf=pmf, cut=0.0 if first == 0 else 2.0**-TAIL_BITS)
+    return BinomialPmf(first=first, pmf=pmf)
 
 
 @lru_cache(maxsize=256)
@@ -132,7 +132,6 @@ class AliasTable:
     threshold: npt.NDArray[np.uint64]
     refine: npt.NDArray[np.uint64]
     alias: npt.NDArray[np.uint32]
-    tv_distance: float
 
 
 @lru_cache(maxsize=64)
@@ -152,31 +151,16 @@ def alias_table(trials: int) -> AliasTable:
         masses[j] -= unit - masses[i]
         if masses[j] < unit:
             small.append(large.pop())
-    # Floors lose less than one unit per outcome; one unit more covers the error of the weights themselves.
-    rounding = (len(law) + 1) / (entries * unit)
     threshold = np.array([k >> REFINE_BITS for k in keep], dtype=np.uint64)
     refine = np.array([k & ((1 << REFINE_BITS) - 1) for k in keep], dtype=np.uint64)
     alias_of = np.array(alias, dtype=np.uint32)
     for column in (threshold, refine, alias_of):
         column.setflags(write=False)  # the table is cached: a caller that wrote to it would change everybody's noise
-    return AliasTable(
-        first=first,
-        index_bits=index_bits,
-        threshold=threshold,
-        refine=refine,
-        alias=alias_of,
-        tv_distance=rounding + (0.0 if first == 0 else 2.0**-TAIL_BITS),
-    )
-
-
-def sampler_tv_distance(trials: int) -> float:
-    """Upper bound on the total variation distance between the sampler's law and Bin(m, 1/2)."""
-    return alias_table(trials).tv_distance
+    return AliasTable(first=first, index_bits=index_bits, threshold=threshold, refine=refine, alias=alias_of)
 
 
 _ZEROS = memoryview(bytes(1 << 18))
 """What is encrypted to get the keystream, a piece at a time."""
-_SEEDED_FORK = "a seeded noise source does not survive a fork; make one in each process"
 _BEFORE_FORK = "this noise was reserved before a fork and belongs to the process that reserved it; encode again"
 
 
@@ -222,9 +206,9 @@ class Keystream:
 
 
 class _Blocks:
-    """The blocks that one process takes from a source: from `first` on, under a key of its own (None: refused)."""
+    """The blocks that one process takes from a source: from `first` on, under a key of its own."""
 
-    def __init__(self, key: bytes | None, first: int) -> None:
+    def __init__(self, key: bytes, first: int) -> None:
         self.key, self.first, self.next = key, first, first
         # A new lock for each process: the parent's may be held, for ever, by a thread that the fork did not copy.
         self.lock = threading.Lock()
@@ -246,14 +230,20 @@ class NoiseSource:
         self.seeded = seeded
 
     def _blocks(self) -> _Blocks:
-        """The blocks of this process. After a fork they begin where those of the parent ended."""
+        """The blocks of this process. After a fork they begin where those of the parent ended.
+
+        Raises:
+            InvalidParameter: the source is seeded and this process was forked after it was made.
+        """
         process = _process()
         blocks = self._by_process.get(process)
         if blocks is None:
+            if self.seeded:
+                raise InvalidParameter("a seeded noise source does not survive a fork; make one in each process")
             # No lock is taken here (it might be the parent's, see `_Blocks`), so each step must be safe when several
             # threads are here at once: setdefault is atomic, and all of them get the object of the first.
             first = max(inherited.next for inherited in list(self._by_process.values()))
-            fresh = _Blocks(None if self.seeded else os.urandom(32), first)
+            fresh = _Blocks(os.urandom(32), first)
             blocks = self._by_process.setdefault(process, fresh)
             # Only after ours are in: `max` above must not find the dictionary empty in another thread.
             for other in [known for known in list(self._by_process) if known != process]:
@@ -268,8 +258,6 @@ class NoiseSource:
         """
         check_int("blocks", blocks, 0, 2**63)
         ours = self._blocks()
-        if ours.key is None:
-            raise InvalidParameter(_SEEDED_FORK)
         with ours.lock:
             start, ours.next = ours.next, ours.next + blocks
         return start
@@ -281,8 +269,6 @@ class NoiseSource:
             InvalidParameter: the block was reserved before a fork, or the source is seeded and was forked.
         """
         ours = self._blocks()
-        if ours.key is None:
-            raise InvalidParameter(_SEEDED_FORK)
         if block < ours.first:
             raise InvalidParameter(_BEFORE_FORK)
         return Keystream(ours.key, block)

@@ -1,4 +1,4 @@
-"""The compiled inner loops: stochastic rounding, binomial noise, coarsening, decoding and accumulation.
+"""The compiled inner loops: stochastic rounding, binomial noise and the sum of decoded codes.
 
 Rounding and noise are two loops over a chunk that stays in the cache: the first then compiles to vector instructions,
 which a single loop with a table look-up in it does not. No branch depends on a value or on the noise: the conditional
@@ -88,20 +88,6 @@ def add_noise(words, packed, index_bits, first, out):  # type: ignore[no-untyped
         tie |= _ONE if draw == threshold else _ZERO
         out[j] += (index if draw < threshold else entry & _ALIAS_MASK) + first
     return tie
-
-
-@njit(nogil=True, cache=True)
-def decode_scalar(codes, step, centre, out):  # type: ignore[no-untyped-def]
-    """out = step (code - centre)."""
-    for j in range(len(codes)):
-        out[j] = step * (np.float64(codes[j]) - centre)
-
-
-@njit(nogil=True, cache=True)
-def decode_vector(codes, bounds, per_bound, centre, out):  # type: ignore[no-untyped-def]
-    """out_j = per_bound R_j (code_j - centre)."""
-    for j in range(len(codes)):
-        out[j] = per_bound * bounds[j] * (np.float64(codes[j]) - centre)
 
 
 @njit(nogil=True, cache=True)

@@ -1,18 +1,15 @@
 """Binomial quantisation: values in [-R, R] become unsigned integer codes, and codes become unbiased values.
 
-Vectors are flat NumPy arrays or CPU tensors, which are read in place. `scale` (paper Eq. 6) and `clamp` bring a vector
-into |x_j| <= R_j. Both keep that bound exactly in the dtype of the vector: if R is not a float32, they use the float32
-just below it.
+Vectors are flat NumPy arrays or CPU tensors, which are read in place.
 
 Each coordinate takes one 64-bit word of the keystream: the low 24 bits decide the stochastic rounding, the high 40 bits
 choose the binomial value. A coarsened code (`coarsening`) takes 32 bits more. The word of coordinate j has a fixed
-place in the keystream of the call, so the codes depend neither on chunks nor on threads. `quantise` is the rounding
-alone (plain QSGD): compression without noise, and without privacy.
+place in the keystream of the call, so the codes depend neither on chunks nor on threads. Without trials
+the encoder only rounds (plain QSGD): it compresses, but adds no noise and gives no privacy.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,12 +29,12 @@ _Vector = npt.NDArray[Any]
 
 
 def _as_vector(values: Any, name: str = "values") -> _Vector:
-    """A read-only view of a flat float32 or float64 array or CPU tensor. What would need a copy is refused.
+    """A read-only view of a flat float32 or float64 array or CPU tensor. Nothing is copied.
 
     Tensors are read through DLPack, so that this module imports no tensor library.
 
     Raises:
-        InvalidParameter: the type, dtype, shape, memory layout or device does not fit, or the vector is empty.
+        InvalidParameter: the type, dtype, shape, memory layout or device would need a copy, or the vector is empty.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise InvalidParameter(f"{name} must not be a masked array: its mask would be lost; fill it first")
@@ -70,53 +67,6 @@ def _check_finite(vector: _Vector, name: str = "values") -> None:
     if not finite.all():
         j = int(np.argmin(finite))
         raise NonFiniteInput(f"{name}[{j}] is {vector[j]}: NaN and infinity are refused, drop or repair them first")
-
-
-def scale(values: Any, range: Range) -> _Vector:
-    """Shrink the whole vector until its largest |x_j| / R_j is 1 (paper Eq. 6): x / max(1, max_j |x_j| / R_j).
-
-    Raises:
-        NonFiniteInput: a coordinate is NaN or infinite.
-        InvalidParameter: the range is so small that |x_j| / R_j overflows.
-
-    >>> scale(np.array([3.0, -1.0]), 1.5).tolist()
-    [1.5, -0.5]
-    """
-    vector = _as_vector(values)
-    _check_finite(vector)
-    range = check_range(range, vector.size)
-    with np.errstate(over="ignore"):
-        excess = float(np.max(np.abs(vector.astype(np.float64)) / range))
-    if not excess > 1:
-        return vector.copy()
-    if not math.isfinite(excess):
-        raise InvalidParameter("the largest |x_j| / R_j overflows: the range is too small for these values")
-    shrunk = (vector / np.float64(excess)).astype(vector.dtype)
-    return _project(shrunk, range)
-
-
-def clamp(values: Any, range: Range) -> _Vector:
-    """Project every coordinate on its own onto [-R_j, R_j].
-
-    Raises:
-        NonFiniteInput: a coordinate is NaN or infinite.
-
-    >>> clamp(np.array([3.0, -1.0]), 1.5).tolist()
-    [1.5, -1.0]
-    """
-    vector = _as_vector(values)
-    _check_finite(vector)
-    return _project(vector, check_range(range, vector.size))
-
-
-def _project(vector: _Vector, range: Range) -> _Vector:
-    """Cut the vector to the largest bounds of its own dtype that are at most `range`."""
-    exact = np.asarray(range, dtype=np.float64)
-    nearest = exact.astype(vector.dtype)
-    # Compare in float64: with a float32 array NumPy would first round a Python float to float32, and find them equal.
-    above = nearest.astype(np.float64) > exact
-    bound = np.where(above, np.nextafter(nearest, np.zeros_like(nearest)), nearest)
-    return np.clip(vector, -bound, bound)
 
 
 CHUNK = 1 << 14
@@ -172,19 +122,22 @@ class Encoding:
         table, packed = alias_table(self.mechanism.trials), _packed_table(self.mechanism.trials)
         index_bits, first = np.uint64(table.index_bits), np.uint64(table.first)
         levels = float(self.mechanism.levels)
+        ranges: Any = self.range
+        per_coordinate = isinstance(ranges, np.ndarray)
+        rounding = _kernels.round_vector if per_coordinate else _kernels.round_scalar
         keystream = self._rng.keystream(self._first_word + start // 2)
         scratch = np.empty(min(CHUNK, stop - start), dtype=np.uint64)
-        rounding_to_points = self._rounding_to_points(start)
+        rounding_to_points = None
+        if self.mechanism.coarsening is not None:
+            rounding_to_points = coarsening.PointRounding(
+                self.mechanism, self._rng, first_block=self._first_draw, start=start
+            )
         for a in range(start, stop, CHUNK):
             b = min(a + CHUNK, stop)
             words, sent = scratch[: b - a], out[a - start : b - start]
             codes = sent if rounding_to_points is None else rounding_to_points.room(b - a)
             keystream.fill(words)
-            if isinstance(self.range, float):
-                rounding = _kernels.round_scalar
-                bound: Any = self.range
-            else:
-                rounding, bound = _kernels.round_vector, self.range[a:b]
+            bound = ranges[a:b] if per_coordinate else ranges
             if rounding(self.values[a:b], bound, levels, self._slack, self._least_limit, words, codes):
                 # These codes are rounded but have no noise yet. The caller's array must not keep them after the error.
                 codes[:] = sent[:] = 0
@@ -205,11 +158,6 @@ class Encoding:
             raise InvalidParameter("out must be contiguous, aligned and writeable")
         for_slices(self.dimension, CHUNK, threads, lambda a, b: self.write(a, b, codes[a:b]))
         return codes
-
-    def _rounding_to_points(self, start: int) -> coarsening.PointRounding | None:
-        if self.mechanism.coarsening is None:
-            return None
-        return coarsening.PointRounding(self.mechanism, self._rng, first_block=self._first_draw, start=start)
 
     def _refinement(self, start: int, offset: int) -> int:
         word = np.empty(1, dtype=np.uint64)
@@ -276,26 +224,29 @@ def decode(
     range = check_range(range, codes.size)
     if codes.size and not (codes.min() >= 0 and codes.max() <= count * (mechanism.code_count - 1)):
         raise InvalidParameter(f"codes must be from 0 to {count * (mechanism.code_count - 1)}")
-    values, centre = np.empty(codes.size), count * mechanism.centre
-    if isinstance(range, float):
-        _kernels.decode_scalar(codes, range / mechanism.levels * mechanism.step, centre, values)
-    else:
-        _kernels.decode_vector(codes, range, 1 / mechanism.levels * mechanism.step, centre, values)
+    values = np.zeros(codes.size)
+    add_decoded(values, codes, mechanism, range=range, count=count)
     return values
 
 
 def add_decoded(
-    total: npt.NDArray[np.float64], codes: Codes, mechanism: Mechanism, *, range: Range, weight: float
+    total: npt.NDArray[np.float64],
+    codes: npt.NDArray[np.integer],
+    mechanism: Mechanism,
+    *,
+    range: Range,
+    weight: float = 1.0,
+    count: int = 1,
 ) -> None:
     """Add `weight` times the decoded values to `total`, in place, without an array of decoded values.
 
-    The codes are not checked here: each must be below the code count, one per coordinate of `total` (`codec` checks).
+    The caller checks the codes: one per coordinate of `total`, each in the limits that `decode` states.
     """
-    range = check_range(range, total.size)
+    range, centre = check_range(range, total.size), count * mechanism.centre
     if isinstance(range, float):
-        _kernels.accumulate_scalar(codes, weight * range / mechanism.levels * mechanism.step, mechanism.centre, total)
+        _kernels.accumulate_scalar(codes, weight * range / mechanism.levels * mechanism.step, centre, total)
     else:
-        _kernels.accumulate_vector(codes, range, weight / mechanism.levels * mechanism.step, mechanism.centre, total)
+        _kernels.accumulate_vector(codes, range, weight / mechanism.levels * mechanism.step, centre, total)
 
 
 def for_slices(dimension: int, step: int, threads: int, work: Callable[[int, int], None]) -> None:
@@ -313,34 +264,3 @@ def for_slices(dimension: int, step: int, threads: int, work: Callable[[int, int
         pending = [pool.submit(work, start, min(start + length, dimension)) for start in starts]
     for slice_done in pending:
         slice_done.result()
-
-
-def levels_of_bits(bits: int) -> int:
-    """Levels of the b-bit form, s = 2^(b-1) - 1: one bit for the sign, b - 1 for the magnitude.
-
-    >>> levels_of_bits(8)
-    127
-    """
-    return (1 << (check_int("bits", bits, 2, 21) - 1)) - 1
-
-
-def quantise(
-    values: Any, levels: int, *, range: Range, rng: NoiseSource, clamp: bool = False, threads: int = 1
-) -> npt.NDArray[np.int32]:
-    """The signed integers sigma*rho in {-s, ..., s} of paper Eqs. 8 and 9: x s / R rounded at random without bias.
-
-    This is the BQ encoder with no trials, minus its shift by s; see `encode` for arguments and errors.
-    """
-    codes = encode(values, Mechanism(levels=levels, trials=0), range=range, rng=rng, clamp=clamp, threads=threads)
-    signed = codes.astype(np.int32)
-    signed -= levels
-    return signed
-
-
-def dequantise(integers: npt.NDArray[np.integer], levels: int, *, range: Range) -> npt.NDArray[np.float64]:
-    """The quantised values (R/s) sigma*rho of paper Eq. 10.
-
-    >>> dequantise(np.array([-4, 0, 1]), 4, range=2.0).tolist()
-    [-2.0, 0.0, 0.5]
-    """
-    return decode(integers + levels, Mechanism(levels=levels, trials=0), range=range)
