@@ -201,7 +201,7 @@ def test_a_ledger_belongs_to_one_client_and_is_not_made_where_it_must_exist(path
         open_ledger(path, create_missing=False)
     assert not path.exists()
     open_ledger(path).close()
-    with pytest.raises(LedgerError, match="client 3, not 4"):
+    with pytest.raises(LedgerError, match="no ledger of client 4, but of client 3"):
         open_ledger(path, client=4)
     assert sorted(entry.name for entry in path.parent.iterdir()) == [path.name]
 
@@ -294,7 +294,7 @@ def test_a_failed_write_is_not_taken_for_a_spend(path: Path) -> None:
     ledger.headroom(RELEASE)
     blocker = sqlite3.connect(path)
     blocker.execute("BEGIN IMMEDIATE")
-    ledger._book.store.file.connection.execute("PRAGMA busy_timeout = 50")
+    ledger._book.file.connection.execute("PRAGMA busy_timeout = 50")
     with pytest.raises(LedgerError, match="nothing was recorded"):
         ledger.spend(RELEASE, run="a", round=0, seeded=False)
     blocker.rollback()
@@ -331,11 +331,11 @@ def test_threads_share_one_ledger(path: Path) -> None:
 def test_a_ledger_does_not_survive_a_fork(path: Path) -> None:
     with open_ledger(path) as ledger:
         ledger.reserve(RELEASE, run="a", first_round=0, rounds=2, seeded=False)
-        ledger._book.store.file._pid += 1  # what a forked child sees
+        ledger._book.file._pid += 1  # what a forked child sees
         with pytest.raises(LedgerError, match="fork"):
             ledger.spend(RELEASE, run="a", round=0, seeded=False)
         ledger.close()  # gives nothing back: the rounds are the parent's
-        ledger._book.store.file._pid -= 1
+        ledger._book.file._pid -= 1
         assert ledger.spent_rounds == 2
 
 
@@ -347,6 +347,16 @@ def test_the_dictionary_is_json_and_complete(path: Path) -> None:
     assert fields["guarantee"].keys() >= {"epsilon", "delta", "relation", "unit", "trust", "sampling", "method"}
     assert fields["guarantee"]["delta"] == 1e-3
     assert [entry["kind"] for entry in fields["entries"]] == ["budget", "spend"]
+
+
+def test_an_entry_that_cannot_be_read_stops_the_ledger_for_good(path: Path) -> None:
+    with open_ledger(path) as other, open_ledger(path) as ledger:
+        file = other._book.file
+        with file.exclusive():
+            file.append(3, other._book._end, ['{"kind":"of a later version"}'])
+        for _ in range(2):  # once the error was raised, the ledger must not go on as if the entry were not there
+            with pytest.raises(LedgerError, match="cannot be read"):
+                ledger.spend(RELEASE, run="a", round=0, seeded=False)
 
 
 class Counting:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from bqsgd._src.cli.app import app
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
 from bqsgd._src.ledger import Ledger, PrivacyBudget, Register
-from bqsgd._src.ledger.register import opened_ledgers
+from bqsgd._src.ledger.register import Ledgers
 from bqsgd._src.params import Mechanism
 from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms
 
@@ -211,11 +211,11 @@ def test_one_reader_for_both(path, tmp_path):
         spend(register, 3, 0)
     with Ledger.open(tmp_path / "l.ledger", client=4, budget_epsilon=1.0, budget_delta=1e-5):
         pass
-    with opened_ledgers(path) as ledgers:
+    with Ledgers(path) as ledgers:
         assert ledgers.ledger(3).spent_rounds == 1
-    with opened_ledgers(tmp_path / "l.ledger") as ledgers:
+    with Ledgers(tmp_path / "l.ledger") as ledgers:
         assert ledgers.clients == (4,)
-        with pytest.raises(LedgerError, match="not 5"):
+        with pytest.raises(LedgerError, match="no ledger of client 5, but of client 4"):
             ledgers.ledger(5)
 
 
@@ -228,3 +228,9 @@ def test_another_release_is_another_history(path):
         assert first is not None
         assert second is not None
         assert first.epsilon > second.epsilon
+
+
+def test_a_reader_does_not_wait_for_a_writer(path):
+    with opened(path) as writer, writer.together(), Register(path) as reader:
+        reader._file.connection.execute("PRAGMA busy_timeout = 50")  # closing would raise after this, not after 60 s
+        assert reader.ledger(3).spent_rounds == 0

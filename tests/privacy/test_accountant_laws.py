@@ -16,7 +16,7 @@ from bqsgd._src.errors import AccountingError, InvalidParameter
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy import _rounds
 from bqsgd._src.privacy._message import message_pair
-from bqsgd._src.privacy._pairs import Pair, checked, envelope, on_grid
+from bqsgd._src.privacy._pairs import Atoms, Pair, checked, envelope
 from bqsgd._src.privacy._rounds import fixed_size, poisson
 from bqsgd._src.privacy.accountant import METHOD_L2, METHOD_LINF, Accountant
 from bqsgd._src.privacy.guarantee import Guarantee, rounded_up
@@ -101,8 +101,7 @@ def test_pairs_are_laws_and_curves_are_hockey_sticks(trials, shift, dimension, r
 def test_connecting_the_dots_keeps_both_masses_and_lies_above(losses, step):
     loss = np.sort(np.array(losses))
     p = np.full(loss.size, 1 / (2 * loss.size)) / np.maximum(1, np.exp(-loss))
-    major = np.where(loss < 0, p * np.exp(-loss), p)
-    grid = on_grid(loss, major, step=step, p_only=0.0, q_only=0.0)
+    grid = Atoms(loss=loss, p=p, q=p * np.exp(-loss), p_only=0.0, q_only=0.0).on_grid(step)
     assert grid.p.sum() == pytest.approx(p.sum(), rel=1e-12)
     assert grid.q.sum() == pytest.approx((p * np.exp(-loss)).sum(), rel=1e-12)
     for e in np.linspace(-3, 3, 23):

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scipy.signal import oaconvolve
 
-from bqsgd._src.noise import _law, mirror_distance
+from bqsgd._src.noise import CUT_LAW, _law, mirror_distance
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy._rounds import sampled_message
-from bqsgd._src.privacy.accountant import CUT_LAW, Accountant
+from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms
 
 STEP = 2e-4

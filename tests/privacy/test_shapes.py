@@ -15,7 +15,6 @@ from bqsgd._src.errors import AccountingError
 from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.privacy import _shapes
 from bqsgd._src.privacy._message import coordinate_atoms, message_pair
-from bqsgd._src.privacy._pairs import on_grid
 from bqsgd._src.privacy._shapes import shaped_pair
 
 
@@ -75,10 +74,7 @@ def composed_shape(trials, parts, step, points):
     logs = {"p": np.zeros(points // 2 + 1, dtype=complex), "q": np.zeros(points // 2 + 1, dtype=complex)}
     p_only = q_only = 0.0
     for in_a, in_b, u in parts:
-        atoms = coordinate_atoms(trials, u)
-        one = on_grid(
-            atoms.loss, np.where(atoms.loss < 0, atoms.q, atoms.p), step=step, p_only=atoms.p_only, q_only=atoms.q_only
-        )
+        one = coordinate_atoms(trials, u).on_grid(step)
         for copies, pair in ((in_a, one), (in_b, one.reversed())):
             if copies:
                 index = (pair.first + np.arange(pair.major.size)) % points

@@ -210,11 +210,11 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
 
 def _ledgers(folder: Path) -> int:
     """Rounds that the clients' own ledgers count in total."""
-    from bqsgd._src.ledger.register import SUFFIX, opened_ledgers
+    from bqsgd._src.ledger.register import SUFFIX, Ledgers
 
     total = 0
     for path in [*folder.rglob("*.ledger"), *folder.rglob(f"*{SUFFIX}")]:
-        with opened_ledgers(path) as ledgers:
+        with Ledgers(path) as ledgers:
             total += sum(ledgers.ledger(client).spent_rounds for client in ledgers.clients)
     return total
 

@@ -56,10 +56,10 @@ def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json 
       bqsgd ledger show runs/first/ledgers/client-0000.ledger
     """
     from bqsgd._src.answers import guarantee_lines
-    from bqsgd._src.ledger.register import opened_ledgers
+    from bqsgd._src.ledger.register import Ledgers
     from bqsgd._src.privacy.guarantee import Guarantee, as_given
 
-    with opened_ledgers(path) as ledgers:
+    with Ledgers(path) as ledgers:
         if client is None and len(ledgers.clients) > 1:
             _show_register(path, ledgers, delta=delta, json=json)
             return
@@ -120,14 +120,14 @@ def export(
       bqsgd ledger export client.ledger --out spent.csv
     """
     from bqsgd._src.errors import InvalidParameter
-    from bqsgd._src.ledger.register import opened_ledgers
+    from bqsgd._src.ledger.register import Ledgers
     from bqsgd._src.storage import write_atomic
 
     if out.suffix not in (".json", ".csv"):
         raise InvalidParameter(f"--out must end in .json or .csv, got {out.name!r}")
     if os.path.lexists(out):
         raise InvalidParameter(f"{out} exists; give a new file name")
-    with opened_ledgers(path) as ledgers:
+    with Ledgers(path) as ledgers:
         if client is None and len(ledgers.clients) > 1:
             raise InvalidParameter(f"{path} is a register of {len(ledgers.clients)} clients; choose one with --client")
         fields = ledgers.ledger(ledgers.clients[0] if client is None else client).to_dict(delta=delta)

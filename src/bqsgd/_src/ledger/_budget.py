@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar
 
-from bqsgd._src.errors import AccountingError, InvalidParameter
-from bqsgd._src.params import check_positive
+from bqsgd._src.errors import AccountingError
+from bqsgd._src.params import check_delta, check_positive
+from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Release
 
 MAX_PROBED_ROUNDS = 1 << 20
@@ -29,25 +29,10 @@ class PrivacyBudget:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epsilon", check_positive("epsilon", self.epsilon))
-        object.__setattr__(self, "delta", check_positive("delta", self.delta))
-        if self.delta >= 1:
-            raise InvalidParameter(f"delta must be below 1, got {self.delta}")
+        object.__setattr__(self, "delta", check_delta("delta", self.delta))
 
 
-class Composable(Protocol):
-    """What `Headroom` needs of an accountant: immutable composition and an upper bound on epsilon."""
-
-    def compose(self, release: Release, rounds: int = 1) -> Self:
-        """A new accountant that counts `rounds` more of `release`."""
-
-    def epsilon(self, delta: float) -> float:
-        """An upper bound on epsilon at delta."""
-
-
-A = TypeVar("A", bound=Composable)
-
-
-def compose_all(accountant: A, content: Mapping[Release, int]) -> A:
+def compose_all(accountant: Accountant, content: Mapping[Release, int]) -> Accountant:
     """`accountant` composed with everything in `content` (release -> number of rounds)."""
     for release, rounds in content.items():
         accountant = accountant.compose(release, rounds)
@@ -66,7 +51,7 @@ class _Bracket:
 class Headroom:
     """How many more rounds fit into a budget. Ledgers with the same history can share one, and so its answers."""
 
-    empty: Composable
+    empty: Accountant = field(default_factory=Accountant)
     _brackets: dict[tuple[object, ...], _Bracket] = field(default_factory=dict)
 
     def _bracket(self, content: Mapping[Release, int], release: Release, budget: PrivacyBudget) -> _Bracket:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bqsgd._src.errors import LedgerError, NotWritten, UnsafeFile
 from bqsgd._src.storage import draft, open_regular
@@ -78,12 +79,20 @@ REGISTER = Form(
 _FORMS = {form.format: form for form in (LEDGER, REGISTER)}
 
 
-def _origin(client: int) -> bytes:
-    return hashlib.sha256(f"bqsgd.ledger.v1 client {client}".encode()).digest()
+class ChainEnd(NamedTuple):
+    """The last text of one client's list that is known: how many there are up to it, and its hash in the chain."""
 
+    number: int
+    chain: bytes
 
-def _link(previous: bytes, body: str) -> bytes:
-    return hashlib.sha256(previous + body.encode()).digest()
+    @classmethod
+    def of_empty_list(cls, client: int) -> ChainEnd:
+        """Where the list of this client begins. The client is part of the chain, so lists cannot be exchanged."""
+        return cls(0, hashlib.sha256(f"bqsgd.ledger.v1 client {client}".encode()).digest())
+
+    def after(self, body: str) -> ChainEnd:
+        """The end of the list once `body` is added to it."""
+        return ChainEnd(self.number + 1, hashlib.sha256(self.chain + body.encode()).digest())
 
 
 @contextlib.contextmanager
@@ -130,7 +139,8 @@ def create_file(path: Path, form: Form, first_bodies: Mapping[int, str]) -> None
                 if form is REGISTER:
                     connection.execute("INSERT INTO register VALUES (1, ?)", (len(first_bodies),))
                 for client, body in first_bodies.items():
-                    row = {"client": client, "number": 1, "body": body, "chain": _link(_origin(client), body)}
+                    number, chain = ChainEnd.of_empty_list(client).after(body)
+                    row = {"client": client, "number": number, "body": body, "chain": chain}
                     connection.execute(form.add, row)
                     connection.execute(form.add_head, row)
                 connection.execute("COMMIT")
@@ -202,6 +212,19 @@ class LedgerFile:
         """Whether the file holds the ledgers of many clients."""
         return self.form is REGISTER
 
+    def check_process(self) -> None:
+        """Raise LedgerError in a forked child: the SQLite connection and the reserved rounds belong to the parent."""
+        if not self.opened_here:
+            raise LedgerError("a ledger does not survive a fork; open it again in the new process")
+
+    def check_client(self, client: int) -> None:
+        """Raise LedgerError if the file holds no ledger of this client."""
+        if client not in self.clients:
+            whose = f"{len(self.clients)} other clients" if self.is_register else f"client {self.clients[0]}"
+            raise LedgerError(
+                f"{self.path} holds no ledger of client {client}, but of {whose}; give the path of the client's file"
+            )
+
     def _file_identity(self) -> tuple[int, int] | None:
         try:
             state = self.path.stat()
@@ -245,6 +268,7 @@ class LedgerFile:
         A block inside a `together` block joins its transaction, and is durable only when that one ends.
         """
         with self.lock:
+            self.check_process()
             if self.broken:
                 raise LedgerError(f"{self.path}: a write to it failed; open it again")
             if self._writing:
@@ -279,59 +303,39 @@ class LedgerFile:
             self.broken = True
             raise
 
+    def read_after(self, client: int, end: ChainEnd) -> tuple[list[str], ChainEnd]:
+        """The texts of a client's list after `end`, checked against the chain, and the new end of the list."""
+        self.check_process()
+        with _explained(self.path):
+            rows = self.connection.execute(self.form.read, {"client": client, "after": end.number}).fetchall()
+            head = rows[0][:2]
+        bodies = []
+        # Without new entries the join has one row, with nothing but the head.
+        for _, _, stored_number, body, stored_chain in rows if rows[0][2] is not None else ():
+            number = end.number + 1
+            end = end.after(body) if isinstance(body, str) else end  # SQLite keeps any type in any column
+            if end != (stored_number, stored_chain):
+                raise LedgerError(
+                    f"entry {number} of {self.path} was altered or removed; restore the ledger from a backup"
+                )
+            bodies.append(body)
+        # The entries cannot show that the last ones were cut off; the head can.
+        if end != head:
+            raise LedgerError(
+                f"{self.path} lost entries ({end.number} of {head[0]} are left); restore the ledger from a backup"
+            )
+        return bodies, end
+
+    def append(self, client: int, end: ChainEnd, bodies: list[str]) -> ChainEnd:
+        """Add texts to a client's list, which ends at `end`; call it inside `exclusive`. Returns the new end."""
+        with _explained(self.path):
+            for body in bodies:
+                end = end.after(body)
+                row = {"client": client, "number": end.number, "body": body, "chain": end.chain}
+                self.connection.execute(self.form.add, row)
+                self.connection.execute(self.form.move_head, row)
+        return end
+
     def close(self) -> None:
         """Close the file."""
         self.connection.close()
-
-
-class Store:
-    """One client's list in an open file: `read_new()` reads, `append()` adds inside `exclusive()`."""
-
-    def __init__(self, file: LedgerFile, client: int) -> None:
-        if client not in file.clients:
-            raise LedgerError(f"{file.path} holds no ledger of client {client}")
-        self.file, self.client = file, client
-        self._count, self._chain = self._kept = 0, _origin(client)
-        """Number and hash of the last text read or written. `_kept` is the same without the open transaction, to go
-        back to if it fails."""
-
-    def read_new(self) -> list[str]:
-        """Read the texts added since the last call (at first, all of them) and check them against the chain."""
-        path = self.file.path
-        with _explained(path):
-            joined = self.file.connection.execute(
-                self.file.form.read, {"client": self.client, "after": self._count}
-            ).fetchall()
-            count, head = joined[0][:2]
-        rows = [row[2:] for row in joined if row[2] is not None]
-        chain, number = self._chain, self._count
-        for stored_number, body, stored_chain in rows:
-            number += 1
-            chain = _link(chain, body) if isinstance(body, str) else b""
-            if stored_number != number or chain != stored_chain:
-                raise LedgerError(f"entry {number} of {path} was altered or removed; restore the ledger from a backup")
-        # The entries cannot show that the last ones were cut off; the head can.
-        if number != count or chain != head:
-            raise LedgerError(f"{path} lost entries ({number} of {count} found); restore the ledger from a backup")
-        self._count, self._chain = self._kept = number, chain
-        return [body for _, body, _ in rows]
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the file's write lock; if the block raises, this object forgets what it appended, as the file does."""
-        try:
-            with self.file.exclusive():
-                yield
-            self._kept = self._count, self._chain
-        except BaseException:
-            self._count, self._chain = self._kept
-            raise
-
-    def append(self, body: str) -> None:
-        """Add one text; call it inside `exclusive()` and after `read_new()`."""
-        number, chain = self._count + 1, _link(self._chain, body)
-        row = {"client": self.client, "number": number, "body": body, "chain": chain}
-        with _explained(self.file.path):
-            self.file.connection.execute(self.file.form.add, row)
-            self.file.connection.execute(self.file.form.move_head, row)
-        self._count, self._chain = number, chain

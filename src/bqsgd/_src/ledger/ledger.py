@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -40,7 +40,7 @@ from bqsgd._src.ledger._entries import (
     grants_for,
     now,
 )
-from bqsgd._src.ledger._store import LEDGER, LedgerFile, Store, create_file
+from bqsgd._src.ledger._store import LEDGER, ChainEnd, LedgerFile, create_file
 from bqsgd._src.params import check_int
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee, as_given
@@ -52,18 +52,14 @@ class _Book:
     """A client's entries in an open file, with the state that they add up to. It belongs to one process."""
 
     def __init__(self, file: LedgerFile, client: int, headroom: Headroom) -> None:
-        self.store = Store(file, client)
+        file.check_client(client)
+        self.file, self.client, self._headroom = file, client, headroom
         self.state = LedgerState()
         self.entries: list[LedgerEntry] = []
-        self._headroom = headroom
+        self._end = ChainEnd.of_empty_list(client)
         self.refresh()
         if self.state.budget is None:
             raise LedgerError(f"{file.path} holds no budget; restore it from a backup")
-
-    def check_process(self) -> None:
-        """Raise LedgerError in a forked child: the SQLite connection and the reserved rounds belong to the parent."""
-        if not self.store.file.opened_here:
-            raise LedgerError("a ledger does not survive a fork; open it again in the new process")
 
     @property
     def budget(self) -> PrivacyBudget:
@@ -73,31 +69,27 @@ class _Book:
 
     def refresh(self) -> None:
         """Read what other processes have written."""
-        self.check_process()
-        for body in self.store.read_new():
-            self._add(LedgerEntry.from_json(body))
+        bodies, end = self.file.read_after(self.client, self._end)
+        self._add([LedgerEntry.from_json(body) for body in bodies], end)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Callable[[list[LedgerEntry]], None]]:
-        """Hold the write lock, with the state up to date, and give the function that appends entries."""
+    def writing(self) -> Iterator[list[LedgerEntry]]:
+        """Hold the write lock, with the state up to date. Entries that the block puts into the list are written."""
         added: list[LedgerEntry] = []
-
-        def append(entries: list[LedgerEntry]) -> None:
-            for entry in entries:
-                self.store.append(entry.to_json())
-            added.extend(entries)
-
-        self.check_process()
-        with self.store.exclusive():
+        with self.file.exclusive():
             self.refresh()
-            yield append
+            yield added
+            end = self.file.append(self.client, self._end, [entry.to_json() for entry in added])
         # Only after the transaction: an entry whose write failed must not count.
-        for entry in added:
-            self._add(entry)
+        self._add(added, end)
 
-    def _add(self, entry: LedgerEntry) -> None:
-        self.state.add(entry)
-        self.entries.append(entry)
+    def _add(self, entries: list[LedgerEntry], end: ChainEnd) -> None:
+        for entry in entries:
+            self.state.add(entry)
+        self.entries += entries
+        # Last: entries that could not be read or counted are read again next time, and raise again. Otherwise a caller
+        # that goes on after the error would spend from a state that counts too little.
+        self._end = end
 
     def _limits(self, run: str, within: PrivacyBudget | None) -> list[tuple[Mapping[Release, int], PrivacyBudget]]:
         """(what counts, its budget): all rounds against the client's budget, the run's rounds against `within`."""
@@ -127,6 +119,7 @@ class _Book:
         assert left is not None
         return left
 
+    @property
     def accountant(self) -> Accountant:
         """The accountant of everything that counts as released."""
         return compose_all(Accountant(), self.state.rounds)
@@ -155,7 +148,7 @@ class Ledger(Closing):
             if file.is_register and client is None:
                 raise LedgerError(f"{path} is a register of {len(file.clients)} clients; say which client's is meant")
             number = file.clients[0] if client is None else client
-            self._hold(_Book(file, number, Headroom(Accountant())), owns_file=True)
+            self._hold(_Book(file, number, Headroom()), owns_file=True)
         except BaseException:
             file.close()
             raise
@@ -168,7 +161,7 @@ class Ledger(Closing):
         return ledger
 
     def _hold(self, book: _Book, *, owns_file: bool) -> None:
-        self._book, self._lock, self._owns_file = book, book.store.file.lock, owns_file
+        self._book, self._lock, self._owns_file = book, book.file.lock, owns_file
         self._unsent: dict[tuple[str, int], Grant] = {}
         self.closed = False
 
@@ -202,10 +195,7 @@ class Ledger(Closing):
             create_file(where, LEDGER, {client: first_entry(budget)})
         ledger = cls(where)
         try:
-            if ledger.client != client:
-                raise LedgerError(
-                    f"{where} is the ledger of client {ledger.client}, not {client}; give each client its own file"
-                )
+            ledger._book.file.check_client(client)
             if ledger.budget != budget and change_reason is not None:
                 ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason=change_reason)
             elif ledger.budget != budget:
@@ -221,12 +211,12 @@ class Ledger(Closing):
     @property
     def path(self) -> Path:
         """Where the file is."""
-        return self._book.store.file.path
+        return self._book.file.path
 
     @property
     def client(self) -> int:
         """Whose ledger this is."""
-        return self._book.store.client
+        return self._book.client
 
     @property
     def budget(self) -> PrivacyBudget:
@@ -250,6 +240,11 @@ class Ledger(Closing):
         """How many of the spent rounds had seeded noise."""
         with self._up_to_date() as book:
             return book.state.seeded_rounds
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether this process has reserved rounds that it has not sent."""
+        return bool(self._unsent)
 
     def recorded(self, run: str) -> dict[int, tuple[Release, bool]]:
         """Rounds of `run` that count as released: round -> (its release, whether its noise was seeded)."""
@@ -284,7 +279,7 @@ class Ledger(Closing):
             LedgerError: the round is already recorded and `resume` is false, or the entry could not be made durable.
         """
         with self._lock:
-            self._book.check_process()
+            self._book.file.check_process()
             grant = self._unsent.get((run, round))
             if grant is None:
                 self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume, within=within)
@@ -328,12 +323,12 @@ class Ledger(Closing):
                     f"round {pending} of run {run!r} is already reserved and not sent yet; spend it first"
                 )
             while True:
-                with self._book.writing() as append:
+                with self._book.writing() as entries:
                     grants = grants_for(self._book.state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
                     charged = sum(grant.charged for grant in grants.values())
                     fits = self._book.surely_fits(release, charged, run, within)
                     if fits:
-                        append(entries_for(EntryKind.SPEND, grants))
+                        entries += entries_for(EntryKind.SPEND, grants)
                 if fits:
                     self._unsent.update(grants)
                     return
@@ -352,8 +347,8 @@ class Ledger(Closing):
         if not reason.strip():
             raise InvalidParameter("reason must say why the budget changes")
         budget = PrivacyBudget(epsilon=epsilon, delta=delta)
-        with self._lock, self._book.writing() as append:
-            append([LedgerEntry(kind=EntryKind.BUDGET, time=now(), budget=budget, reason=reason)])
+        with self._lock, self._book.writing() as entries:
+            entries.append(LedgerEntry(kind=EntryKind.BUDGET, time=now(), budget=budget, reason=reason))
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
         """What the client's messages so far guarantee (at the budget's delta by default); None if it sent nothing.
@@ -362,12 +357,12 @@ class Ledger(Closing):
         round was seeded, the guarantee says that there is no privacy claim.
         """
         with self._up_to_date() as book:
-            return self._guarantee(book.accountant(), delta) if book.state.rounds else None
+            return self._guarantee(book.accountant, delta) if book.state.rounds else None
 
     def guarantees(self, *, delta: float | None = None) -> tuple[Guarantee, ...]:
         """One guarantee for each kind of message by itself, under its own terms."""
         with self._up_to_date() as book:
-            return tuple(self._guarantee(kind, delta) for kind in book.accountant().kinds)
+            return tuple(self._guarantee(kind, delta) for kind in book.accountant.kinds)
 
     def _guarantee(self, accountant: Accountant, delta: float | None) -> Guarantee:
         delta = self.budget.delta if delta is None else delta
@@ -390,17 +385,17 @@ class Ledger(Closing):
     def close(self) -> None:
         """Give back the reserved rounds that were not sent, and close the file."""
         with self._lock:
-            if not self._book.store.file.opened_here:
+            if not self._book.file.opened_here:
                 return  # A forked child must not give back rounds that its parent will send.
             try:
-                entries = entries_for(EntryKind.RETURN, self._unsent)
-                if entries:
-                    with self._book.writing() as append:
-                        append(entries)
+                returned = entries_for(EntryKind.RETURN, self._unsent)
+                if returned:
+                    with self._book.writing() as entries:
+                        entries += returned
             finally:
                 self._unsent.clear()
                 if self._owns_file:
-                    self._book.store.file.close()
+                    self._book.file.close()
                 self.closed = True
 
     @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bqsgd._src.errors import LedgerError
 from bqsgd._src.ledger._budget import PrivacyBudget
 from bqsgd._src.ledger.ledger import Ledger
 from bqsgd._src.ledger.register import SUFFIX
@@ -48,8 +47,4 @@ def open_ledger(path: Path, *, client: int, budget: PrivacyBudget, own: PrivacyB
         )
     if not resuming:
         return Ledger.open(path, client=client, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
-    ledger = Ledger(path)
-    if ledger.client != client:
-        ledger.close()
-        raise LedgerError(f"{path} is the ledger of client {ledger.client}, not {client}")
-    return ledger
+    return Ledger(path, client=client)

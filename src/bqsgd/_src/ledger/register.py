@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from bqsgd._src.errors import InvalidParameter, LedgerError
 from bqsgd._src.ledger._budget import Headroom, PrivacyBudget
@@ -17,25 +16,62 @@ from bqsgd._src.ledger._entries import first_entry
 from bqsgd._src.ledger._store import REGISTER, LedgerFile, create_file
 from bqsgd._src.ledger.ledger import Ledger
 from bqsgd._src.params import check_int
-from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.storage import Closing
 
 SUFFIX = ".register"
-"""A register's file name ends with this; a ledger's does not."""
+"""The name of a register's file ends with this; that of a ledger does not."""
 
 
-class Ledgers(Protocol):
-    """One or many ledgers, opened for reading."""
+class Ledgers(Closing):
+    """All ledgers in one file: one in a client's own file, many in a register.
+
+    Raises:
+        LedgerError: the file is neither a ledger nor a register, or it is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = LedgerFile(Path(path))
+        # Shared, because clients with the same history have the same room left.
+        self._headroom = Headroom()
+        self._ledgers: dict[int, Ledger] = {}
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """The clients, in ascending order."""
+        """The clients whose ledgers the file holds, in ascending order."""
+        return self._file.clients
 
     def ledger(self, client: int) -> Ledger:
-        """The ledger of one client."""
+        """The ledger of one client, which stays open until the file is closed.
+
+        Raises:
+            LedgerError: the file holds no ledger of that client.
+        """
+        with self._file.lock:
+            if client not in self._ledgers:
+                self._ledgers[client] = Ledger.in_register(self._file, client, self._headroom)
+            return self._ledgers[client]
+
+    def close(self) -> None:
+        """Give back the rounds that were reserved and not sent, in one write, and close the file.
+
+        After a failed write nothing is given back: the file may count too much, never too little.
+        """
+        if not self._file.opened_here:
+            return  # A forked child must not give back rounds that its parent will send.
+        with self._file.lock:
+            try:
+                if not self._file.broken:
+                    # A reader has nothing to give back. It must not wait for the write lock, or need to write at all.
+                    unsent = any(ledger.has_unsent for ledger in self._ledgers.values())
+                    with self._file.together() if unsent else contextlib.nullcontext():
+                        for ledger in self._ledgers.values():
+                            ledger.close()
+            finally:
+                self._ledgers.clear()
+                self._file.close()
 
 
-class Register(Closing):
+class Register(Ledgers):
     """The ledgers of many clients in one file, for a simulation. Clients on their own machines have a ledger each.
 
     >>> import tempfile
@@ -48,13 +84,10 @@ class Register(Closing):
 
     def __init__(self, path: str | Path) -> None:
         """Open an existing register; `Register.open` also makes one and checks its clients."""
-        self._file = LedgerFile(Path(path))
+        super().__init__(path)
         if not self._file.is_register:
-            self._file.close()
-            raise LedgerError(f"{path} is the ledger of client {self._file.clients[0]} alone, not a register")
-        self._headroom = Headroom(Accountant())
-        """Shared, because clients with the same history have the same room left."""
-        self._ledgers: dict[int, Ledger] = {}
+            self.close()
+            raise LedgerError(f"{path} is the ledger of client {self.clients[0]} alone, not a register")
 
     @classmethod
     def open(cls, path: str | Path, *, budgets: Mapping[int, PrivacyBudget]) -> Self:
@@ -78,27 +111,6 @@ class Register(Closing):
             raise LedgerError(f"{where} is a register of {len(register.clients)} other clients; choose another path")
         return register
 
-    @property
-    def path(self) -> Path:
-        """Where the file is."""
-        return self._file.path
-
-    @property
-    def clients(self) -> tuple[int, ...]:
-        """The clients whose ledgers it holds, in ascending order."""
-        return self._file.clients
-
-    def ledger(self, client: int) -> Ledger:
-        """The ledger of one client, which stays open until the register is closed.
-
-        Raises:
-            LedgerError: the register holds no ledger of that client.
-        """
-        with self._file.lock:
-            if client not in self._ledgers:
-                self._ledgers[client] = Ledger.in_register(self._file, client, self._headroom)
-            return self._ledgers[client]
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Make what the ledgers record in the block one durable write. Send nothing before the block has ended.
@@ -107,51 +119,3 @@ class Register(Closing):
         """
         with self._file.together():
             yield
-
-    def close(self) -> None:
-        """Give back the rounds that were reserved and not sent, in one write, and close the file.
-
-        After a failed write nothing is given back: the register may count too much, never too little.
-        """
-        if not self._file.opened_here:
-            return  # A forked child must not give back rounds that its parent will send.
-        with self._file.lock:
-            try:
-                if not self._file.broken:
-                    with self.together():
-                        for ledger in self._ledgers.values():
-                            ledger.close()
-            finally:
-                self._ledgers.clear()
-                self._file.close()
-
-
-@dataclass(frozen=True)
-class _Single:
-    """A ledger file, read like a register of one client."""
-
-    opened: Ledger
-
-    @property
-    def clients(self) -> tuple[int, ...]:
-        return (self.opened.client,)
-
-    def ledger(self, client: int) -> Ledger:
-        if client != self.opened.client:
-            raise LedgerError(f"{self.opened.path} is the ledger of client {self.opened.client}, not {client}")
-        return self.opened
-
-
-@contextlib.contextmanager
-def opened_ledgers(path: str | Path) -> Iterator[Ledgers]:
-    """Open a ledger or a register for reading; the file's name tells which it is.
-
-    Raises:
-        LedgerError: the file is neither, or it is damaged.
-    """
-    if Path(path).suffix == SUFFIX:
-        with Register(path) as register:
-            yield register
-    else:
-        with Ledger(path) as ledger:
-            yield _Single(ledger)

@@ -107,17 +107,17 @@ class Spending:
                 # even if another process spends in between.
                 wanted = max(1, min(wanted - 1, ledger.headroom(release, run=self.run, within=charge.within)))
 
+    @property
+    def tally(self) -> Accountant:
+        """The accountant of all messages so far."""
+        return compose_all(Accountant(), self.sent)
+
     def guarantee(self, *, delta: float) -> Guarantee | None:
         """What the messages so far guarantee; None if nothing was sent."""
         # While the ledger is open it is authoritative: another process may have spent from it.
         if self.ledger is not None and not self.ledger.closed:
             self.sent = self.ledger.released
-        return guarantee_of(tuple(sorted_releases(self.sent)), delta, self.seeded)
-
-
-def sorted_releases(sent: Counter[Release]) -> list[tuple[Release, int]]:
-    """(release, count) in a fixed order, so that clients with the same history share one `guarantee_of`."""
-    return sorted(((release, count) for release, count in sent.items() if count), key=lambda pair: repr(pair[0]))
+        return _guarantee(self.tally, delta, self.seeded)
 
 
 def ledger_guarantee(ledger: Ledger, *, delta: float | None = None) -> Guarantee | None:
@@ -126,10 +126,10 @@ def ledger_guarantee(ledger: Ledger, *, delta: float | None = None) -> Guarantee
     As `Ledger.guarantee`, but ledgers with the same history share one computation.
     """
     wanted = ledger.budget.delta if delta is None else delta
-    return guarantee_of(tuple(sorted_releases(ledger.released)), wanted, ledger.seeded_rounds > 0)
+    return _guarantee(compose_all(Accountant(), ledger.released), wanted, ledger.seeded_rounds > 0)
 
 
 @lru_cache(maxsize=4096)
-def guarantee_of(spent: tuple[tuple[Release, int], ...], delta: float, seeded: bool) -> Guarantee | None:
-    """The proven guarantee of a history, as `sorted_releases` gives it; None if it is empty."""
-    return compose_all(Accountant(), dict(spent)).guarantee(delta=delta, seeded=seeded) if spent else None
+def _guarantee(tally: Accountant, delta: float, seeded: bool) -> Guarantee | None:
+    """Cached, because thousands of clients may have the same history. Equal histories are equal tallies."""
+    return tally.guarantee(delta=delta, seeded=seeded) if tally.spent else None

@@ -106,7 +106,7 @@ def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
         low, high = max(low, best - 2 * stride), min(high, best + 2 * stride)
 
 
-_Figure = Callable[[int, int], float]
+EpsilonFigure = Callable[[int, int], float]
 """(levels, trials) -> total epsilon."""
 _ENOUGH_BITS = 12
 """Planning uses no more bits than these unless it must: 2,047 levels and 1,000 trials are within a thousandth of the
@@ -191,31 +191,43 @@ def shift_per_round(budget: Budget | PrivacyBudget, *, rate: float, rounds: int)
     return math.sqrt(math.log1p(total_shift(budget) ** 2 / (rate**2 * rounds)))
 
 
+def trials_per_square(budget: Budget | PrivacyBudget, terms: Terms, *, rounds: int) -> float:
+    """A first guess of m / s^2: what Gaussian noise would need. Only the accountant decides."""
+    return 4 * terms.shift_l2(1) ** 2 / shift_per_round(budget, rate=terms.sampling.rate, rounds=rounds) ** 2
+
+
+def epsilon_figures(
+    delta: float, terms: Terms, *, rounds: int, spent: Accountant | None = None
+) -> tuple[EpsilonFigure, EpsilonFigure]:
+    """Two functions of (levels, trials): the proven total epsilon of these messages, and the one that data attain."""
+
+    def tally(levels: int, trials: int) -> Accountant:
+        check_time()
+        release = Release(mechanism=Mechanism(levels=levels, trials=trials), terms=terms)
+        return (spent or Accountant()).compose(release, rounds)
+
+    @cache
+    def proven(levels: int, trials: int) -> float:
+        with suppress(AccountingError):  # No method of the accountant applies, so nothing is proven.
+            return tally(levels, trials).epsilon(delta)
+        return math.inf
+
+    @cache
+    def attained(levels: int, trials: int) -> float:
+        return tally(levels, trials).attained_epsilon(delta)
+
+    return proven, attained
+
+
 def least_error_uncoarsened(budget: Budget, terms: Terms, *, rounds: int, spent: Accountant | None = None) -> Mechanism:
     """The mechanism of smallest V with 2s + m + 1 <= 2^b that stays within the budget as in `least_error_mechanism`.
 
     Raises:
         TooFewBits: the message names the epsilon that the bits can reach, and how many bits the budget's needs.
     """
-    base = spent or Accountant()
     top, cap = 2**budget.bits - 1, 2**MAX_BITS - 3
-
-    def after(levels: int, trials: int) -> Accountant:
-        check_time()
-        mechanism = Mechanism(levels=levels, trials=trials)
-        return base.compose(Release(mechanism=mechanism, terms=terms), rounds)
-
-    @cache
-    def proven(levels: int, trials: int) -> float:
-        with suppress(AccountingError):  # None of its methods applies, so nothing is proven.
-            return after(levels, trials).epsilon(budget.delta)
-        return math.inf
-
-    @cache
-    def attained(levels: int, trials: int) -> float:
-        return after(levels, trials).attained_epsilon(budget.delta)
-
-    ratio = 4 * terms.shift_l2(1) ** 2 / shift_per_round(budget, rate=terms.sampling.rate, rounds=rounds) ** 2
+    proven, attained = epsilon_figures(budget.delta, terms, rounds=rounds, spent=spent)
+    ratio = trials_per_square(budget, terms, rounds=rounds)
     # Without an L2 sensitivity the lower bound is much quicker than the proof. It is 0 where it says nothing.
     quick = terms.sensitivity.l2 is None and attained(1, min(cap, max(1, round(ratio)))) > 0
     mechanism = _least_error(attained if quick else proven, budget.epsilon, ratio=max(ratio, 1e-9), top=top)
@@ -226,13 +238,13 @@ def least_error_uncoarsened(budget: Budget, terms: Terms, *, rounds: int, spent:
     return mechanism
 
 
-def _least_error(figure: _Figure, target: float, *, ratio: float, top: int) -> Mechanism | None:
+def _least_error(figure: EpsilonFigure, target: float, *, ratio: float, top: int) -> Mechanism | None:
     """The mechanism of smallest V with 2s + m <= top and figure <= target; `ratio` is a guess of m / s^2."""
-    most = _most_levels(lambda s: figure(s, top - 2 * s) <= target, _largest_levels(ratio, top), cap=(top - 1) // 2)
+    most = most_levels(lambda s: figure(s, top - 2 * s) <= target, _largest_levels(ratio, top), cap=(top - 1) // 2)
     if most == 0:
         return None
     trials = least_trials(figure, most, ratio * most**2, target, cap=top - 2 * most)
-    assert trials is not None  # _most_levels has found that top - 2 * most trials are enough
+    assert trials is not None  # most_levels has found that top - 2 * most trials are enough
     best = Mechanism(levels=most, trials=trials)
     # Without rounding, fewer levels would need at least this m / s^2. But m is a whole number, and for some smaller s
     # it is rounded up by less.
@@ -250,7 +262,7 @@ def _least_error(figure: _Figure, target: float, *, ratio: float, top: int) -> M
     return best
 
 
-def _proven_near(proven: _Figure, target: float, quick: Mechanism, *, top: int) -> Mechanism | None:
+def _proven_near(proven: EpsilonFigure, target: float, quick: Mechanism, *, top: int) -> Mechanism | None:
     """The mechanism that a lower bound on epsilon has found, with as many trials as the proven epsilon needs.
 
     If they do not fit the bits, it has fewer levels. None if nothing fits.
@@ -263,7 +275,7 @@ def _proven_near(proven: _Figure, target: float, quick: Mechanism, *, top: int) 
     return _least_error(proven, target, ratio=quick.trials / quick.levels**2, top=top)
 
 
-def _most_levels(holds: Callable[[int], bool], guess: int, *, cap: int) -> int:
+def most_levels(holds: Callable[[int], bool], guess: int, *, cap: int) -> int:
     """The largest s in 1 .. cap that holds, 0 if none does. If s + 1 levels hold, s levels do too."""
     low, high = 0, cap + 1
     s, stride = guess, 1
@@ -282,7 +294,7 @@ def _most_levels(holds: Callable[[int], bool], guess: int, *, cap: int) -> int:
     return low
 
 
-def _between(figure: _Figure, levels: int, trials: int, target: float) -> float:
+def _between(figure: EpsilonFigure, levels: int, trials: int, target: float) -> float:
     """Where between trials - 1 and trials the figure would meet the target, if its logarithm were linear there."""
     if trials == 1:
         return 1.0
@@ -297,7 +309,7 @@ def _largest_levels(ratio: float, top: int) -> int:
     return max(1, min(math.floor((math.sqrt(1 + ratio * top) - 1) / ratio), (top - 1) // 2))
 
 
-def least_trials(figure: _Figure, levels: int, guess: float, target: float, *, cap: int) -> int | None:
+def least_trials(figure: EpsilonFigure, levels: int, guess: float, target: float, *, cap: int) -> int | None:
     """The smallest m in 1 .. cap with figure(levels, m) <= target, starting from a guess; None if even `cap` fails.
 
     Above 2,000 trials the result may be up to a two-thousandth too large, never too small: it always holds. To need few
@@ -324,7 +336,7 @@ def least_trials(figure: _Figure, levels: int, guess: float, target: float, *, c
     return high if high <= cap else None
 
 
-def _too_few_bits(proven: _Figure, budget: Budget, trials: int | None) -> TooFewBits:
+def _too_few_bits(proven: EpsilonFigure, budget: Budget, trials: int | None) -> TooFewBits:
     """The error for a budget that needs `trials` at one level (None: more than MAX_BITS allow)."""
     needed = None if trials is None else (trials + 2).bit_length()
     bits = MAX_BITS if needed is None else budget.bits

@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.errors import AccountingError, Infeasible, InvalidParameter
+from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.params import Mechanism, check_int, check_positive
-from bqsgd._src.planner.search import check_time, least_trials, shift_per_round, shortfall
-from bqsgd._src.privacy.accountant import Accountant
-from bqsgd._src.release import Release, Terms, Trust
+from bqsgd._src.planner.search import (
+    EpsilonFigure,
+    epsilon_figures,
+    least_trials,
+    most_levels,
+    shortfall,
+    trials_per_square,
+)
+from bqsgd._src.release import Terms, Trust
 from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.secure.masks import MAX_WIDTH
 from bqsgd._src.secure.noise_shares import NoiseParts
@@ -151,18 +156,8 @@ def plan_sum(
     Raises:
         Infeasible: no plan meets the budget; the message names the nearest epsilon that one can.
     """
-
-    @cache
-    def proven(levels: int, trials: int) -> float:
-        check_time()
-        release = Release(mechanism=Mechanism(levels=levels, trials=trials), terms=terms)
-        with suppress(AccountingError):  # None of its methods applies, so nothing is proven.
-            return Accountant().compose(release, rounds).epsilon(budget.delta)
-        return math.inf
-
-    shift = shift_per_round(budget, rate=terms.sampling.rate, rounds=rounds)
-    ratio = max(4 * terms.shift_l2(1) ** 2 / shift**2, 1e-9)
-    """A first guess of M / s^2: what Gaussian noise would need. Only the accountant decides."""
+    proven, _ = epsilon_figures(budget.delta, terms, rounds=rounds)
+    ratio = max(trials_per_square(budget, terms, rounds=rounds), 1e-9)
 
     def bits(levels: int, trials: float) -> float:
         try:
@@ -175,7 +170,8 @@ def plan_sum(
         chosen = min(float(MAX_WIDTH), bits(wanted, ratio * wanted**2))
     else:
         chosen = check_int("width", width, 2, MAX_WIDTH)
-    levels = _largest(lambda s: bits(s, ratio * s**2) <= chosen and ratio * s**2 <= _MAX_TRIALS)
+    fitting = most_levels(lambda s: bits(s, ratio * s**2) <= chosen and ratio * s**2 <= _MAX_TRIALS, 1, cap=2**20 - 1)
+    levels = max(1, fitting)  # The accountant may need fewer trials than the guess, so try one level in any case.
     while levels >= 1:
         trials = least_trials(proven, levels, ratio * levels**2, budget.epsilon, cap=_MAX_TRIALS)
         if trials is not None and bits(levels, trials) <= chosen:
@@ -184,19 +180,8 @@ def plan_sum(
     raise _infeasible(proven, budget, bits, ratio, width=int(chosen))
 
 
-def _largest(holds: Callable[[int], bool]) -> int:
-    """The largest s >= 1 that holds, by bisection; 1 if none does, so that the caller still tries that one."""
-    low, high = 1, 2
-    while high < 2**20 and holds(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
 def _infeasible(
-    proven: Callable[[int, int], float],
+    proven: EpsilonFigure,
     budget: PrivacyBudget,
     bits: Callable[[int, float], float],
     ratio: float,

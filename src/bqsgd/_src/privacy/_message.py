@@ -14,8 +14,6 @@ each k is a block of its own and nothing is paid.
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 
 import numpy as np
@@ -24,24 +22,16 @@ from scipy import fft
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.noise import binomial_pmf, mirror_distance
-from bqsgd._src.privacy._pairs import Floats, Pair, charged, envelope, on_grid
+from bqsgd._src.privacy._pairs import Atoms, Floats, Pair, charged, envelope
 
 
-@dataclass(frozen=True, kw_only=True)
-class Atoms:
-    """A pair as atoms, not yet on a grid: ascending losses, both masses of each, and the masses of one law only."""
-
-    loss: Floats
-    p: Floats
-    q: Floats
-    p_only: float
-    q_only: float
-
-    @property
-    def loss_deviation(self) -> float:
-        """Standard deviation of the finite loss under P."""
-        mean = float(self.p @ self.loss)
-        return math.sqrt(max(0.0, float(self.p @ (self.loss - mean) ** 2)))
+def shifted_laws(law: Floats, whole: int, part: float) -> tuple[Floats, Floats]:
+    """P(whole + part) and P(0) on one support: P(0) is the law on the first entries, P is split between two shifts."""
+    still = np.concatenate([law, np.zeros(whole + 1)])
+    moved = np.zeros_like(still)
+    moved[whole : whole + law.size] += (1.0 - part) * law
+    moved[whole + 1 :] += part * law
+    return moved, still
 
 
 def coordinate_atoms(trials: int, shift: float) -> Atoms:
@@ -50,26 +40,19 @@ def coordinate_atoms(trials: int, shift: float) -> Atoms:
     if shift >= law.size:
         return Atoms(loss=np.empty(0), p=np.empty(0), q=np.empty(0), p_only=1.0, q_only=1.0)
     whole, part = int(shift), shift - int(shift)
-    # Both laws on one support: Q is the law on the first entries; P is moved up by `whole` and split over one more.
-    q = np.concatenate([law, np.zeros(whole + 1)])
-    p = np.zeros_like(q)
-    p[whole : whole + law.size] += (1.0 - part) * law
-    p[whole + 1 : whole + 1 + law.size] += part * law
+    p, q = shifted_laws(law, whole, part)
     both = (p > 0) & (q > 0)
     if whole == 0:  # as log(1 + f (b_{k-1}/b_k - 1)) the loss keeps its digits for the small shifts of large batches
         ratio = np.concatenate([[0.0], law[:-1] / law[1:]])
         loss = np.log1p(part * (ratio - 1.0))
         both = both[: law.size] & np.isfinite(loss)
-        p_head, q_head = p[: law.size], q[: law.size]
     else:
-        p_head, q_head = p, q
         loss = np.log(np.divide(p, q, out=np.ones_like(p), where=both))
-    p_kept, q_kept, loss = p_head[both], q_head[both], loss[both]
     # The law is log-concave, so the loss ascends with the outcome and need not be sorted.
     return Atoms(
-        loss=loss,
-        p=p_kept,
-        q=q_kept,
+        loss=loss[both],
+        p=p[: both.size][both],
+        q=q[: both.size][both],
         p_only=float(p[q == 0].sum()),
         q_only=float(q[p == 0].sum()),
     )
@@ -89,15 +72,6 @@ NEGLIGIBLE_EXPONENT = -60.0
 NOTHING_HIDDEN = 1e-12
 """If one neighbour alone can send the message except with this probability, no privacy is claimed at all."""
 Complexes = npt.NDArray[np.complex128]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CoordinatePairs:
-    """The grid pairs A, B and E of one coordinate, and the window -half .. half of grid points for d coordinates."""
-
-    pairs: tuple[Pair, Pair, Pair]
-    half: int
-    dimension: int
 
 
 def _log_moment(atoms: Atoms, order: float) -> float:
@@ -125,22 +99,16 @@ def _step(atoms: Atoms, largest_loss: float, dimension: int) -> float:
     return float(max(min(fraction * atoms.loss_deviation, width / FINE_POINTS), width / MOST_POINTS))
 
 
-def _coordinate_pairs(trials: int, shift: float, dimension: int) -> _CoordinatePairs:
+def _coordinate_pairs(trials: int, shift: float, dimension: int) -> tuple[tuple[Pair, Pair, Pair], int]:
+    """The grid pairs A, B and E of one coordinate, and the half h of the window -h .. h of points for d coordinates."""
     atoms = coordinate_atoms(trials, shift)
     if atoms.loss.size == 0 or atoms.loss_deviation == 0:
         raise AccountingError(f"with {trials} trials, neighbours {shift} steps apart have no outcome in common")
     largest_loss = _largest_loss(atoms, dimension)
     step = _step(atoms, largest_loss, dimension)
-    a = on_grid(
-        atoms.loss,
-        np.where(atoms.loss < 0, atoms.q, atoms.p),
-        step=step,
-        p_only=atoms.p_only,
-        q_only=atoms.q_only,
-    )
+    a = atoms.on_grid(step)
     b = a.reversed()
-    half = int(np.ceil(largest_loss / step)) + 2
-    return _CoordinatePairs(pairs=(a, b, envelope(a, b)), half=half, dimension=dimension)
+    return (a, b, envelope(a, b)), int(np.ceil(largest_loss / step)) + 2
 
 
 def _log_transform(pair: Pair, points: int, dimension: int) -> Complexes:
@@ -202,14 +170,14 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
     edge = coordinate_atoms(trials, shift).p_only
     if edge == 1 or dimension * np.log1p(-edge) < np.log(NOTHING_HIDDEN):
         return Pair(step=1.0, first=0, major=np.zeros(1), p_only=1.0, q_only=1.0)
-    coordinate = _coordinate_pairs(trials, shift, dimension)
-    points = fft.next_fast_len(2 * coordinate.half, real=True)
-    logs = [_log_transform(pair, points, dimension) for pair in coordinate.pairs]
+    pairs, half = _coordinate_pairs(trials, shift, dimension)
+    points = fft.next_fast_len(2 * half, real=True)
+    logs = [_log_transform(pair, points, dimension) for pair in pairs]
 
     def upper_half(k1: int, k2: int) -> Floats:
         """P-mass at losses 0, step, 2 step, ... of A^k1 B^(d-k2) E^(k2-k1)."""
         power = k1 * logs[0] + (dimension - k2) * logs[1] + (k2 - k1) * logs[2]
-        mass: Floats = fft.irfft(np.conj(np.exp(power)), points)[: coordinate.half]
+        mass: Floats = fft.irfft(np.conj(np.exp(power)), points)[:half]
         return np.maximum(mass, 0.0)  # the transform leaves -1e-17 where there is nothing; FLOAT_CHARGE pays for it
 
     halves: dict[tuple[int, int], Floats] = {}
@@ -223,11 +191,10 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
                 halves[block] = upper_half(*block)
         above, below = halves[k1, k2], halves[dimension - k2, dimension - k1]
         counts = (k1, dimension - k2, k2 - k1)
-        p_only = -np.expm1(sum(n * np.log1p(-x.p_only) for n, x in zip(counts, coordinate.pairs, strict=True)))
-        q_only = -np.expm1(sum(n * np.log1p(-x.q_only) for n, x in zip(counts, coordinate.pairs, strict=True)))
+        p_only = -np.expm1(sum(n * np.log1p(-pair.p_only) for n, pair in zip(counts, pairs, strict=True)))
+        q_only = -np.expm1(sum(n * np.log1p(-pair.q_only) for n, pair in zip(counts, pairs, strict=True)))
         major = np.concatenate([below[:0:-1], above])
-        pair = Pair(step=coordinate.pairs[0].step, first=1 - coordinate.half, major=major, p_only=p_only, q_only=q_only)
-        return charged(pair, uneven)
+        return charged(Pair(step=pairs[0].step, first=1 - half, major=major, p_only=p_only, q_only=q_only), uneven)
 
     if attained:
         return block_pair(dimension, dimension)

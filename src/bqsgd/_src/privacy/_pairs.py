@@ -15,6 +15,7 @@ Everything here rounds towards a higher curve: what is cut off, lost or uncertai
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,29 +81,47 @@ def charged(pair: Pair, more: float = 0.0) -> Pair:
     return replace(checked(pair), p_only=min(1.0, p_only), q_only=min(1.0, q_only))
 
 
-def on_grid(loss: Floats, major: Floats, *, step: float, p_only: float, q_only: float) -> Pair:
-    """Connect the dots: split each atom between its two neighbouring grid points, keeping its P-mass and its Q-mass.
+@dataclass(frozen=True, kw_only=True)
+class Atoms:
+    """A pair that is not on a grid yet: ascending losses, both masses of each, and the masses of one law only."""
 
-    With h the step and x = l - a the distance to the grid point a below, a gets a fraction
-    (e^-x - e^-h) / (1 - e^-h) of the P-mass and a fraction (e^-x - e^-h) e^x / (1 - e^-h) of the Q-mass. The original
-    pair is a post-processing of the result, so the result dominates it (Claim 6). The error is of second order in h.
-    """
-    below = np.floor(loss / step)
-    x = np.clip(loss - below * step, 0.0, step)  # rounding may leave it just outside
-    index = below.astype(np.int64)
-    # The fractions of the P-mass, written with expm1 so that they keep their digits for small steps.
-    low_share = np.expm1(step - x) / np.expm1(step)
-    high_share = -np.expm1(-x) / -np.expm1(-step)
-    # An atom and its grid points may store different masses (P or Q, by the sign of the loss). The factors convert
-    # from what the atom stores to what the grid point stores, with P = Q e^l on both.
-    low, high = below * step, (below + 1) * step
-    low_factor = np.exp(np.minimum(loss, 0) - np.minimum(low, 0))
-    high_factor = np.exp(np.minimum(loss, 0) - np.minimum(high, 0))
-    first = int(index.min())
-    stored = np.zeros(int(index.max()) + 2 - first)
-    np.add.at(stored, index - first, major * low_share * low_factor)
-    np.add.at(stored, index + 1 - first, major * high_share * high_factor)
-    return Pair(step=step, first=first, major=stored, p_only=p_only, q_only=q_only)
+    loss: Floats
+    p: Floats
+    q: Floats
+    p_only: float
+    q_only: float
+
+    @property
+    def loss_deviation(self) -> float:
+        """Standard deviation of the finite loss under P."""
+        mean = float(self.p @ self.loss)
+        return math.sqrt(max(0.0, float(self.p @ (self.loss - mean) ** 2)))
+
+    def on_grid(self, step: float) -> Pair:
+        """Connect the dots: split each atom between its neighbouring grid points, keeping its P-mass and its Q-mass.
+
+        With h the step and x = l - a the distance to the grid point a below, a gets a fraction
+        (e^-x - e^-h) / (1 - e^-h) of the P-mass and a fraction (e^-x - e^-h) e^x / (1 - e^-h) of the Q-mass. The
+        original pair is a post-processing of the result, so the result dominates it (Claim 6). The error is of second
+        order in h.
+        """
+        loss, major = self.loss, np.where(self.loss < 0, self.q, self.p)
+        below = np.floor(loss / step)
+        x = np.clip(loss - below * step, 0.0, step)  # rounding may leave it just outside
+        index = below.astype(np.int64)
+        # The fractions of the P-mass, written with expm1 so that they keep their digits for small steps.
+        low_share = np.expm1(step - x) / np.expm1(step)
+        high_share = -np.expm1(-x) / -np.expm1(-step)
+        # An atom and its grid points may store different masses (P or Q, by the sign of the loss). The factors convert
+        # from what the atom stores to what the grid point stores, with P = Q e^l on both.
+        low, high = below * step, (below + 1) * step
+        low_factor = np.exp(np.minimum(loss, 0) - np.minimum(low, 0))
+        high_factor = np.exp(np.minimum(loss, 0) - np.minimum(high, 0))
+        first = int(index.min())
+        stored = np.zeros(int(index.max()) + 2 - first)
+        np.add.at(stored, index - first, major * low_share * low_factor)
+        np.add.at(stored, index + 1 - first, major * high_share * high_factor)
+        return Pair(step=step, first=first, major=stored, p_only=self.p_only, q_only=self.q_only)
 
 
 TIE = 5e-16

@@ -9,8 +9,8 @@ dominating. Convolution and the conversion to epsilon are done by dp-accounting.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ import numpy as np
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.noise import ROUNDING_SLACK_STEPS
 from bqsgd._src.privacy._message import NOTHING_HIDDEN, coordinate_atoms, message_pair, shortened
-from bqsgd._src.privacy._pairs import FLOAT_CHARGE, MASS_TOLERANCE, Floats, Pair, on_grid
+from bqsgd._src.privacy._pairs import FLOAT_CHARGE, MASS_TOLERANCE, Atoms, Floats, Pair
 from bqsgd._src.privacy._shapes import shaped_pair
 from bqsgd._src.privacy.guarantee import MEANINGLESS_EPSILON
 from bqsgd._src.release import Release, Scheme, Spent
@@ -30,38 +30,22 @@ TRIM = 1e-16
 """Mass of the far tails that becomes infinite loss, so that the grid need not reach them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """Atoms of a sampled message under "remove": ascending losses; `major` as in `Pair`."""
+def _trimmed(loss: Floats, major: Floats, p_only: float, q_only: float) -> Atoms:
+    """The atoms of a sampled message under "remove"; `major` as in `Pair`.
 
-    loss: Floats
-    major: Floats
-    p_only: float
-    q_only: float
-
-    @property
-    def loss_deviation(self) -> float:
-        """Standard deviation of the finite loss under P."""
-        p = self.major * np.exp(np.minimum(self.loss, 0))
-        mean = float(p @ self.loss)
-        return float(np.sqrt(max(0.0, float(p @ (self.loss - mean) ** 2))))
-
-    def on_grid(self, step: float) -> Pair:
-        """The pair on a grid with this step, which dominates the atoms."""
-        return on_grid(self.loss, self.major, step=step, p_only=self.p_only, q_only=self.q_only)
-
-
-def _trimmed(loss: Floats, major: Floats, p_only: float, q_only: float) -> Sampled:
-    """Drop empty grid points, and turn the far tails into infinite loss (P-mass above 0, Q-mass below)."""
+    Empty grid points are dropped, and the far tails become infinite loss (P-mass above 0, Q-mass below).
+    """
     beyond = np.cumsum(major[::-1])[::-1]
     before = np.cumsum(major)
     high, low = (beyond <= TRIM) & (loss > 0), (before <= TRIM) & (loss < 0)
     p_only, q_only = p_only + float(major[high].sum()), q_only + float(major[low].sum())
     kept = ~high & ~low & (major > 0)
-    return Sampled(loss=loss[kept], major=major[kept], p_only=p_only, q_only=q_only)
+    loss, major = loss[kept], major[kept]
+    p, q = major * np.exp(np.minimum(loss, 0)), major * np.exp(-np.maximum(loss, 0))
+    return Atoms(loss=loss, p=p, q=q, p_only=p_only, q_only=q_only)
 
 
-def poisson(pair: Pair, rate: float) -> Sampled:
+def poisson(pair: Pair, rate: float) -> Atoms:
     """(1 - g) Q + g P against Q: a loss l becomes log(1 + g (e^l - 1)), and the Q-masses stay."""
     loss, q = pair.loss, pair.q
     if rate == 1.0:
@@ -79,18 +63,19 @@ def poisson(pair: Pair, rate: float) -> Sampled:
     return _trimmed(loss, major, rate * pair.p_only, 0.0)
 
 
-def fixed_size(pair: Pair, rate: float) -> Sampled:
+def fixed_size(pair: Pair, rate: float) -> Atoms:
     """Batches without replacement under replace-one: H at 1 + g (e^e - 1) is at most g H_e for e >= 0, symmetric below.
 
     The curve above loss 0 is that of `poisson`, below 0 its mirror image, and loss 0 takes the remaining mass.
     """
     half = poisson(pair, rate)
     above = half.loss > 0
-    loss, major = half.loss[above], half.major[above]
-    middle = 1.0 - float(major.sum()) - half.p_only - float((major * np.exp(-loss)).sum())
-    return Sampled(
+    loss, p, q = half.loss[above], half.p[above], half.q[above]
+    middle = [max(0.0, 1.0 - float(p.sum()) - half.p_only - float(q.sum()))]
+    return Atoms(
         loss=np.concatenate([-loss[::-1], [0.0], loss]),
-        major=np.concatenate([major[::-1], [max(0.0, middle)], major]),
+        p=np.concatenate([q[::-1], middle, p]),
+        q=np.concatenate([p[::-1], middle, q]),
         p_only=half.p_only,
         q_only=half.p_only,
     )
@@ -128,7 +113,7 @@ def homogeneous(release: Release, spread: int = 1) -> tuple[float, int]:
 
 
 @lru_cache(maxsize=32)
-def sampled_message(release: Release, *, attained: int = 0) -> Sampled:
+def sampled_message(release: Release, *, attained: int = 0) -> Atoms:
     """The pair of one sampled message of a release, in the order "remove". It dominates whatever the data are.
 
     With `attained` it is instead the pair of the data that `homogeneous` describes with that spread: what is accounted
@@ -233,7 +218,9 @@ def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     extent = max(float(x.loss[-1] - x.loss[0]) for x, _ in messages)
     step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS) or 1.0  # 0: all losses are 0, any step will do
     grids = [(message.on_grid(step), rounds) for message, rounds in messages]
-    remove = _composed(grids)
-    if not attained and all(release.terms.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
-        return remove, remove
-    return remove, _composed([(pair.reversed(), rounds) for pair, rounds in grids])
+    # dp-accounting tries orders that overflow, and skips them.
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        remove = _composed(grids)
+        if not attained and all(release.terms.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
+            return remove, remove
+        return remove, _composed([(pair.reversed(), rounds) for pair, rounds in grids])

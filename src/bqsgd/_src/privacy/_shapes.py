@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.noise import binomial_pmf, mirror_distance
-from bqsgd._src.privacy._pairs import Floats, Pair, charged, on_grid
+from bqsgd._src.privacy._message import shifted_laws
+from bqsgd._src.privacy._pairs import Atoms, Floats, Pair, charged
 
 Complexes = npt.NDArray[np.complex128]
 TAIL = 1e-15
@@ -88,20 +89,14 @@ def _orders(trials: int, shift: float) -> tuple[_Ratio, _Ratio]:
     """A = (P(shift), P(0)) and B = (P(0), P(shift)) on the outcomes that either can produce."""
     law = binomial_pmf(trials).pmf
     whole = math.ceil(shift) - 1  # a whole shift counts as the upper end of its cell
-    part = shift - whole
-    moved, still = np.zeros(law.size + whole + 1), np.zeros(law.size + whole + 1)
-    still[: law.size] = law
-    moved[whole : whole + law.size] += (1 - part) * law
-    moved[whole + 1 :] += part * law
+    moved, still = shifted_laws(law, whole, shift - whole)
     both = (moved > 0) & (still > 0)
-    up = np.where(still > 0, -1.0, 0.0)
+    up, down = np.where(still > 0, -1.0, 0.0), np.where(moved > 0, -1.0, 0.0)
     if whole == 0:  # this form keeps its digits for small shifts
         up[: law.size] = shift * (np.concatenate([[0.0], law[:-1] / law[1:]]) - 1.0)
-        down = np.where(moved > 0, -1.0, 0.0)
         down[both] = -up[both] * (still[both] / moved[both])
     else:
         up[both] = moved[both] / still[both] - 1.0
-        down = np.where(moved > 0, -1.0, 0.0)
         down[both] = still[both] / moved[both] - 1.0
     return _Ratio(excess=up, p=moved, q=still), _Ratio(excess=down, p=still, q=moved)
 
@@ -135,8 +130,7 @@ def _few_atoms(excess: Floats, q: Floats) -> tuple[Floats, Floats]:
     mean = float(p @ loss)
     deviation = math.sqrt(float(p @ (loss - mean) ** 2))
     near = np.abs(loss - mean) < 15 * deviation
-    major = np.where(loss < 0, q, p)
-    pair = on_grid(loss[near], major[near], step=COORDINATE_STEP * deviation, p_only=0.0, q_only=0.0)
+    pair = Atoms(loss=loss[near], p=p[near], q=q[near], p_only=0.0, q_only=0.0).on_grid(COORDINATE_STEP * deviation)
     used = pair.major > 0
     return np.concatenate([loss[~near], pair.loss[used]]), np.concatenate([q[~near], pair.q[used]])
 

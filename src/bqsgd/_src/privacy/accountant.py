@@ -8,19 +8,18 @@ proven is infinite or an AccountingError, never a smaller figure. The claims are
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bqsgd._src.errors import AccountingError, InvalidParameter
-from bqsgd._src.noise import TAIL_BITS
+from bqsgd._src.noise import CUT_LAW, TAIL_BITS
 from bqsgd._src.params import check_delta, check_int
 from bqsgd._src.privacy import _renyi, _rounds
 from bqsgd._src.privacy.guarantee import Guarantee
-from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Spent, Trust, Unit
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Spent, Terms, Trust, Unit
 
 METHOD_LINF = "proven upper bound (loss distribution, L-infinity)"
 METHOD_L2 = "proven upper bound (loss distribution, L2 and L-infinity)"
@@ -33,8 +32,6 @@ _NEARLY_WHOLE = 0.9
 """Above this rate sampling gains less than two grids may differ by, so the figure without sampling is computed too."""
 _SUM_TRIES = 20
 """Tries to find an epsilon that pays for its own charge; two or three are usual."""
-CUT_LAW = 1.001 * 2.0**-TAIL_BITS
-"""Total variation distance between the sampler's law, cut and rounded, and the binomial."""
 _MANY_ROUNDS = 1 << 20
 """Beyond so many rounds the grid of the loss distributions is coarse, and moments may give a smaller figure."""
 _FEW_TRIALS = 100
@@ -96,7 +93,7 @@ class Accountant:
         figures = [0.0]
         for spread in _SPREADS if any(_rounds.l2_binds(release) for release, _ in self.spent) else (1,):
             with suppress(AccountingError):
-                laws = _composed(self.spent, attained=spread)
+                laws = _rounds.composed(self.spent, attained=spread)
                 figures += [float(law.get_epsilon_for_delta(delta)) for law in laws]
         return max(figures)
 
@@ -157,6 +154,13 @@ def _weakest(weak: T, terms: list[T]) -> T:
     return weak if weak in terms else terms[0]
 
 
+def _with_terms(spent: Spent, changes: Callable[[Terms], dict[str, Any]]) -> Spent:
+    """The same messages, each with the changes of its terms that the function returns."""
+    return tuple(
+        (replace(release, terms=replace(release.terms, **changes(release.terms))), rounds) for release, rounds in spent
+    )
+
+
 def _comparable(spent: Spent) -> Spent:
     """The same messages, accounted so that the weakest terms among them apply to each (Claim 11).
 
@@ -166,20 +170,16 @@ def _comparable(spent: Spent) -> Spent:
     """
     if len({(release.terms.unit, release.terms.sensitivity.relation) for release, _ in spent}) < 2:
         return spent
-    return tuple((_replaced(release), rounds) for release, rounds in spent)
+    return _with_terms(spent, _as_replacement)
 
 
-def _replaced(release: Release) -> Release:
-    moved = release.terms.sensitivity
-    if release.terms.unit is not Unit.CLIENT or moved.relation is not Relation.ADD_REMOVE:
-        return release
+def _as_replacement(terms: Terms) -> dict[str, Any]:
+    moved = terms.sensitivity
+    if terms.unit is not Unit.CLIENT or moved.relation is not Relation.ADD_REMOVE:
+        return {}
     l2 = None if moved.l2 is None else 2 * moved.l2
-    terms = replace(
-        release.terms,
-        sensitivity=Sensitivity(linf=2 * moved.linf, l2=l2, relation=Relation.REPLACE),
-        sampling=Sampling(scheme=Scheme.NONE),
-    )
-    return replace(release, terms=terms)
+    sensitivity = Sensitivity(linf=2 * moved.linf, l2=l2, relation=Relation.REPLACE)
+    return {"sensitivity": sensitivity, "sampling": Sampling(scheme=Scheme.NONE)}
 
 
 def _best(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float]:
@@ -238,28 +238,21 @@ def _laws(spent: Spent, hopeless: bool) -> Iterator[tuple[str, tuple[_rounds.Law
     method = METHOD_L2 if any(_rounds.l2_binds(release) for release, _ in spent) else METHOD_LINF
     tallies = [(method, spent)]
     if method == METHOD_L2 and not _l2_decides(spent):
-        tallies.append((METHOD_LINF, tuple((_without_l2(release), rounds) for release, rounds in spent)))
+        without_l2 = _with_terms(spent, lambda terms: {"sensitivity": replace(terms.sensitivity, l2=None)})
+        tallies.append((METHOD_LINF, without_l2))
     whole = Sampling(scheme=Scheme.NONE)
     if any(release.terms.sampling.rate > _NEARLY_WHOLE and release.terms.sampling != whole for release, _ in spent):
-        tallies.append((method, tuple((_sampled(release, whole), rounds) for release, rounds in spent)))
+        tallies.append((method, _with_terms(spent, lambda _: {"sampling": whole})))
     refusals: list[AccountingError] = []
     for route, tally in tallies:
         try:
-            laws = _composed(tally)
+            laws = _rounds.composed(tally)
         except AccountingError as error:
             refusals.append(error)
             continue
         yield route, laws
     if len(refusals) == len(tallies):
         raise refusals[-1]
-
-
-def _without_l2(release: Release) -> Release:
-    return replace(release, terms=replace(release.terms, sensitivity=replace(release.terms.sensitivity, l2=None)))
-
-
-def _sampled(release: Release, sampling: Sampling) -> Release:
-    return replace(release, terms=replace(release.terms, sampling=sampling))
 
 
 def _sum_charge(spent: Spent, epsilon: float) -> float:
@@ -277,12 +270,6 @@ def _sum_charge(spent: Spent, epsilon: float) -> float:
         if release.terms.trust is Trust.SUMS_ONLY
     )
     return failed + (laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0)
-
-
-def _composed(spent: Spent, *, attained: int = 0) -> tuple[_rounds.Law, _rounds.Law]:
-    with warnings.catch_warnings():  # dp-accounting tries orders that overflow, and skips them
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return _rounds.composed(spent, attained=attained)
 
 
 def _l2_decides(spent: Spent) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from enum import StrEnum
 from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_delta, check_int
 from bqsgd._src.release import Relation, Trust, Unit
 
 _LARGEST = 10**300
@@ -98,8 +100,7 @@ class Guarantee:
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
             raise InvalidParameter(f"epsilon must be at least 0 (or infinite), got {self.epsilon}")
-        if not 0 < self.delta < 1:
-            raise InvalidParameter(f"delta must lie strictly between 0 and 1, got {self.delta}")
+        check_delta("delta", self.delta)
 
     @property
     def epsilon_text(self) -> str:
@@ -133,19 +134,11 @@ class Guarantee:
 
     def to_dict(self) -> dict[str, Any]:
         """The guarantee in plain JSON types; an infinite epsilon becomes the string "inf"."""
-        return {
-            "epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf",
-            "delta": self.delta,
-            "relation": str(self.relation),
-            "unit": str(self.unit),
-            "trust": str(self.trust),
-            "sampling": self.sampling,
-            "method": self.method,
-            "delta_floor": self.delta_floor,
-            "seeded": self.seeded,
-            **({"assumption": self.assumption} if self.assumption else {}),
-            **({"colluders": self.colluders} if self.colluders else {}),
-        }
+        fields = {name: str(value) if isinstance(value, StrEnum) else value for name, value in asdict(self).items()}
+        if math.isinf(self.epsilon):
+            fields["epsilon"] = "inf"
+        # Left out if empty, so that files from before these fields existed compare equal.
+        return {name: value for name, value in fields.items() if value or name not in ("assumption", "colluders")}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Guarantee:
@@ -171,10 +164,8 @@ class Guarantee:
                 delta_floor=_figure("delta_floor", fields["delta_floor"]),
                 seeded=_flag("seeded", fields.get("seeded", False)),
                 assumption=_words("assumption", fields.get("assumption", "")),
-                colluders=_count("colluders", fields.get("colluders", 0)),
+                colluders=check_int("colluders", fields.get("colluders", 0), 0, 2**53),
             )
-        except InvalidParameter:
-            raise
         except KeyError as error:
             raise InvalidParameter(f"not a guarantee: {error} is missing") from error
         except ValueError as error:  # Cut short: an enumeration's message quotes the value, which may be very long.
@@ -185,23 +176,17 @@ def _figure(name: str, value: object) -> float:
     if value == "inf":
         return math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > _LARGEST:
-        raise InvalidParameter(f"not a guarantee: {name} must be a number or 'inf'")
+        raise InvalidParameter(f"{name} must be a number or 'inf'")
     return float(value)
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise InvalidParameter(f"not a guarantee: {name} must be a whole number")
-    return value
 
 
 def _words(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise InvalidParameter(f"not a guarantee: {name} must be text of at most {_MAX_TEXT} characters")
+        raise InvalidParameter(f"{name} must be text of at most {_MAX_TEXT} characters")
     return value
 
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise InvalidParameter(f"not a guarantee: {name} must be true or false")
+        raise InvalidParameter(f"{name} must be true or false")
     return value

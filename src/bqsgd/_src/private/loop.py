@@ -28,7 +28,7 @@ from bqsgd._src.client.values import Values
 from bqsgd._src.codec import Accumulator
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, SecureSumError
 from bqsgd._src.ledger import Ledger
-from bqsgd._src.ledger.spending import Charge, Spending, sorted_releases
+from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.models import trainable
 from bqsgd._src.params import Mechanism, check_int, check_positive
@@ -43,7 +43,7 @@ from bqsgd._src.private._batches import Batch, PoissonLoader
 from bqsgd._src.private._gradients import Gradients
 from bqsgd._src.private._ranks import Peers
 from bqsgd._src.private._sums import RankSums, SecureRanks
-from bqsgd._src.release import Release, Sampling, Scheme, Spent, Terms
+from bqsgd._src.release import Release, Sampling, Scheme, Terms
 from bqsgd._src.runtime.interrupts import StopNow, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.graph import Thresholds, thresholds
@@ -250,18 +250,16 @@ class Private:
         What the ledger has recorded before counts: the steps are planned for what is left of the budget.
         """
         if self._plan is None:
-            spent = tuple(sorted_releases(self._sender.spending.sent))
+            spent = self._sender.spending.tally
             chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
             release = Release(mechanism=chosen, terms=self._terms()) if chosen is not None else plan_release(
-                self._terms(), self.budget, rounds=self.rounds, spent=spent
+                self._terms(), self.budget, rounds=self.rounds, spent=spent.spent
             )  # fmt: skip
             self._plan = self._planned(release, spent)
         return self._plan
 
-    def _planned(self, release: Release, spent: Spent) -> Plan:
-        total = Accountant().compose(release, self.rounds)
-        for earlier, count in spent:
-            total = total.compose(earlier, count)
+    def _planned(self, release: Release, spent: Accountant) -> Plan:
+        total = spent.compose(release, self.rounds)
         return Plan(
             budget=self.budget,
             release=release,

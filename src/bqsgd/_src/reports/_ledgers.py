@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bqsgd._src.errors import AccountingError
-from bqsgd._src.ledger.register import SUFFIX, opened_ledgers
+from bqsgd._src.ledger.register import SUFFIX, Ledgers
 from bqsgd._src.ledger.spending import ledger_guarantee
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.folder import History, read_history
@@ -56,7 +56,7 @@ def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarante
     if len(paths) > _MAX_LEDGERS:
         raise RunFolderError(f"{folder} holds more than {_MAX_LEDGERS} ledgers")
     for path in paths:
-        with opened_ledgers(path) as ledgers:
+        with Ledgers(path) as ledgers:
             for client in ledgers.clients:
                 try:
                     guarantee = ledger_guarantee(ledgers.ledger(client), delta=delta)
