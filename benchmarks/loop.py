@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import benchmarks
 import bqsgd
-from bqsgd._src import data
+from bqsgd import data
 from bqsgd._src.privacy.guarantee import as_given, rounded_up
 from experiments import pages
 

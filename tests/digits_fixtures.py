@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from bqsgd._src import data, models
+from bqsgd import data
+from bqsgd._src import models
+from bqsgd._src.data.shares import partition
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 
@@ -27,7 +29,7 @@ BASE = {
 def task():
     """Digits and the MLP."""
     digits = data.load("digits")
-    shares = data.partition(digits.train, 4, seed=0)
+    shares = partition(digits.train, 4, seed=0)
     return Task(
         make_model=lambda: models.build("mlp", input_shape=(1, 8, 8), classes=10, seed=0),
         shares=[(share.inputs, share.labels) for share in shares],

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from experiments.lab import provenance
 
-from bqsgd._src import data, models
+from bqsgd import data
+from bqsgd._src import models
 from bqsgd._src.client.draws import Purpose, seed_for
 from bqsgd._src.data.dataset import Split
 from bqsgd._src.data.features import whole_features

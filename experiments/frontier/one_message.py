@@ -22,8 +22,9 @@ import torch
 from experiments.frontier.held_out import HELD_OUT, SPLIT_SEED
 from experiments.lab import RESULTS, provenance, read_json, write_json
 
-from bqsgd._src import data
+from bqsgd import data
 from bqsgd._src.client.least_squares import LeastSquares
+from bqsgd._src.data.features import whole_features
 from bqsgd._src.persample import moments
 from bqsgd._src.persample.clips import L2
 from bqsgd._src.planner.plan import Budget
@@ -84,7 +85,7 @@ def compare() -> None:
 
 def _split() -> tuple[tuple[_Values, Any], tuple[_Values, Any]]:
     cifar = data.load("cifar-10", quiet=True)
-    features = data.whole_features("imagenet", "train", of=cifar)
+    features = whole_features("imagenet", "train", of=cifar)
     rows = np.random.default_rng(SPLIT_SEED).permutation(len(features))
     parts = rows[HELD_OUT:], rows[:HELD_OUT]
     train, held = ((np.array(features.inputs[np.sort(part)]), features.labels[np.sort(part)]) for part in parts)

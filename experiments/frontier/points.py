@@ -22,7 +22,7 @@ from experiments.frontier.figure import draw_frontier
 from experiments.lab import RESULTS, ROOT, Options, provenance, read_json, write_json
 
 from bqsgd._src.cli.output import shown
-from bqsgd._src.data import PUBLIC_DATA
+from bqsgd._src.data.features import PUBLIC_DATA
 from bqsgd._src.privacy.guarantee import rounded_up
 from bqsgd._src.records.record import Summary
 from bqsgd._src.run import Run

@@ -23,7 +23,8 @@ from experiments.lab import provenance, read_json, write_json
 from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy, group_norm, layer_norm, linear, max_pool2d, unfold
 
-from bqsgd._src import data
+from bqsgd import data
+from bqsgd._src.data.features import whole_features
 from bqsgd._src.data.scattering import constants, each_position, opponents, transform_for
 from experiments import lab
 
@@ -91,7 +92,7 @@ def training(dataset: str, features: str, *, mirrored: bool = False) -> tuple[Te
         raw = coefficients(dataset, differences=features.endswith("opponents"), mirrored=mirrored)
     else:
         assert not mirrored, "the library's own features are averaged with the mirror image already"
-        raw = torch.from_numpy(np.array(data.whole_features(features, "train", of=found).inputs))
+        raw = torch.from_numpy(np.array(whole_features(features, "train", of=found).inputs))
     made = torch.empty(len(raw), raw[0].numel(), dtype=torch.bfloat16)
     for start in range(0, len(raw), 1000):
         part = raw[order[start : start + 1000]]

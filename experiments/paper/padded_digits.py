@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from bqsgd._src.data import load, partition
+from bqsgd._src.data.shares import partition
 from bqsgd._src.models import build
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.tasks.task import Task
+from bqsgd.data import load
 
 
 def padded_digits(named: NamedTask, config: Config) -> Task:

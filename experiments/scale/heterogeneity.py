@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from bqsgd._src import data, models
+from bqsgd import data
+from bqsgd._src import models
+from bqsgd._src.data.shares import partition
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
@@ -56,7 +58,7 @@ def _divided(kind: float | str | None, seed: int) -> list[Any]:
         rows = np.split(rng.permutation(len(train)), cuts)
         return [(train.inputs[some], train.labels[some]) for some in rows]
     concentration = None if kind is None else float(kind)
-    split = data.partition(train, CLIENTS, seed=seed, concentration=concentration, smallest=2)
+    split = partition(train, CLIENTS, seed=seed, concentration=concentration, smallest=2)
     return [(share.inputs, share.labels) for share in split]
 
 

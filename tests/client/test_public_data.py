@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from bqsgd._src import data
+from bqsgd import data
+from bqsgd._src.data.features import FEATURES
+from bqsgd._src.data.shares import Shares
 from bqsgd._src.reports.page import write_report
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
@@ -30,8 +32,8 @@ def test_guarantee_and_report_name_it(task, tmp_path):
 
 def test_named_features_say_what_their_network_saw(monkeypatch):
     digits = data.load("digits")
-    share = data.Shares(shares=(digits.train,), test=digits.test, classes=10, input_shape=digits.input_shape)
-    monkeypatch.setattr(data, "load_shares", lambda *_, **__: share)
-    named = {features: NamedTask.of(dataset="digits", features=features) for features in data.FEATURES}
+    share = Shares(shares=(digits.train,), test=digits.test, classes=10, input_shape=digits.input_shape)
+    monkeypatch.setattr("bqsgd._src.tasks.named.load_shares", lambda *_, **__: share)
+    named = {features: NamedTask.of(dataset="digits", features=features) for features in FEATURES}
     said = {features: each.task(Config.of(clients=1)).public_data for features, each in named.items()}
     assert said == {"none": "", "scattering": "", "imagenet": "ImageNet"}

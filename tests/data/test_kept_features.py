@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bqsgd._src import data
+from bqsgd import data
 from bqsgd._src.data import features as module
 from bqsgd._src.data.features import kept_features, whole_features
 

