@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import click
 import pytest
@@ -25,6 +26,31 @@ def test_help_explains_every_option(bqsgd, command):
     result = bqsgd(*command, "--help")
     assert result.code == 0
     assert "Usage:" in result.out
+
+
+def commands(command: click.Command, name: str = "bqsgd") -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{name} {word}")
+
+
+@pytest.mark.parametrize(("name", "command"), commands(typer.main.get_command(app)), ids=lambda word: str(word))
+def test_help_texts_fit_a_narrow_terminal_and_name_every_argument(name, command):
+    """Typer keeps the line breaks of a help text: a longer line would wrap in the middle of an example."""
+    help_text = command.help or ""
+    assert all(len(line) <= 78 for line in help_text.splitlines()[1:]), name
+    for parameter in command.get_params(click.Context(command)):
+        if isinstance(parameter, click.Argument):
+            # click 8.5 drops the help of typer's arguments, so the help text of the command must explain them.
+            assert (parameter.metavar or parameter.name.upper()).removesuffix("...") in help_text, name
+        else:
+            assert parameter.help, (name, parameter.name)
+
+
+def test_every_option_of_train_is_in_a_panel_but_the_first_four():
+    train = typer.main.get_command(app).commands["train"]
+    loose = [p.name for p in train.get_params(click.Context(train)) if not getattr(p, "rich_help_panel", None)]
+    assert loose[:-1] == ["preset", "config", "json"]  # the last one is --help, which click names
 
 
 def test_no_arguments_show_the_help(bqsgd):

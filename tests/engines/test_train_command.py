@@ -111,7 +111,7 @@ def test_a_deadline_that_refuses_every_frame_is_said_stops_the_run_and_fails(cap
     assert code == 1
     assert printed["rounds"] == len(list(read_rounds(somewhere / "late"))) == 10
     assert "it came after the deadline" in caplog.text
-    assert "nothing was learnt: no round moved the model" in progress
+    assert "nothing was learnt, because no round moved the model" in progress
 
 
 def test_settings_are_checked_before_any_feature_is_computed(capsys, somewhere, monkeypatch):

@@ -1,8 +1,8 @@
 """The `bqsgd` command: one module per command or command group, each registered here in one line.
 
 A command's module imports only typer at the top and everything heavy inside the function, so that `bqsgd --help` is
-quick. A command raises `bqsgd._src.errors`; `main` turns any of them into one line on stderr and exit code 2. The error
-about a command or option of an earlier version says what to use instead.
+quick. A command raises `bqsgd._src.errors`; `main` turns each of them into one line on stderr and exit code 2. Commands
+and options of earlier versions are refused with the name of what replaced them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COMMANDS = {
     "reproduce": "`python -m experiments.reproduce`, run in a checkout of the repository",
     "compare": "`python -m experiments.reproduce compare`, run in a checkout of the repository",
 }
-"""Old command -> what to type now."""
+"""Old command -> what replaced it."""
 OPTIONS = {
     "account": _DIMENSION_AND_BATCH
     | {
@@ -50,11 +50,11 @@ OPTIONS = {
     "train": {"--front-end": "--features", "--optimiser": "--optimizer", "--nominal": "`bqsgd paper account`"},
     "paper tradeoffs": _DIMENSION_AND_BATCH | {"--nominal-dim": "--nominal-dimension"},
 }
-"""Command -> its old options -> the new option, or the command that took over."""
+"""Command -> its old options -> the option or command that replaced each."""
 
 
 class _Commands(typer.core.TyperGroup):
-    """The top-level group; it refuses an old command with the new one."""
+    """The top-level group. It refuses an old command and names the one that replaced it."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -66,21 +66,21 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _new_option(error: click.NoSuchOption) -> str | None:
-    """What to say about an unknown option that is a setting or was an option before; None for any other."""
-    words: list[str] = []
+    """The message for an unknown option that was an option before, or is a setting without one; None for any other."""
+    names: list[str] = []
     context = error.ctx
     while context is not None and context.parent is not None:  # the outermost context is the program itself
-        words.insert(0, str(context.info_name))
+        names.insert(0, str(context.info_name))
         context = context.parent
-    command, option = " ".join(words), error.option_name
-    new = OPTIONS.get(command, {}).get(option)
-    if new is not None:
-        return f"{option} has been replaced by {new}"
+    command, option = " ".join(names), error.option_name
+    replacement = OPTIONS.get(command, {}).get(option)
+    if replacement is not None:
+        return f"{option} has been replaced by {replacement}"
     return _in_settings_file(option) if command == "train" else None
 
 
 def _in_settings_file(option: str) -> str | None:
-    """Where a setting of `bqsgd train` that has no option is set; None for what is not a setting."""
+    """The message that says where to set a setting of `bqsgd train` without an option; None if it is not a setting."""
     from bqsgd._src.settings.group import table_of
     from bqsgd._src.tasks.named import ALL_GROUPS
 
@@ -90,7 +90,7 @@ def _in_settings_file(option: str) -> str | None:
         return None
     key = ALL_GROUPS[table].keys()[name]
     return (
-        f"{option} is not an option: set {key} under [{table}] in a settings file, and give the file with --config "
+        f"{option} is not an option: set {key} under [{table}] in a TOML file, and give the file with --config "
         "(docs/training.md lists all settings)"
     )
 
@@ -100,8 +100,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"bqsgd {__version__}")
         raise typer.Exit
 
@@ -109,11 +109,14 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Private, compressed distributed learning: one integer step that quantises gradients and gives differential
-    privacy, with a proven bound on it."""
+    """Train models across clients with differential privacy and few bits.
+
+    Each client quantises its gradient and adds noise in one integer step. Its
+    epsilon is a proven upper bound. Start with `bqsgd demo`.
+    """
 
 
 app.command()(demo)
@@ -129,11 +132,11 @@ app.add_typer(paper, name="paper")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 2 bad input (one line says what), 130 interrupted."""
+    """Run the command line. Returns the exit code: 0 done, 2 bad input (one line says what), 130 interrupted."""
     try:
         code = app(args=arguments, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as shown:
-        shown.show()  # the help page, as asked for by giving no arguments
+        shown.show()  # the help page
         return 2
     except click.NoSuchOption as error:
         return _refuse(_new_option(error) or error.format_message())

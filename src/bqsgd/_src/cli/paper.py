@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import click
 import typer
 
 from bqsgd._src.cli import _options as options
+from bqsgd._src.cli._options import panel_option
 from bqsgd._src.cli.output import Json, answer, out_option, to_json
 
 if TYPE_CHECKING:
     from bqsgd._src.paper.nominal import NominalPrivacy
 
+_Number = TypeVar("_Number", int, float)
 _CAVEAT = "as published; not a guarantee"
+_BUDGET, _CURVES, _PROBLEM = "Budget", "Curves", "Theorem 1"
 paper = typer.Typer(
     no_args_is_help=True, help=f"The paper's own formulas: nominal epsilon, {_CAVEAT}.", pretty_exceptions_enable=False
 )
@@ -46,13 +48,14 @@ def paper_account(
     batch_size: options.BatchSizeOption,
     dataset_size: options.DatasetSizeOption,
     delta: Annotated[float, typer.Option(help="Delta of one round.")],
-    rounds: Annotated[int, typer.Option(help="Rounds T.", min=1)] = 1,
+    rounds: Annotated[int, panel_option(options.CLIENT, "Number of rounds, T.")] = 1,
     json: Json = False,
 ) -> None:
-    """The paper's privacy figures of a mechanism (nominal; not a guarantee).
+    r"""Print the paper's privacy figures for a mechanism (nominal; not a guarantee).
 
-    Example: bqsgd paper account --levels 1 --trials 251 --dimension 3000 --batch-size 32 --dataset-size 15000
-    --delta 1e-4 --rounds 1000
+    Example:
+      bqsgd paper account --levels 1 --trials 251 --delta 1e-4 --rounds 1000 \
+        --dimension 3000 --batch-size 32 --dataset-size 15000
     """
     from bqsgd._src.paper.nominal import NominalPrivacy, NominalSetting
     from bqsgd._src.params import Mechanism
@@ -66,26 +69,28 @@ def paper_account(
 
 @paper.command("plan")
 def paper_plan(
-    bits: Annotated[int, typer.Option(help="Most bits per coordinate; a code takes at most 2^bits values.")],
-    epsilon: Annotated[float, typer.Option(help="Nominal epsilon of one round.")],
-    delta: Annotated[float, typer.Option(help="Delta of one round.")],
+    bits: Annotated[int, panel_option(_BUDGET, "Most bits per coordinate: a code has at most 2^bits values.")],
+    epsilon: Annotated[float, panel_option(_BUDGET, "Nominal epsilon of one round.")],
+    delta: Annotated[float, panel_option(_BUDGET, "Delta of one round.")],
     dimension: options.NominalDimensionOption,
     batch_size: options.BatchSizeOption,
     dataset_size: options.DatasetSizeOption,
-    rounds: Annotated[int, typer.Option(help="Rounds T.", min=1)] = 1,
+    rounds: Annotated[int, panel_option(options.CLIENT, "Number of rounds, T.")] = 1,
     rounding: Annotated[
         str,
-        typer.Option(
-            click_type=click.Choice(["strict", "nearest"]),
-            help="strict: both constraints hold. nearest: as in the paper's tables, epsilon may be exceeded.",
+        panel_option(
+            _BUDGET,
+            "strict keeps both constraints. nearest rounds as the paper's tables do, and may exceed epsilon.",
+            choices=("strict", "nearest"),
         ),
     ] = "strict",
     json: Json = False,
 ) -> None:
-    """The paper's choice of levels and trials (nominal; not a guarantee).
+    r"""Choose levels and trials by the paper's formulas (nominal; not a guarantee).
 
-    Example: bqsgd paper plan --bits 8 --epsilon 3.45 --delta 1e-4 --dimension 3000 --batch-size 32
-    --dataset-size 15000
+    Example:
+      bqsgd paper plan --bits 8 --epsilon 3.45 --delta 1e-4 \
+        --dimension 3000 --batch-size 32 --dataset-size 15000
     """
     from bqsgd._src.answers import message_lines
     from bqsgd._src.paper.nominal import NominalSetting, make_nominal_plan
@@ -111,29 +116,36 @@ def paper_plan(
 def paper_tradeoffs(
     out: Annotated[Path, out_option("Folder to write into; created if missing.")],
     epsilons: Annotated[
-        str, typer.Option(help="Nominal epsilons that are held fixed, comma-separated.")
+        str, panel_option(_CURVES, "Nominal epsilons that are held fixed while the bits vary, comma-separated.")
     ] = "1.72,3.44,8.72",
-    fixed_bits: Annotated[str, typer.Option(help="Bits that are held fixed, comma-separated.")] = "8,10,12",
-    bits_range: Annotated[str, typer.Option(help="Bits that vary, from-to.")] = "6-16",
-    epsilon_range: Annotated[str, typer.Option(help="Nominal epsilons that vary, from-to.")] = "0.5-50",
-    delta: Annotated[float, typer.Option(help="Delta of one round.")] = 1e-4,
+    fixed_bits: Annotated[
+        str, panel_option(_CURVES, "Bits that are held fixed while epsilon varies, comma-separated.")
+    ] = "8,10,12",
+    bits_range: Annotated[str, panel_option(_CURVES, "Bits over which the curves run, from-to.")] = "6-16",
+    epsilon_range: Annotated[
+        str, panel_option(_CURVES, "Nominal epsilons over which the curves run, from-to.")
+    ] = "0.5-50",
+    delta: Annotated[float, panel_option(_CURVES, "Delta of one round.")] = 1e-4,
     nominal_dimension: options.NominalDimensionOption = 3000,
-    dimension: Annotated[int, typer.Option(help="Parameters of the model, for the bound of Theorem 1.")] = 61706,
-    batch_size: Annotated[int, typer.Option(help="Batch size.")] = 32,
-    dataset_size: Annotated[int, typer.Option(help="Samples held by one client.")] = 15000,
-    clip: Annotated[float, typer.Option(help="Clip range C.")] = 0.0015,
-    rounds: Annotated[int, typer.Option(help="Rounds T.")] = 1000,
-    clients: Annotated[int, typer.Option(help="Clients N, equally weighted.")] = 4,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate, at most 1/smoothness.")] = 0.006,
+    batch_size: options.BatchSizeOption = 32,
+    dataset_size: options.DatasetSizeOption = 15000,
+    dimension: Annotated[int, panel_option(_PROBLEM, "Parameters of the model.")] = 61706,
+    clip: Annotated[float, panel_option(_PROBLEM, "Clip range, C.")] = 0.0015,
+    rounds: Annotated[int, panel_option(_PROBLEM, "Number of rounds, T.")] = 1000,
+    clients: Annotated[int, panel_option(_PROBLEM, "Number of clients with equal weights, N.")] = 4,
+    learning_rate: Annotated[float, panel_option(_PROBLEM, "Learning rate, at most 1/smoothness.")] = 0.006,
     initial_gap: Annotated[
-        float, typer.Option(help="F(start) - F*, assumed (log 10: ten classes, untrained).")
+        float, panel_option(_PROBLEM, "Assumed F(start) - F*; log 10 for ten classes and an untrained model.")
     ] = 2.3026,
-    gradient_variance: Annotated[float, typer.Option(help="sigma^2 of one sample's gradient, assumed.")] = 1.0,
+    gradient_variance: Annotated[float, panel_option(_PROBLEM, "Assumed variance of one sample's gradient.")] = 1.0,
     json: Json = False,
 ) -> None:
-    """Draw how error, levels, trials and the convergence bound move with bits and with nominal epsilon.
+    """Draw how the error and the convergence bound change with bits and with nominal epsilon.
 
-    Writes PNG, CSV and JSON. The defaults are the paper's MNIST setting.
+    Writes PNG, CSV and JSON files. The defaults are the paper's MNIST setting.
+
+    Example:
+      bqsgd paper tradeoffs --out curves
     """
     import csv
     from dataclasses import asdict, fields
@@ -142,7 +154,7 @@ def paper_tradeoffs(
 
     from bqsgd._src.paper.figures import draw_tradeoffs
     from bqsgd._src.paper.nominal import NominalSetting
-    from bqsgd._src.paper.tradeoffs import Curve, Point, Problem, curves_over_bits, curves_over_epsilon
+    from bqsgd._src.paper.tradeoffs import Point, Problem, curves_over_bits, curves_over_epsilon
 
     problem = Problem(
         setting=NominalSetting(
@@ -156,67 +168,52 @@ def paper_tradeoffs(
         initial_gap=initial_gap,
         gradient_variance=gradient_variance,
     )
-    low_bits, high_bits = (int(value) for value in _range("bits-range", bits_range))
-    low, high = _range("epsilon-range", epsilon_range)
-    grid = [float(value) for value in np.geomspace(low, high, 41)]
-    families: dict[str, tuple[Curve, ...]] = {
+    low_bits, high_bits = _numbers("bits-range", bits_range, int, ends=True)
+    low, high = _numbers("epsilon-range", epsilon_range, float, ends=True)
+    families = {
         "fixed_epsilon": curves_over_bits(
-            problem, epsilons=_numbers("epsilons", epsilons), bits=range(low_bits, high_bits + 1)
+            problem, epsilons=_numbers("epsilons", epsilons, float), bits=range(low_bits, high_bits + 1)
         ),
         "fixed_bits": curves_over_epsilon(
-            problem, epsilons=grid, bits=[_whole("fixed-bits", value) for value in _numbers("fixed-bits", fixed_bits)]
+            problem, epsilons=np.geomspace(low, high, 41).tolist(), bits=_numbers("fixed-bits", fixed_bits, int)
         ),
     }
     out.mkdir(parents=True, exist_ok=True)
-    written = []
+    columns = ["fixed", "value", *(field.name for field in fields(Point))]
     for name, curves in families.items():
         draw_tradeoffs(curves, out / f"{name}.png", delta=delta)
         with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream)
-            columns = [field.name for field in fields(Point)]
-            writer.writerow(["fixed", "value", *columns])
+            writer = csv.DictWriter(stream, columns)
+            writer.writeheader()
             for curve in curves:
                 for point in curve.points:
-                    writer.writerow([curve.fixed, curve.value, *(getattr(point, column) for column in columns)])
-        written += [str(out / f"{name}.png"), str(out / f"{name}.csv")]
+                    writer.writerow({"fixed": curve.fixed, "value": curve.value, **asdict(point)})
     caveat = f"nominal epsilon: {_CAVEAT}"
-    record = {
-        "caveat": caveat,
-        "problem": asdict(problem),
-        **{name: [asdict(curve) for curve in curves] for name, curves in families.items()},
-    }
+    curves_by_family = {name: [asdict(curve) for curve in curves] for name, curves in families.items()}
+    record = {"caveat": caveat, "problem": asdict(problem), **curves_by_family}
     (out / "tradeoffs.json").write_text(to_json(record) + "\n", encoding="utf-8")
+    written = [str(out / f"{name}{suffix}") for name in families for suffix in (".png", ".csv")]
     written.append(str(out / "tradeoffs.json"))
     points = [point for curves in families.values() for curve in curves for point in curve.points]
     infeasible = sum(point.levels is None for point in points)
     summary = {"written": written, "points": len(points), "infeasible_points": infeasible, "caveat": caveat}
     lines = {
         "written": ", ".join(written),
-        "points": f"{len(points)}, of which {infeasible} have no integers within the budget",
+        "points": f"{len(points)}; for {infeasible} of them no integers are within the budget",
         "caveat": caveat,
     }
     answer("Trade-off curves by the paper's formulas", lines, summary, json=json)
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def _numbers(option: str, text: str, kind: type[_Number], *, ends: bool = False) -> list[_Number]:
+    """The numbers of an option: a list such as 8,10,12, or with `ends` a range such as 6-16."""
     try:
-        return [float(part) for part in text.split(",")]
+        numbers = [kind(part) for part in text.split("-" if ends else ",")]
     except ValueError:
-        raise typer.BadParameter(f"--{option} must be numbers separated by commas, got {text!r}") from None
-
-
-def _whole(option: str, value: float) -> int:
-    if value != int(value):
-        raise typer.BadParameter(f"--{option} must be whole numbers, got {value:g}")
-    return int(value)
-
-
-def _range(option: str, text: str) -> tuple[float, float]:
-    low, _, high = text.partition("-")
-    try:
-        ends = float(low), float(high)
-    except ValueError:
-        raise typer.BadParameter(f"--{option} must read from-to, such as 6-16, got {text!r}") from None
-    if not 0 < ends[0] <= ends[1] < 1e9:
-        raise typer.BadParameter(f"--{option} must rise from a positive number, got {text!r}")
-    return ends
+        numbers = []
+    # The upper limit keeps a mistyped range from filling the memory.
+    if not numbers or (ends and not (len(numbers) == 2 and 0 < numbers[0] <= numbers[1] < 1e9)):
+        what = "whole numbers" if kind is int else "numbers"
+        form = "must be two positive WHAT, from-to, such as 6-16" if ends else "must be WHAT separated by commas"
+        raise typer.BadParameter(f"--{option} {form.replace('WHAT', what)}, got {text!r}")
+    return numbers

@@ -1,6 +1,6 @@
 """`bqsgd train` and `bqsgd demo`: a private training run.
 
-The options are made from the settings themselves (`bqsgd._src.settings.config`), so that they cannot drift apart.
+Most options are made from the settings themselves (`bqsgd._src.settings.config`), so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import click
 import typer
 import typer.core
 
+from bqsgd._src.cli._options import panel_option
 from bqsgd._src.cli.output import Json, answer, out_option
 from bqsgd._src.errors import InvalidParameter
 
@@ -27,16 +28,19 @@ if TYPE_CHECKING:
     from bqsgd._src.settings.fit import Sizes
     from bqsgd._src.tasks.resolve import Resolved
 
-_ENGINES = ("in-process", "torch-distributed")
+_DATA, _RUN, _RANKS = "Data and model", "Run", "Several processes (torchrun)"
 _DEMO: dict[str, tuple[str | None, dict[str, Any]]] = {
     "mnist": ("mnist-eps3", {}),
     "digits": (None, {"rounds": 60, "epsilon": 8.0, "evaluate_every": 10, "reserve_rounds": 60}),
 }
-"""Preset and settings per data set. The few samples of `digits` need a larger epsilon to be learnt from."""
+"""Preset and settings per data set. `digits` has few samples, so a model needs a larger epsilon to learn from them."""
 
 
 class SettingsCommand(typer.core.TyperCommand):
-    """A command with the options of the settings, made when first asked for: `bqsgd --help` needs none of them."""
+    """A command with an option for each setting that has one.
+
+    The options are made on first use, because the settings import numpy, and `bqsgd --help` must stay quick.
+    """
 
     _made = False
 
@@ -44,7 +48,9 @@ class SettingsCommand(typer.core.TyperCommand):
         """The command's own options and those of the settings."""
         if not self._made:
             self._made = True
-            self.params.extend(_settings_options())
+            # The help page shows the panels in the order in which their first options stand here.
+            after = 1 + next(i for i, parameter in enumerate(self.params) if parameter.name == "task")
+            self.params[after:after] = _settings_options()
         return super().get_params(ctx)
 
 
@@ -64,7 +70,7 @@ def _settings_options() -> Iterator[typer.core.TyperOption]:
 
 
 def _takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Hide `**settings` from typer, which knows no such parameter; click passes them by name."""
+    """Hide `**settings` from typer, which cannot make an option of it; click passes the settings by name."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
@@ -82,53 +88,62 @@ def _help(field: Any) -> str:
 @_takes_settings
 def train(
     *,
-    engine: Annotated[
-        str, typer.Option(help="in-process, or torch-distributed (start it with torchrun; each rank is a client).")
-    ] = "in-process",
-    backend: Annotated[str, typer.Option(help="Backend of torch.distributed: gloo, nccl or mpi.")] = "gloo",
     preset: Annotated[
-        str | None, typer.Option(help="Settings by name: mnist-eps3, fashion-eps3-sums, ... (docs/frontier.md).")
+        str | None,
+        typer.Option(help="Start from named settings, such as mnist-eps3; docs/frontier.md lists them."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file of settings, also of those without an option. Options win over it.")
+        Path | None, typer.Option(help="Read settings from this TOML file. Options override what it says.")
     ] = None,
+    json: Json = False,
     task: Annotated[
         str | None,
-        typer.Option(help="Your own data and model: module:name of a bqsgd.Task, or of a function (config) -> Task."),
+        panel_option(_DATA, "Your own data and model: module:name of a bqsgd.Task, or of a function (config) -> Task."),
     ] = None,
-    out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    node_limits: Annotated[
-        Path | None, typer.Option(help="TOML file with the limits of this rank as a client (torch-distributed).")
-    ] = None,
+    out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.", panel=_RUN)] = None,
+    resume: Annotated[bool, panel_option(_RUN, "Continue the run in --out.", "--resume")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even if the noise leaves nothing to be learnt.")
+        bool, panel_option(_RUN, "Start even if the noise is so large that nothing can be learnt.", "--force")
     ] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log the public figures for TensorBoard.")] = False,
-    json: Json = False,
+    tensorboard: Annotated[
+        bool, panel_option(_RUN, "Log the public figures for TensorBoard too.", "--tensorboard")
+    ] = False,
+    engine: Annotated[
+        str,
+        panel_option(
+            _RANKS,
+            "in-process runs all clients in this process. torch-distributed is started by torchrun; each rank is a "
+            "client.",
+        ),
+    ] = "in-process",
+    backend: Annotated[str, panel_option(_RANKS, "Backend of torch.distributed: gloo, nccl or mpi.")] = "gloo",
+    node_limits: Annotated[
+        Path | None, panel_option(_RANKS, "TOML file with the limits that this rank sets as a client.")
+    ] = None,
     **settings: Any,
 ) -> None:
     """Train a model over clients, each with its own differential privacy guarantee.
 
     By default each client's proven total epsilon is at most 3 at delta 1e-5.
     Batch size, rate, rounds, range and learning rate are fitted to the number
-    of clients and samples unless given. A run that cannot learn does not
-    start. Ctrl-C stops after the current round; --resume continues.
+    of clients and samples unless you give them. A run that cannot learn does
+    not start. Ctrl-C stops after the current round; --resume continues.
 
-    All other settings go into a TOML file for --config; docs/training.md
-    lists them.
+    These are the options used most. Every other setting goes into a TOML file
+    that you give with --config; docs/training.md lists all settings.
 
-    Examples: bqsgd train --preset mnist-eps3
-              bqsgd train --dataset mnist --epsilon 3 --out runs/first
-              bqsgd train --task my_module:task --batch-size 64 --rounds 200
+    Examples:
+      bqsgd train --preset mnist-eps3
+      bqsgd train --dataset mnist --epsilon 3 --out runs/first
+      bqsgd train --task my_module:task --batch-size 64 --rounds 200
     """
     if engine == "flower":
         raise InvalidParameter(
-            "a Flower federation is started by Flower, and its nodes import no code that a server names: write your "
-            "task into the app that `bqsgd flower init` makes"
+            "a Flower federation is started by Flower, and its nodes never import code that a server names; put your "
+            "task into the app that `bqsgd flower init` writes"
         )
-    if engine not in _ENGINES:
-        raise InvalidParameter(f"--engine must be {' or '.join(_ENGINES)}, got {engine!r}")
+    if engine not in ("in-process", "torch-distributed"):
+        raise InvalidParameter(f"--engine must be in-process or torch-distributed, got {engine!r}")
     if resume and out is None:
         raise InvalidParameter("--resume needs --out, the folder of the run to continue")
     request = _Request(
@@ -144,28 +159,30 @@ def train(
     if engine == "torch-distributed":
         _train_as_rank(request, backend=backend, node_limits=node_limits)
     elif node_limits is not None:
-        raise InvalidParameter("--node-limits applies to a rank of --engine torch-distributed only")
+        raise InvalidParameter("--node-limits needs --engine torch-distributed; leave it out")
     else:
         _train_here(request)
 
 
 def demo(
     out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train.", min=1)] = None,
-    dataset: Annotated[str | None, typer.Option(help="mnist or digits. Default: mnist, else digits.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train. Default: 300 for mnist, 60 for digits.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="mnist or digits. Default: mnist if its files are here, else digits.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Train on MNIST over four clients with a proven guarantee, and write the report.
+    """Train on MNIST over four clients with a proven guarantee, and write a report.
 
-    The model is linear on fixed wavelet features, which take half a minute to compute first.
-
-    Noise comes from the operating system. The server sees every client's messages and is not trusted.
+    The model is linear on fixed wavelet features, which take half a minute to
+    compute first. Noise comes from the operating system. The server sees every
+    client's messages and is not trusted.
     """
     from bqsgd._src.tasks.resolve import available_dataset
 
     dataset = dataset or available_dataset()
     if dataset not in _DEMO:
-        raise InvalidParameter(f"the demo trains on {' or '.join(_DEMO)}, got {dataset!r}; use bqsgd train")
+        raise InvalidParameter(f"the demo trains on {' or '.join(_DEMO)}, got {dataset!r}; for others use bqsgd train")
     preset, settings = _DEMO[dataset]
     options = {"dataset": dataset} | settings | ({} if rounds is None else {"rounds": rounds})
     _train_here(_Request(options=options, preset=preset, out=out, json=json))
@@ -173,7 +190,7 @@ def demo(
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What the command line asks for. options: the settings given there, by name."""
+    """What the user asked for on the command line. options: the settings given there, by name."""
 
     options: dict[str, Any]
     preset: str | None = None
@@ -186,7 +203,7 @@ class _Request:
 
 
 def _train_here(request: _Request) -> None:
-    """Train with all clients in this process, and print what came of it."""
+    """Train with all clients in this process, and print the result."""
     from bqsgd._src.tasks.resolve import resolve
 
     if request.resume and request.out is not None:
@@ -195,22 +212,23 @@ def _train_here(request: _Request) -> None:
     resolved = resolve(request.options, preset=request.preset, file=request.file)
     folder = request.out or _new_folder(resolved.source.dataset)
     _refuse_run_in(folder)
-    if resolved.task is None and resolved.sizes is not None:  # your own task is checked when the run starts
+    if resolved.task is None and resolved.sizes is not None:  # the run itself checks a user's own task when it starts
         _foresee_run(resolved.config, resolved.sizes, force=request.force)
     _lead(resolved, request, folder=folder, resuming=False)
 
 
 def _foresee_run(config: Config, sizes: Sizes, *, force: bool) -> None:
-    """Plan, say what noise the run will carry, and refuse it where nothing could be learnt (unless forced).
+    """Print how much noise the run will have. Refuse a run that cannot learn anything, unless it is forced.
 
-    Only sizes are read and only plans computed: no features, no folder, no spend.
+    This only reads sizes and computes plans: no features, no folder, no spend.
     """
     from bqsgd._src.cli.output import planning
     from bqsgd._src.settings.outlook import check_outlook, foresee
 
     clients = config.clients.count
-    least, more = divmod(sizes.samples, clients)
-    samples = {client: least + (client < more) for client in range(clients)}
+    # Even data shares: the real ones may differ, but nobody has divided the data yet.
+    per_client, left_over = divmod(sizes.samples, clients)
+    samples = {client: per_client + (client < left_over) for client in range(clients)}
     with planning() as progress:
         outlook = foresee(config, samples, dimension=sizes.dimension, learnt=sizes.parameters, progress=progress)
     if not force:
@@ -220,7 +238,7 @@ def _foresee_run(config: Config, sizes: Sizes, *, force: bool) -> None:
 
 
 def _resumed(folder: Path, options: dict[str, Any]) -> Resolved:
-    """What the run in `folder` was started with; an option that differs from it is refused."""
+    """What the run in `folder` was started with. Raises InvalidParameter for an option that differs from it."""
     from bqsgd._src.run import stored_settings
     from bqsgd._src.tasks.named import plain_settings, stored_task
     from bqsgd._src.tasks.resolve import Resolved
@@ -230,7 +248,8 @@ def _resumed(folder: Path, options: dict[str, Any]) -> Resolved:
     stored = plain_settings(source, config)
     if "task" in stored and "task" not in options:
         raise InvalidParameter(
-            f"{folder} was started with --task {stored['task']}: give it again, as no file decides what code is run"
+            f"{folder} was started with --task {stored['task']}; give it again, because a file must not decide which "
+            "code runs"
         )
     for name, value in options.items():
         if stored.get(name) != value:
@@ -244,7 +263,7 @@ def _resumed(folder: Path, options: dict[str, Any]) -> Resolved:
 def _refuse_run_in(folder: Path) -> None:
     """Raise when `folder` holds a run."""
     if (folder / "config.toml").exists():
-        raise InvalidParameter(f"{folder} holds a run already; add --resume to continue it or name another folder")
+        raise InvalidParameter(f"{folder} holds a run already; add --resume to continue it, or name another folder")
 
 
 def _new_folder(name: str) -> Path:
@@ -257,9 +276,10 @@ def _new_folder(name: str) -> Path:
 
 
 def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None) -> None:
-    """Lead the run on rank 0, and be a client of it on every other rank of those that torchrun started.
+    """Lead the run on rank 0; on every other rank that torchrun started, be a client of it.
 
-    A client on a machine of its own has no settings file to resume from, only its ledger: its settings are those given.
+    A client on its own machine has a ledger but no settings file to resume from, so it takes its settings from the
+    command line.
     """
     from bqsgd._src.engines.torch_distributed import join, torch_distributed, work
     from bqsgd._src.engines.torch_distributed.client import decline
@@ -285,8 +305,8 @@ def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None)
             _lead(resolved, request, folder=folder, resuming=resuming, engine=engine, client=0)
         else:
             refusal = None if limits is None else limits.refusal(resolved.config, client=group.rank)
-            if refusal is not None:  # before its data are loaded
-                decline(group, refusal)
+            if refusal is not None:
+                decline(group, refusal)  # before any data are loaded
             task = resolved.make_task(client=group.rank)
             work(task, resolved.config, group=group, folder=folder, resuming=request.resume, limits=limits)
 
@@ -300,9 +320,9 @@ def _lead(
     engine: MakeEngine | None = None,
     client: int | None = None,
 ) -> None:
-    """Train to the end, or to Ctrl-C, and print what came of it. Everything about the run is in `folder` then.
+    """Train to the end, or until Ctrl-C, and print the result. Afterwards everything about the run is in `folder`.
 
-    client: the only one whose data this process holds, None when it holds all.
+    client: the one client whose data this process holds; None if it holds all clients' data.
     """
     from bqsgd._src.engines.in_process import in_process
     from bqsgd._src.run import Run
@@ -318,7 +338,7 @@ def _lead(
     summary = run.close()
     _print(summary, folder=folder, config=config, json=request.json)
     if run.steps == 0 and summary.rounds:
-        print("bqsgd: nothing was learnt: no round moved the model; rounds.jsonl says why", file=sys.stderr)
+        print("bqsgd: nothing was learnt, because no round moved the model; rounds.jsonl says why", file=sys.stderr)
         raise typer.Exit(1)
     if run.stalled:
         print(f"bqsgd: stopped after round {summary.rounds}: the model no longer moved", file=sys.stderr)
@@ -331,8 +351,8 @@ def _lead(
 
 
 def _train(run: Run, *, tensorboard: bool) -> None:
-    """Run the rounds. The first Ctrl-C or SIGTERM ends them after the current round; the second one interrupts it."""
-    from contextlib import ExitStack
+    """Run the rounds. The first Ctrl-C or SIGTERM stops after the current round; the second interrupts the round."""
+    from contextlib import nullcontext
 
     from bqsgd._src.cli.output import shown
     from bqsgd._src.records.tensorboard import TensorBoardLog
@@ -346,9 +366,7 @@ def _train(run: Run, *, tensorboard: bool) -> None:
         asked_to_stop.append(number)
 
     assert run.folder is not None
-    with ExitStack() as opened:
-        log = opened.enter_context(TensorBoardLog(run.folder / "tensorboard")) if tensorboard else None
-        opened.enter_context(stop_signals(note))
+    with TensorBoardLog(run.folder / "tensorboard") if tensorboard else nullcontext() as log, stop_signals(note):
         for record in shown(run.rounds(), config=run.config, first_round=run.round):
             if log is not None:
                 log.append(record)
@@ -356,23 +374,23 @@ def _train(run: Run, *, tensorboard: bool) -> None:
                 break
 
 
-def _learnt_lines(summary: Summary) -> dict[str, str]:
-    """What the model comes to on the test data: its accuracy or metric, its loss where there is neither."""
+def _test_lines(summary: Summary) -> dict[str, str]:
+    """How good the model is on the test data: its metric or accuracy, or else its loss."""
     after = f"on the test data, after {summary.rounds} rounds"
     if summary.metric is not None and summary.metric_name is not None:
         return {summary.metric_name: f"{summary.metric:.4g} {after}"}
     if summary.accuracy is not None:
         return {"accuracy": f"{summary.accuracy:.2%} {after}"}
-    return {
-        "loss": f"{summary.loss:.4g} {after}" if summary.loss is not None else f"no test data, {summary.rounds} rounds"
-    }
+    if summary.loss is not None:
+        return {"loss": f"{summary.loss:.4g} {after}"}
+    return {"loss": f"no test data, {summary.rounds} rounds"}
 
 
 def _print(summary: Summary, *, folder: Path, config: Config, json: bool) -> None:
-    """What a person wants to know in a few lines; with --json all of summary.json."""
+    """Print the result in a few lines; with --json, all of summary.json."""
     from bqsgd._src.answers import guarantee_lines
 
-    lines = _learnt_lines(summary)
+    lines = _test_lines(summary)
     if summary.guarantee is None:
         lines["guarantee"] = "nothing private was sent"
     else:
@@ -381,8 +399,9 @@ def _print(summary: Summary, *, folder: Path, config: Config, json: bool) -> Non
     bits = "" if summary.bits_per_coordinate is None else f", {summary.bits_per_coordinate:.2f} bits per coordinate"
     saved = "" if summary.saving is None else f", {summary.saving:.2f} times less than float32"
     lines["sent up"] = f"{summary.bytes_up / 1e6:.2f} MB{saved}{bits}"
-    less = "" if summary.saving_down is None else f", {summary.saving_down:.2f} times less than float32"
-    lines["sent down"] = f"{summary.bytes_down / 1e6:.2f} MB{less if config.server.down_bits else ''}"
+    lines["sent down"] = f"{summary.bytes_down / 1e6:.2f} MB"
+    if config.server.down_bits and summary.saving_down is not None:
+        lines["sent down"] += f", {summary.saving_down:.2f} times less than float32"
     if config.privacy.private_metrics:
         lines["private metrics"] = "outside the guarantee; they stay in the clients' own files"
     report = {"report": str(folder / "report.html")}

@@ -57,22 +57,30 @@ class Privacy(Group):
     """The budget, a proven total of each client over all rounds, and what the proof depends on."""
 
     title = "Privacy"
-    epsilon: float = setting(3.0, "Total privacy budget of each client.", positive=True)
-    delta: float = setting(1e-5, "Delta of the budget.", positive=True)
-    bits: int = setting(8, "Most bits per coordinate.")
+    epsilon: float = setting(3.0, "Most epsilon that each client may spend in total.", positive=True)
+    delta: float = setting(1e-5, "Delta at which that epsilon is proven.", positive=True)
+    bits: int = setting(8, "Most bits per coordinate of a message.")
     unit: str = setting("sample", "Whom the guarantee hides: sample or client.", choices=tuple(Unit))
     sampling: str = file_setting(
         "poisson", "How a batch is drawn: poisson, fixed (size) or none (all data).", choices=tuple(SAMPLINGS)
     )
     batch_size: int = setting(
-        BATCH_SIZE, "Public batch size that a client divides by, L. Default: fitted to the data.", between=(1, 2**40)
+        BATCH_SIZE,
+        "Public batch size: a client divides its sum by it. Default: fitted to the data.",
+        between=(1, 2**40),
     )
     rate: float | None = file_setting(
         None, "Chance of a sample to be in a round's batch. Default: L over the samples of a client.", positive=True
     )
-    levels: int | None = setting(None, "Fix the levels instead of planning them; needs --trials.", between=(1, 2**20))
-    trials: int | None = setting(None, "Fix the trials instead of planning them; needs --levels.", between=(0, 2**20))
-    seed: int | None = setting(None, "Reproducible noise and batches: voids the privacy claim.", between=(0, 2**63 - 1))
+    levels: int | None = setting(
+        None, "Use these quantisation levels instead of planned ones; needs --trials.", between=(1, 2**20)
+    )
+    trials: int | None = setting(
+        None, "Use this many binomial trials instead of planned ones; needs --levels.", between=(0, 2**20)
+    )
+    seed: int | None = setting(
+        None, "Seed for reproducible noise and batches. It voids the privacy claim.", between=(0, 2**63 - 1)
+    )
     private_metrics: bool = file_setting(
         False, "Keep training loss and batch sizes on the clients: outside the guarantee."
     )
@@ -151,18 +159,18 @@ class ClipSettings(Group):
     title = "Clipping"
     rule: str = setting(
         "dual",
-        "dual, clamp, l2, scale or batch-mean (which gives no guarantee per sample).",
+        "How gradients are clipped: dual, clamp, l2, scale or batch-mean (no guarantee per sample).",
         name="clip",
         choices=CLIPS,
     )
     bound: float = setting(
-        CLIP_BOUND, "Bound of one coordinate of a sample's gradient.", name="clip_bound", positive=True
+        CLIP_BOUND, "Largest size of one coordinate of a sample's gradient.", name="clip_bound", positive=True
     )
     norm: float = setting(
-        CLIP_NORM, "Euclidean bound of a sample's gradient (dual, l2).", name="clip_norm", positive=True
+        CLIP_NORM, "Largest Euclidean norm of a sample's gradient (dual, l2).", name="clip_norm", positive=True
     )
     range: float | None = setting(
-        None, "What the mean is clamped to before encoding. Default: fitted to the noise.", positive=True
+        None, "A client clamps its mean to this before encoding. Default: fitted to the noise.", positive=True
     )
 
     def __post_init__(self) -> None:
@@ -188,7 +196,7 @@ class ClientSettings(Group):
     title = "Clients"
     count: int = setting(CLIENTS, "Number of clients.", name="clients", between=(1, 100_000))
     cohort: int | None = setting(
-        None, "Clients whose frames a round needs, out of all. Default: every client is asked.", between=(1, 100_000)
+        None, "Number of clients whose frames a round needs. Default: every client is asked.", between=(1, 100_000)
     )
     ask: int | None = file_setting(
         None, "Clients asked in a round, more than the cohort to make up for stragglers.", between=(1, 100_000)
@@ -196,7 +204,9 @@ class ClientSettings(Group):
     turns: int | None = file_setting(
         None, "Most rounds that one client is asked in; its noise is planned for this many.", between=(1, 2**40)
     )
-    local_steps: int = setting(1, "Steps a client takes per round; above 1 needs --unit client.", between=(1, 2**20))
+    local_steps: int = setting(
+        1, "Steps that a client takes in a round; more than 1 needs --unit client.", between=(1, 2**20)
+    )
     local_learning_rate: float = file_setting(0.1, "Learning rate of the local steps.", positive=True)
     coding: str = file_setting(
         "fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=("fixed", "entropy")
@@ -224,7 +234,7 @@ class ServerSettings(Group):
     """How the server aggregates and steps."""
 
     title = "Server"
-    optimizer: str = setting("sgd", "sgd or adam.", key="optimiser", choices=OPTIMIZERS)
+    optimizer: str = setting("sgd", "The server's optimizer: sgd or adam.", key="optimiser", choices=OPTIMIZERS)
     learning_rate: float = setting(LEARNING_RATE, "Learning rate. Default: fitted to the noise.", positive=True)
     momentum: float = setting(0.9, "Momentum of sgd.")
     subtract_noise: bool = file_setting(False, "adam: subtract the known noise from its second moment.")
@@ -266,7 +276,11 @@ class SecureSettings(Group):
     """Secure sums: the server learns the sum over the clients and no single message, and they share one noise."""
 
     title = "Secure sums"
-    on: bool = setting(False, "Sum the clients' messages under masks, so that they share one noise.", name="secure")
+    on: bool = setting(
+        False,
+        "Use secure sums: the server sees only sums over clients, and the clients share one noise.",
+        name="secure",
+    )
     dropouts: int | None = setting(
         None, "Most clients that may be missing from a sum. Default: a tenth of them.", between=(0, 100_000)
     )
@@ -306,13 +320,13 @@ class RunSettings(Group):
     title = "Run"
     method: str = setting(
         "sgd",
-        "sgd: rounds of gradients; least-squares: one message, from which the server solves for a linear model.",
+        "sgd: rounds of gradients. least-squares: one message per client, and the server solves for a linear model.",
         choices=METHODS,
     )
     rounds: int = setting(
         ROUNDS, "Rounds to train. Default: 300; 60 for fewer than 10,000 samples.", between=(1, 2**40)
     )
-    evaluate_every: int = setting(10, "Rounds between evaluations on the test split.", between=(1, 2**40))
+    evaluate_every: int = setting(10, "Rounds between evaluations on the test data.", between=(1, 2**40))
     checkpoint_every: int = file_setting(20, "Rounds between checkpoints.", between=(1, 2**40))
     name: str | None = file_setting(None, "The run's name in the ledgers.", name="run")
 

@@ -42,19 +42,25 @@ class NamedTask(Group):
     """
 
     title = "Data and model"
-    dataset: str = setting("mnist", "mnist, fashion-mnist, cifar-10 or digits. Default: mnist, else digits.")
+    dataset: str = setting(
+        "mnist", "mnist, fashion-mnist, cifar-10 or digits. Default: mnist if its files are here, else digits."
+    )
     data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
     features: str = setting(
         "none",
         "none; scattering: fixed wavelet features; or imagenet: features of a network trained on ImageNet.",
         choices=FEATURES,
     )
-    model: str | None = setting(None, "lenet5, cnn, alexnet28, alexnet227, mlp, linear or pooled.")
+    model: str | None = setting(
+        None, "lenet5, cnn, alexnet28, alexnet227, mlp, linear or pooled. Default: one that fits the data."
+    )
     activation: str = file_setting("tanh", "tanh or relu.")
     concentration: float | None = setting(
-        None, "Label skew: Dirichlet concentration. Default: even shares.", positive=True
+        None,
+        "Skew of the labels between clients: a Dirichlet concentration, smaller is more skewed. Default: even shares.",
+        positive=True,
     )
-    init_seed: int = setting(0, "Seed of the initial model and of the shares; public.", between=(0, 2**63 - 1))
+    init_seed: int = setting(0, "Public seed of the initial model and of the data shares.", between=(0, 2**63 - 1))
 
     def sizes(self, method: str = "sgd") -> Sizes:
         """How large the data and the model are. No feature is computed for this."""
