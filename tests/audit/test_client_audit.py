@@ -10,9 +10,8 @@ torch = pytest.importorskip("torch")
 from bqsgd._src.audit.bound import audit  # noqa: E402
 from bqsgd._src.audit.client import (  # noqa: E402  # noqa: E402
     ClientRuns,
-    Neighbours,
-    canary_neighbours,
     canary_runs,
+    canary_worlds,
     full_batch_inputs,
     linear_client,
 )
@@ -109,8 +108,8 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
             ledger=ledger,
         )
 
-    neighbours = canary_neighbours(config, dimension=DIMENSION, dataset_size=4)
-    source = ClientRuns(make, config, neighbours=neighbours, model=np.zeros(DIMENSION, np.float32))
+    worlds = canary_worlds(config, dimension=DIMENSION, dataset_size=4)
+    source = ClientRuns(make, config, worlds=worlds, model=np.zeros(DIMENSION, np.float32))
     assert not source.seeded
     result = audit(source, claim=source.release, samples=10, delta=1e-3)
     assert not result.violated
@@ -122,8 +121,8 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
 
 def test_what_reaches_the_encoder_is_read_from_frames() -> None:
     """Four records at the lower end of the range: -1 of it; with the canary's clip bound over L = 4 more, -3/4."""
-    neighbours = canary_neighbours(CONFIG, dimension=DIMENSION, dataset_size=4)
-    pair = full_batch_inputs(linear_client, CONFIG, neighbours=neighbours, model=np.zeros(DIMENSION, np.float32))
+    worlds = canary_worlds(CONFIG, dimension=DIMENSION, dataset_size=4)
+    pair = full_batch_inputs(linear_client, CONFIG, worlds=worlds, model=np.zeros(DIMENSION, np.float32))
     assert pair.without == pytest.approx(-1, abs=1e-5)
     assert pair.with_record == pytest.approx(-0.75, abs=1e-5)
 
@@ -139,6 +138,6 @@ def test_unusable_clients_are_refused() -> None:
         ClientRuns(
             linear_client,
             CONFIG.but(seed=None),
-            neighbours=Neighbours(without=nothing, with_record=nothing),
+            worlds={False: nothing, True: nothing},
             model=np.zeros(DIMENSION, np.float32),
         ).scores(4, present=True)

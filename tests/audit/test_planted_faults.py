@@ -24,7 +24,6 @@ from experiments.assurance import audit_faults as planted  # noqa: E402
 from bqsgd._src.audit.client import (  # noqa: E402
     FINEST_LEVELS,
     MakeClient,
-    Neighbours,
     full_batch_inputs,
     linear_client,
 )
@@ -136,7 +135,7 @@ def test_a_real_client_gives_a_record_the_same_logit_in_every_batch() -> None:
 def moved(make: MakeClient, config: Config, without: Any, with_record: Any, model: Any) -> float:
     """By how many times the stated bound the first record moves the mean, read from the client's own frames."""
     labels = np.ones(len(without), np.float32)
-    neighbours = Neighbours(without=(without, labels), with_record=(with_record, labels))
-    pair = full_batch_inputs(make, config, neighbours=neighbours, model=model)
-    stated = make(config, neighbours.with_record).terms.sensitivity.linf
+    worlds = {False: (without, labels), True: (with_record, labels)}
+    pair = full_batch_inputs(make, config, worlds=worlds, model=model)
+    stated = make(config, worlds[True]).terms.sensitivity.linf
     return float(np.abs(pair.with_record - pair.without).max() / stated)

@@ -8,12 +8,13 @@ from experiments.paper.statements import fewest_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bqsgd._src.errors import Infeasible, InvalidParameter
+from bqsgd._src.errors import Infeasible
+from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.paper.nominal import (
+    NominalPrivacy,
     NominalSetting,
     closed_form,
     least_epsilon,
-    make_nominal_plan,
     nearest_mechanism,
     nominal_epsilon,
     privacy_level,
@@ -113,16 +114,12 @@ def test_closed_form_meets_both_constraints_with_equality(bits, epsilon):
 
 
 def test_the_quickstart_budget():
-    plan = make_nominal_plan(Budget(bits=8, epsilon=3.45, delta=1e-4), MNIST)
-    assert (plan.mechanism.levels, plan.mechanism.trials) == (2, 251)
-    assert plan.nominal.epsilon_per_round == pytest.approx(3.447, abs=1e-3)
-    assert plan.variance == pytest.approx(251 / 16 + 1 / 24)
-    assert plan.to_dict()["nominal"]["caveat"] == "as published; not a guarantee"
-
-
-def test_a_plan_has_one_delta():
-    with pytest.raises(InvalidParameter, match="same delta"):
-        make_nominal_plan(Budget(bits=8, epsilon=3.45, delta=1e-5), MNIST)
+    mechanism = strict_mechanism(Budget(bits=8, epsilon=3.45, delta=1e-4), MNIST)
+    nominal = NominalPrivacy.of(mechanism, MNIST, rounds=1)
+    assert (mechanism.levels, mechanism.trials) == (2, 251)
+    assert nominal.epsilon_per_round == pytest.approx(3.447, abs=1e-3)
+    assert noise_variance(mechanism) == pytest.approx(251 / 16 + 1 / 24)
+    assert nominal.to_dict()["caveat"] == "as published; not a guarantee"
 
 
 def test_infeasible_names_the_nearest_feasible_budgets():
@@ -163,7 +160,7 @@ def test_nearest_refuses_what_has_no_integer():
 
 
 def test_budgets_differ_by_client_and_over_rounds_by_replanning():
-    first = make_nominal_plan(Budget(bits=8, epsilon=3.45, delta=1e-4), MNIST, rounds=500)
-    later = make_nominal_plan(Budget(bits=10, epsilon=8.72, delta=1e-4), MNIST, rounds=500)
-    assert later.variance < first.variance
-    assert first.mechanism != later.mechanism
+    first = strict_mechanism(Budget(bits=8, epsilon=3.45, delta=1e-4), MNIST)
+    later = strict_mechanism(Budget(bits=10, epsilon=8.72, delta=1e-4), MNIST)
+    assert noise_variance(later) < noise_variance(first)
+    assert first != later

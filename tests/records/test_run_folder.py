@@ -24,11 +24,11 @@ from bqsgd._src.reports.page import run_page
 def test_what_a_run_writes_is_read_back(synthetic_run) -> None:
     run = read_history(synthetic_run(rounds=60))
     assert [record.round for record in run.rounds] == list(range(1, 61))
-    assert run.round_count == 60
+    assert run.figures.rounds == 60
     assert run.summary is not None
-    assert run.accuracy == run.rounds[-1].test_accuracy
-    assert run.total("bytes_up") == sum(record.bytes_up for record in run.rounds)
-    assert run.bits_per_coordinate == pytest.approx(32 * run.total("bytes_up") / run.total("bytes_up_float32"))
+    assert run.figures.accuracy == run.rounds[-1].test_accuracy
+    assert run.figures.bytes_up == sum(record.bytes_up for record in run.rounds)
+    assert run.bits_per_coordinate == pytest.approx(32 * run.figures.bytes_up / run.figures.bytes_up_float32)
     assert run.mechanism is not None
     assert (run.mechanism.levels, run.mechanism.trials) == (8, 239)
     last = run.clients[4]
@@ -51,9 +51,9 @@ def test_run_folders_of_earlier_versions_with_the_paper_s_figure_are_still_read(
 def test_a_run_without_summary_claims_nothing_and_sums_its_rounds(synthetic_run) -> None:
     run = read_history(synthetic_run(rounds=20, finished=False))
     assert run.summary is None
-    assert run.round_count == 20
-    assert run.total("bytes_down") == 20 * 5 * (4 * 26_010 + 96)
-    assert run.seconds == run.rounds[-1].time
+    assert run.figures.rounds == 20
+    assert run.figures.bytes_down == 20 * 5 * (4 * 26_010 + 96)
+    assert run.figures.seconds == run.rounds[-1].time
 
 
 def test_one_seeded_round_is_enough_and_idle_rounds_are_told(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_one_seeded_round_is_enough_and_idle_rounds_are_told(tmp_path: Path) -> 
         run.append(RoundRecord.from_dict({"round": 0}))
         run.append(RoundRecord.from_dict({"round": 1, "seeded": True, "stepped": False}))
     seeded = read_history(tmp_path)
-    assert seeded.seeded
-    assert seeded.round_count == 2
+    assert seeded.figures.seeded
+    assert seeded.figures.rounds == 2
     page = run_page(seeded)
     assert "seeded noise: no privacy claim" in page
     assert "Too few clients answered in 1 round" in page
@@ -76,7 +76,7 @@ def test_bits_per_coordinate_count_only_the_frames_used(tmp_path: Path) -> None:
             RoundRecord.from_dict({"round": 1, "bytes_up": 500, "bytes_up_float32": 1000, "clients": [used, refused]})
         )
     assert read_history(tmp_path).bits_per_coordinate == 8
-    assert read_history(tmp_path).saving == 2
+    assert read_history(tmp_path).figures.saving == 2
 
 
 @pytest.mark.parametrize("cut", [1, 40, 300])

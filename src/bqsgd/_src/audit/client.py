@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +21,11 @@ from bqsgd._src.wire.frame import Buffer, read_frame
 
 Data = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 """A client's inputs and targets, one row for each sample."""
+Worlds = Mapping[bool, Data]
+"""Two neighbouring data sets: whether the record is present -> the data."""
 MakeClient = Callable[[Config, Data], Client]
 _MOST_ROUNDS = 2**40
 FINEST_LEVELS = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbours:
-    """Two data sets that differ in one record."""
-
-    without: Data
-    with_record: Data
 
 
 class ClientRuns:
@@ -45,7 +38,7 @@ class ClientRuns:
     Args:
         make: makes the client for given settings and data.
         config: the settings, with fixed levels and trials. Without a seed, `make` must give the client a ledger.
-        neighbours: the data of the two worlds.
+        worlds: the data of the two worlds.
         model: the model that the server sends in every round.
     """
 
@@ -54,7 +47,7 @@ class ClientRuns:
         make: MakeClient,
         config: Config,
         *,
-        neighbours: Neighbours,
+        worlds: Worlds,
         model: npt.NDArray[np.float32],
         rounds: int = 1,
     ) -> None:
@@ -64,10 +57,10 @@ class ClientRuns:
             )
         self.model, self.rounds = model, check_int("rounds", rounds, 1, 2**31)
         mechanism, config = config.privacy.mechanism, config.but(rounds=_MOST_ROUNDS)
-        self.clients = {present: make(config, data) for present, data in _worlds(neighbours)}
+        self.clients = {present: make(config, data) for present, data in worlds.items()}
         self.release = Release(mechanism=mechanism, terms=self.clients[True].terms)
         """What the client states about one message. The claim under audit may differ from it; see `audit`."""
-        self.inputs = full_batch_inputs(make, config, neighbours=neighbours, model=model)
+        self.inputs = full_batch_inputs(make, config, worlds=worlds, model=model)
         self.score = LikelihoodRatio(self.inputs, self.release.mechanism, rate=self.release.terms.sampling.rate)
         self._made = {True: 0, False: 0}
 
@@ -98,23 +91,17 @@ class ClientRuns:
         )
 
 
-def full_batch_inputs(
-    make: MakeClient, config: Config, *, neighbours: Neighbours, model: npt.NDArray[np.float32]
-) -> Inputs:
+def full_batch_inputs(make: MakeClient, config: Config, *, worlds: Worlds, model: npt.NDArray[np.float32]) -> Inputs:
     """The encoder's input when every record takes part, read from frames that the same clients make without noise.
 
     An attacking server looks for this difference. With the finest quantiser it is exact to 1e-6 of the range.
     """
     plain = config.but(sampling="none", levels=FINEST_LEVELS, trials=0)
     inputs = {}
-    for present, data in _worlds(neighbours):
+    for present, data in worlds.items():
         client = make(plain, data)
         inputs[present] = decode_frame(bytes(_frame(client, model, 0)), range=client.range) / client.range
     return Inputs(without=inputs[False], with_record=inputs[True])
-
-
-def _worlds(neighbours: Neighbours) -> tuple[tuple[bool, Data], tuple[bool, Data]]:
-    return (False, neighbours.without), (True, neighbours.with_record)
 
 
 def _frame(client: Client, model: npt.NDArray[np.float32], round: int) -> Buffer:
@@ -147,7 +134,7 @@ def _logistic(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.softplus(logits) - targets * logits
 
 
-def canary_neighbours(config: Config, *, dimension: int, dataset_size: int) -> Neighbours:
+def canary_worlds(config: Config, *, dimension: int, dataset_size: int) -> Worlds:
     """A canary whose gradient is CANARY_SIZE in every coordinate, among records that make it most visible.
 
     Without sampling, it is added to a full batch of records at the lower end of the encoder's range. With Poisson
@@ -155,25 +142,24 @@ def canary_neighbours(config: Config, *, dimension: int, dataset_size: int) -> N
     replaces its opposite.
     """
     check_int("dataset_size", dataset_size, config.privacy.batch_size, 2**31)
+    # At the zero model a record x has the gradient -x / 2, so the inputs are -2 times the wanted gradients.
     canary, nothing = np.full((1, dimension), -2 * CANARY_SIZE, np.float32), np.zeros((1, dimension), np.float32)
     if config.privacy.sampling == "none":
-        others = nothing.repeat(dataset_size, axis=0)
-        others[: config.privacy.batch_size] = 2 * config.range
-        return _neighbours(others, np.concatenate([others, canary]))
-    others = nothing.repeat(dataset_size - 1, axis=0)
-    replaced = -canary if config.privacy.sampling == "fixed" else nothing
-    return _neighbours(np.concatenate([replaced, others]), np.concatenate([canary, others]))
-
-
-def _neighbours(without: npt.NDArray[np.float32], with_record: npt.NDArray[np.float32]) -> Neighbours:
-    labelled = [(inputs, np.ones(len(inputs), np.float32)) for inputs in (without, with_record)]
-    return Neighbours(without=labelled[0], with_record=labelled[1])
+        without = nothing.repeat(dataset_size, axis=0)
+        without[: config.privacy.batch_size] = 2 * config.range
+        with_record = np.concatenate([without, canary])
+    else:
+        others = nothing.repeat(dataset_size - 1, axis=0)
+        replaced = -canary if config.privacy.sampling == "fixed" else nothing
+        without, with_record = np.concatenate([replaced, others]), np.concatenate([canary, others])
+    labelled = [(rows, np.ones(len(rows), np.float32)) for rows in (without, with_record)]
+    return {False: labelled[0], True: labelled[1]}
 
 
 def canary_runs(
     config: Config, *, dimension: int, dataset_size: int, rounds: int = 1, make: MakeClient = linear_client
 ) -> ClientRuns:
-    """Runs of the linear client on `canary_neighbours`.
+    """Runs of the linear client on `canary_worlds`.
 
     Without a seed, the operating system draws one for this audit. The noise is as random as without a seed, and the
     client needs no ledger with room for thousands of messages.
@@ -183,7 +169,7 @@ def canary_runs(
     return ClientRuns(
         make,
         config,
-        neighbours=canary_neighbours(config, dimension=dimension, dataset_size=dataset_size),
+        worlds=canary_worlds(config, dimension=dimension, dataset_size=dataset_size),
         model=np.zeros(dimension, np.float32),
         rounds=rounds,
     )

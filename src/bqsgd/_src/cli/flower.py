@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bqsgd._src.cli.output import Json, answer, out_option
+from bqsgd._src.cli.output import Json, answer, out_option, summary_lines
 from bqsgd._src.errors import InvalidParameter
 
 flower = typer.Typer(help="Run private clients on Flower.", no_args_is_help=True)
@@ -221,17 +221,11 @@ def _ledgers(folder: Path) -> int:
 
 def _lines(fields: dict[str, Any]) -> dict[str, str]:
     """The demo's result in words."""
-    from bqsgd._src.answers import guarantee_lines
-    from bqsgd._src.privacy.guarantee import Guarantee
+    from bqsgd._src.records.record import Summary
 
-    lines = {"accuracy": f"{fields['accuracy']:.2%} on the test data, after {fields['rounds']} rounds"}
-    if fields["guarantee"] is None:
-        lines["guarantee"] = "nothing private was sent"
-    else:
-        lines |= guarantee_lines(Guarantee.from_dict(fields["guarantee"]))
+    lines = summary_lines(Summary.from_dict(fields))
+    if fields["guarantee"] is not None:
         lines["stated by"] = "the client with the largest epsilon, about itself"
-    saved = fields["bytes_up_float32"] / fields["bytes_up"] if fields["bytes_up"] else 0.0
-    lines["sent up"] = f"{fields['bytes_up'] / 1e6:.2f} MB, {saved:.2f} times less than float32"
     lines["frames"] = f"{fields['frames_received']} received, {fields['rounds_in_ledgers']} in the clients' ledgers"
     lines["processes"] = f"{fields['processes_left']} left after {fields['seconds']:.0f} s"
     return lines | ({"report": fields["report"]} if "report" in fields else {})

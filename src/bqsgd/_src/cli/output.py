@@ -19,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bqsgd._src.records.record import RoundRecord
+    from bqsgd._src.records.record import RoundRecord, Summary
     from bqsgd._src.settings.config import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure in full.")]
@@ -51,6 +51,28 @@ def to_json(fields: Mapping[str, Any]) -> str:
     from bqsgd._src.records.record import plain
 
     return json.dumps(plain(fields), indent=2, allow_nan=False)
+
+
+def summary_lines(summary: Summary) -> dict[str, str]:
+    """A run's result in words: the model on the test data, the guarantee, and the bytes that the clients sent."""
+    from bqsgd._src.answers import guarantee_lines
+
+    after = f"on the test data, after {summary.rounds} rounds"
+    if summary.metric is not None and summary.metric_name is not None:
+        lines = {summary.metric_name: f"{summary.metric:.4g} {after}"}
+    elif summary.accuracy is not None:
+        lines = {"accuracy": f"{summary.accuracy:.2%} {after}"}
+    elif summary.loss is not None:
+        lines = {"loss": f"{summary.loss:.4g} {after}"}
+    else:
+        lines = {"loss": f"no test data, {summary.rounds} rounds"}
+    if summary.guarantee is None:
+        lines["guarantee"] = "nothing private was sent"
+    else:
+        lines |= guarantee_lines(summary.guarantee)
+    saved = "" if summary.saving is None else f", {summary.saving:.2f} times less than float32"
+    bits = "" if summary.bits_per_coordinate is None else f", {summary.bits_per_coordinate:.2f} bits per coordinate"
+    return lines | {"sent up": f"{summary.bytes_up / 1e6:.2f} MB{saved}{bits}"}
 
 
 def _console() -> Console:

@@ -92,24 +92,32 @@ def paper_plan(
       bqsgd paper plan --bits 8 --epsilon 3.45 --delta 1e-4 \
         --dimension 3000 --batch-size 32 --dataset-size 15000
     """
+    from dataclasses import asdict
+
     from bqsgd._src.answers import message_lines
-    from bqsgd._src.paper.nominal import NominalSetting, make_nominal_plan
+    from bqsgd._src.mechanism.properties import noise_variance
+    from bqsgd._src.paper.nominal import NominalPrivacy, NominalSetting, nearest_mechanism, strict_mechanism
     from bqsgd._src.planner.plan import Budget
     from bqsgd._src.privacy.guarantee import as_given
 
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     setting = NominalSetting(dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, delta=delta)
-    made = make_nominal_plan(budget, setting, rounds=rounds, rounding=rounding)
-    mechanism = made.mechanism
-    sizes = {"code_count": mechanism.code_count, "bits_per_coordinate": mechanism.bits_per_coordinate}
+    mechanism = {"strict": strict_mechanism, "nearest": nearest_mechanism}[rounding](budget, setting)
+    nominal, variance = NominalPrivacy.of(mechanism, setting, rounds=rounds), noise_variance(mechanism)
     lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
-    lines |= message_lines(mechanism, variance=made.variance) | _nominal_lines(made.nominal)
-    if made.nominal.epsilon_per_round > epsilon:
-        lines["rounding"] = (
-            f"to the nearest integers exceeds the nominal epsilon {as_given(epsilon)} that was asked for"
-        )
+    lines |= message_lines(mechanism, variance=variance) | _nominal_lines(nominal)
+    if nominal.epsilon_per_round > epsilon:
+        lines["rounding"] = f"to the nearest integers exceeds the nominal epsilon {as_given(epsilon)} of the budget"
+    fields = {
+        "budget": asdict(budget),
+        "mechanism": mechanism.to_dict(),
+        "variance": variance,
+        "nominal": nominal.to_dict(),
+        "code_count": mechanism.code_count,
+        "bits_per_coordinate": mechanism.bits_per_coordinate,
+    }
     title = f"Plan by the paper's formulas for {bits} bits, nominal epsilon {as_given(epsilon)}, delta {delta:g}"
-    answer(title, lines, made.to_dict() | sizes, json=json)
+    answer(title, lines, fields, json=json)
 
 
 @paper.command("tradeoffs")

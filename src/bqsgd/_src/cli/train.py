@@ -17,7 +17,7 @@ import typer
 import typer.core
 
 from bqsgd._src.cli._options import panel_option
-from bqsgd._src.cli.output import Json, answer, out_option
+from bqsgd._src.cli.output import Json, answer, out_option, summary_lines
 from bqsgd._src.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -374,31 +374,11 @@ def _train(run: Run, *, tensorboard: bool) -> None:
                 break
 
 
-def _test_lines(summary: Summary) -> dict[str, str]:
-    """How good the model is on the test data: its metric or accuracy, or else its loss."""
-    after = f"on the test data, after {summary.rounds} rounds"
-    if summary.metric is not None and summary.metric_name is not None:
-        return {summary.metric_name: f"{summary.metric:.4g} {after}"}
-    if summary.accuracy is not None:
-        return {"accuracy": f"{summary.accuracy:.2%} {after}"}
-    if summary.loss is not None:
-        return {"loss": f"{summary.loss:.4g} {after}"}
-    return {"loss": f"no test data, {summary.rounds} rounds"}
-
-
 def _print(summary: Summary, *, folder: Path, config: Config, json: bool) -> None:
     """Print the result in a few lines; with --json, all of summary.json."""
-    from bqsgd._src.answers import guarantee_lines
-
-    lines = _test_lines(summary)
-    if summary.guarantee is None:
-        lines["guarantee"] = "nothing private was sent"
-    else:
-        lines |= guarantee_lines(summary.guarantee)
+    lines = summary_lines(summary)
+    if summary.guarantee is not None:
         lines["not charged"] = "the search for hyper-parameters"
-    bits = "" if summary.bits_per_coordinate is None else f", {summary.bits_per_coordinate:.2f} bits per coordinate"
-    saved = "" if summary.saving is None else f", {summary.saving:.2f} times less than float32"
-    lines["sent up"] = f"{summary.bytes_up / 1e6:.2f} MB{saved}{bits}"
     lines["sent down"] = f"{summary.bytes_down / 1e6:.2f} MB"
     if config.server.down_bits and summary.saving_down is not None:
         lines["sent down"] += f", {summary.saving_down:.2f} times less than float32"

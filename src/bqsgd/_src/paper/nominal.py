@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import Infeasible, InvalidParameter
-from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.params import Mechanism, check_delta, check_int, check_positive
 from bqsgd._src.planner.plan import MAX_BITS, Budget
@@ -153,46 +152,6 @@ class NominalPrivacy:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with the caveat beside the figures."""
         return {**asdict(self), "caveat": _CAVEAT}
-
-
-@dataclass(frozen=True, kw_only=True)
-class NominalPlan:
-    """The mechanism that the paper's formulas choose, its error V (Eq. 14) and its nominal figures. No guarantee."""
-
-    budget: Budget
-    mechanism: Mechanism
-    variance: float
-    nominal: NominalPrivacy
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "budget": asdict(self.budget),
-            "mechanism": self.mechanism.to_dict(),
-            "variance": self.variance,
-            "nominal": self.nominal.to_dict(),
-        }
-
-
-def make_nominal_plan(
-    budget: Budget, setting: NominalSetting, *, rounds: int = 1, rounding: str = "strict"
-) -> NominalPlan:
-    """The paper's (s, m) for one client; budget.epsilon is the nominal epsilon of one round at setting.delta.
-
-    rounding: "strict" keeps both constraints; "nearest" rounds as the paper's tables do and may exceed epsilon.
-
-    Raises:
-        Infeasible: no integers meet the budget. The message names the nearest budgets that are feasible.
-    """
-    if budget.delta != setting.delta:
-        raise InvalidParameter(f"budget and setting must have the same delta, got {budget.delta} and {setting.delta}")
-    mechanism = {"strict": strict_mechanism, "nearest": nearest_mechanism}[rounding](budget, setting)
-    return NominalPlan(
-        budget=budget,
-        mechanism=mechanism,
-        variance=noise_variance(mechanism),
-        nominal=NominalPrivacy.of(mechanism, setting, rounds=rounds),
-    )
 
 
 def closed_form(budget: Budget, setting: NominalSetting) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -195,31 +196,26 @@ class History:
         """What the run claims: its summary's guarantee."""
         return None if self.summary is None else self.summary.guarantee
 
-    @property
-    def accuracy(self) -> float | None:
-        """Test accuracy: the summary's, or the last one measured."""
-        if self.summary is not None and self.summary.accuracy is not None:
-            return self.summary.accuracy
-        measured = [record.test_accuracy for record in self.rounds if record.test_accuracy is not None]
-        return measured[-1] if measured else None
-
-    @property
-    def round_count(self) -> int:
-        """Number of rounds: the summary's, or that of the records (which may count from 0 or from 1)."""
-        if self.summary is not None and self.summary.rounds:
-            return self.summary.rounds
-        return max(len(self.rounds), self.rounds[-1].round) if self.rounds else 0
-
-    def total(self, name: str) -> int:
-        """Total of bytes_up, bytes_down or a *_float32 figure: the summary's, or the sum over the rounds."""
-        stated: int = getattr(self.summary, name) if self.summary is not None else 0
-        return stated or sum(getattr(record, name) for record in self.rounds)
-
-    @property
-    def saving(self) -> float | None:
-        """How many times fewer bytes went up than as 32-bit floats."""
-        up, plain = self.total("bytes_up"), self.total("bytes_up_float32")
-        return plain / up if up and plain else None
+    @cached_property
+    def figures(self) -> Summary:
+        """The summary; a figure that it lacks, or all of them before the run has ended, comes from the rounds."""
+        stated = self.summary or Summary()
+        known: dict[str, Any] = {
+            name: getattr(stated, name) or sum(getattr(record, name) for record in self.rounds)
+            for name in ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
+        }
+        # Any record of a seed voids the claim: a summary that does not mention it must not restore it.
+        known["seeded"] = stated.seeded or any(record.seeded for record in self.rounds)
+        if self.rounds:
+            last = self.rounds[-1]
+            # Rounds count from 0 in our own folders, but a folder may also count from 1.
+            known["rounds"] = stated.rounds or max(len(self.rounds), last.round)
+            if stated.seconds is None and math.isfinite(last.time):
+                known["seconds"] = last.time
+            if stated.accuracy is None:
+                measured = [record.test_accuracy for record in self.rounds if record.test_accuracy is not None]
+                known["accuracy"] = measured[-1] if measured else None
+        return replace(stated, **known)
 
     @property
     def bits_per_coordinate(self) -> float | None:
@@ -227,20 +223,7 @@ class History:
         plain = sum(record.bytes_up_float32 for record in self.rounds)
         if self.used_bytes and plain:
             return 32 * self.used_bytes / plain
-        return None if self.saving is None else 32 / self.saving
-
-    @property
-    def seeded(self) -> bool:
-        """Whether any noise of the run can be recomputed from a seed. If so, there is no privacy claim."""
-        stated = self.summary is not None and self.summary.seeded
-        return stated or any(record.seeded for record in self.rounds)
-
-    @property
-    def seconds(self) -> float | None:
-        """Wall time: the summary's, or the time of the last recorded round."""
-        if self.summary is not None and self.summary.seconds is not None:
-            return self.summary.seconds
-        return self.rounds[-1].time if self.rounds and math.isfinite(self.rounds[-1].time) else None
+        return None if self.figures.saving is None else 32 / self.figures.saving
 
     @property
     def mechanism(self) -> Mechanism | None:

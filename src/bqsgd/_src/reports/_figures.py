@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any
 
 from bqsgd._src.params import Mechanism
-from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.folder import History
 from bqsgd._src.records.record import STAGES, RoundRecord
 from bqsgd._src.reports._chart import MAX_POINTS, Chart, Point, Quantity, Series, short
@@ -78,29 +77,19 @@ def loss(run: History) -> Chart:
     return framed("loss", note, Series(label="test loss", points=measured(run.rounds, "test_loss"), colour=4))
 
 
-def terms(claim: Guarantee) -> str:
-    """Everything that must be stated beside an epsilon, in one line."""
-    stated = (claim.relation, f"unit: {claim.unit}", claim.trust_text, f"sampling: {claim.sampling}", claim.method)
-    return ", ".join((f"δ = {short(claim.delta)}", *stated))
-
-
 def epsilon(run: History) -> Chart:
     """Proven epsilon of the client that has spent most, against rounds."""
     proven = measured(run.rounds, "epsilon_max")
-    claim = run.guarantee
-    note = (
-        "Proven upper bound: "
-        + (terms(claim) if claim is not None else "the run states no guarantee yet, so nothing is claimed")
-        + "."
-    )
-    if run.seeded:
+    claimed = run.guarantee or "the run states no guarantee yet, so nothing is claimed"
+    note = f"Proven upper bound: {claimed}."
+    if run.figures.seeded:
         note = "Seeded noise: no privacy claim. What the accountant gives for the same run with secret noise. " + note
     return framed("epsilon", note, Series(label="proven epsilon", points=proven, colour=2, fill=True))
 
 
 def traffic(run: History) -> Chart:
     """Bytes sent up so far, and the size of the same updates as 32-bit floats."""
-    saved = "" if run.saving is None else f" {short(run.saving)} times fewer than as 32-bit floats."
+    saved = "" if run.figures.saving is None else f" {short(run.figures.saving)} times fewer than as 32-bit floats."
     plain = running_total(run.rounds, "bytes_up_float32")
     return framed(
         "bytes",

@@ -231,7 +231,7 @@ def comparison_page(runs: Sequence[History]) -> str:
         title=f"{len(runs)} runs compared",
         runs=runs,
         colours=_COLOURS,
-        seeded=[run.name for run in runs if run.seeded],
+        seeded=[run.name for run in runs if run.figures.seeded],
         differing=_differing_terms(runs),
         charts=comparison_figures(runs),
     )
