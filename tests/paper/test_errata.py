@@ -18,7 +18,7 @@ from bqsgd._src.paper.nominal import (
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
-from bqsgd._src.paper.tradeoffs import convergence_bound
+from bqsgd._src.paper.tradeoffs import Problem, convergence_bound
 from bqsgd._src.params import Mechanism
 
 
@@ -150,17 +150,17 @@ def test_e18_clipping_is_not_unbiased():
 
 
 def test_e19_the_factor_n_hides_the_gain_from_more_clients():
-    problem = {
-        "dimension": 100,
-        "clip": 1.0,
-        "batch_size": 10,
-        "rounds": 10,
-        "learning_rate": 0.1,
-        "smoothness": 1.0,
-        "initial_gap": 1.0,
-        "gradient_variance": 1.0,
-    }
+    problem = Problem(
+        setting=NominalSetting(dimension=100, batch_size=10, dataset_size=1000, delta=1e-4),
+        dimension=100,
+        clip=1.0,
+        rounds=10,
+        clients=8,
+        learning_rate=0.1,
+        initial_gap=1.0,
+        gradient_variance=1.0,
+    )
     shares = [(1 / 8, Mechanism(levels=1, trials=10))] * 8
-    eight = convergence_bound(shares, **problem).quantisation_error
+    eight = convergence_bound(problem, shares).quantisation_error
     variance = 100 * sum(weight**2 * noise_variance(mechanism) for weight, mechanism in shares)
     assert eight == pytest.approx(8 * variance)

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from experiments.paper.published import MNIST
 
-from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.paper.tradeoffs import Problem, curves_over_bits, curves_over_epsilon, variance_on_constraint
 
 PROBLEM = Problem(
@@ -63,8 +62,3 @@ def test_an_infeasible_budget_is_a_gap_not_a_number():
     gap, point = curve.points
     assert gap.levels is gap.variance is gap.bound is None
     assert point.levels is not None
-
-
-def test_empty_requests_are_refused():
-    with pytest.raises(InvalidParameter, match="bits must hold at least one value"):
-        curves_over_bits(PROBLEM, epsilons=[1.0], bits=[])

@@ -1,6 +1,6 @@
-"""The two questions before a run, and their answers: what does a mechanism guarantee, and which one meets a budget?
+"""The two questions before a run: what does a mechanism guarantee, and which mechanism meets a budget?
 
-`account` and `plan` answer in Python what the commands of the same names print: the commands call them.
+`account` and `plan` answer them in Python. The commands of the same names call these functions and print the answers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WIDTH = 120
 
 
 class PrintedAnswer(Protocol):
-    """An answer that prints as the command prints it: a title, then a line for each thing to be read together."""
+    """An answer that prints as the command prints it: a title, then aligned lines."""
 
     @property
     def title(self) -> str:
-        """What was asked."""
+        """The question in one line."""
 
     @property
     def lines(self) -> dict[str, str]:
-        """Label -> text, in the order in which they are read."""
+        """Label -> text, in reading order."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure in full, in plain JSON types: what the command prints with --json."""
@@ -50,7 +50,8 @@ class PrintedAnswer(Protocol):
 class AccountAnswer(PrintedAnswer):
     """What a mechanism guarantees when it is run for a number of rounds.
 
-    attained_epsilon is what some data come to, from below: how tight the guarantee is. variance is V of Eq. 14.
+    attained_epsilon: a lower bound on the epsilon of some data, which shows how tight the guarantee is.
+    variance: V of Eq. 14.
     """
 
     release: Release
@@ -88,19 +89,19 @@ class AccountAnswer(PrintedAnswer):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer(PrintedAnswer):
-    """The mechanism of least error within a budget, and the batch size and rounds where they were left open."""
+    """The mechanism of least error within a budget. proposal: batch size, rounds and clip, if they were left out."""
 
     plan: Plan
     proposal: Proposal | None
 
     @property
     def mechanism(self) -> Mechanism:
-        """What is to be run."""
+        """The mechanism to run."""
         return self.plan.mechanism
 
     @property
     def guarantee(self) -> Guarantee:
-        """What all planned rounds guarantee together."""
+        """What all planned rounds together guarantee."""
         return self.plan.guarantee
 
     @property
@@ -114,7 +115,7 @@ class PlanAnswer(PrintedAnswer):
 
     @property
     def lines(self) -> dict[str, str]:
-        """The mechanism, what a message costs, the guarantee, and the command that runs a proposal."""
+        """The mechanism, what a message costs, the guarantee, and the command that trains with a proposal."""
         mechanism, budget = self.mechanism, self.plan.budget
         lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
         lines |= message_lines(mechanism, variance=self.plan.variance)
@@ -149,7 +150,7 @@ class PlanAnswer(PrintedAnswer):
 
 @dataclass(frozen=True, kw_only=True)
 class SumPlanAnswer(PrintedAnswer):
-    """What the clients of a secure sum run: levels, trials of the whole sum, modulus; and what that guarantees each."""
+    """Levels, modulus and trials of a whole secure sum, and what they guarantee to each client."""
 
     plan: SumPlan
     release: Release
@@ -176,22 +177,23 @@ class SumPlanAnswer(PrintedAnswer):
             modulus += "never wraps"
         else:
             modulus += (
-                f"a coordinate whose mean is within {plan.window:g} of the range wraps with a probability of at most "
-                f"{rounded_up(plan.wrap_probability, 2)} a round, one beyond may; that costs accuracy, never privacy"
+                f"a coordinate whose mean is within {plan.window:g} of the range wraps with probability at most "
+                f"{rounded_up(plan.wrap_probability, 2)} in a round, a larger mean may wrap always; wrapping costs "
+                "accuracy, never privacy"
             )
         return {
             "mechanism": (
-                f"levels {plan.levels}, trials {plan.trials} in every sum; a client draws {noise.drawn} and takes out "
-                f"what is not needed"
+                f"levels {plan.levels}, trials {plan.trials} in every sum; a client draws {noise.drawn}, and the noise "
+                "that is not needed is taken out"
             ),
             "modulus": modulus,
             "clients": (
                 f"at least {rule.fewest} of {rule.clients} in a sum, at most {rule.colluders} collude; "
-                f"{rule.honest} are surely there and honest"
+                f"at least {rule.honest} are present and honest"
             ),
             "error": (
                 f"{deviation:.3g} times the range of a client (standard deviation per coordinate of the mean), "
-                f"{single:.3g} of it noise, the rest rounding at the most"
+                f"{single:.3g} from noise alone, the rest is at most rounding"
             ),
             **guarantee_lines(self.guarantee),
         }
@@ -237,21 +239,21 @@ def account(
     Args:
         levels, trials: the mechanism, s and m.
         dimension: coordinates of one message: the model's parameters.
-        batch_size: public batch size by which a client divides, L.
-        dataset_size: samples held by one client.
-        rounds: messages that the client sends.
-        delta: of the total.
+        batch_size: public batch size; a client divides its sum by it, L.
+        dataset_size: number of samples that one client holds.
+        rounds: number of messages that the client sends.
+        delta: at which to state epsilon, total over all rounds.
         sampling: how a batch is drawn: "poisson" (add/remove one), "fixed" size (replace one), "none" (all data).
-        relation: which data sets are neighbours, "add-remove" or "replace"; a choice only where sampling is "none".
-        linf: the most that one sample moves a coordinate, as a fraction of the encoder's range. Default: per-sample
-            clip at the range, 1 / batch_size (twice that for fixed-size batches).
-        l2: the most that one sample moves the vector in Euclidean norm, as a fraction of the encoder's range.
+        relation: which data sets are neighbours, "add-remove" or "replace". Only sampling="none" leaves a choice.
+        linf: the most that one sample can move a coordinate, as a fraction of the encoder's range. Default:
+            1 / batch_size, as with per-sample clipping at the range; twice that for batches of fixed size.
+        l2: the most that one sample can move the whole vector in Euclidean norm, as a fraction of the encoder's range.
 
-    >>> found = account(
+    >>> accounted = account(
     ...     levels=1, trials=251, dimension=100, batch_size=32, dataset_size=15000, rounds=10, delta=1e-5)
-    >>> found.guarantee.epsilon < 0.04
+    >>> accounted.guarantee.epsilon < 0.04
     True
-    >>> print(found.lines["neighbours"])
+    >>> print(accounted.lines["neighbours"])
     add/remove one sample (a null record in its place)
     """
     check_delta("delta", delta)
@@ -294,18 +296,18 @@ def plan(
     """Choose levels and trials: the least error within a budget of bits and privacy, as `bqsgd plan` does.
 
     Args:
-        bits: most bits per coordinate; a code takes at most 2^bits values.
+        bits: most bits per coordinate; a code has at most 2^bits values.
         epsilon, delta: privacy budget, total over all rounds.
-        batch_size, rounds: what `bqsgd train` would use, together with its clip and range, where they are left out.
-        clients: how many such clients there are; read only where the batch size is left out.
+        batch_size, rounds: if you leave out either, the plan proposes what `bqsgd train` would use, clip and range too.
+        clients: number of clients of this size; used only for a proposal.
         dimension, dataset_size, sampling, relation, linf, l2: as in `account`.
 
     Raises:
-        Infeasible: no mechanism meets the budget; the message names the nearest that one can.
+        Infeasible: no mechanism meets the budget. The message names the nearest feasible budget.
 
-    >>> found = plan(
+    >>> planned = plan(
     ...     bits=6, epsilon=1, delta=1e-3, dimension=5, batch_size=32, dataset_size=1000, rounds=1, sampling="none")
-    >>> found.guarantee.epsilon <= 1, found.mechanism.code_count <= 64
+    >>> planned.guarantee.epsilon <= 1, planned.mechanism.code_count <= 64
     (True, True)
     """
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
@@ -338,21 +340,21 @@ def plan_secure(
     """Choose levels, trials and modulus of secure sums for the least error of the sum, as `bqsgd plan --secure` does.
 
     Args:
-        clients, dropouts, colluders: how many clients there are, may be missing from a sum, may tell the server all
-            they know.
-        bits: fixes the modulus, 2^bits; without it the plan chooses.
-        window: share of the range that the modulus has room for; without it no sum ever wraps.
+        clients: number of clients. dropouts: most clients that may be missing from a sum. colluders: most clients that
+            may tell the server all they know.
+        bits: the modulus is 2^bits. Default: the plan chooses it.
+        window: fraction of the range that the modulus has room for. Default: sums never wrap.
         epsilon, delta, dimension, dataset_size, batch_size, rounds, sampling, relation, linf, l2: as in `plan`, of each
-            client. Clients of different sizes fit one plan at a common rate: give the size of any of them.
+            client. Clients of different sizes can share a plan at one rate; give the size of any of them.
 
     Raises:
-        Infeasible: no plan meets the budget, or so many dropouts and colluders cannot be borne; the message names the
-            nearest that can.
+        Infeasible: no plan meets the budget or tolerates so many dropouts and colluders. The message names the nearest
+            feasible ones.
 
-    >>> found = plan_secure(
+    >>> planned = plan_secure(
     ...     clients=10, dropouts=1, colluders=0, epsilon=4, delta=1e-3, dimension=5, batch_size=32, dataset_size=1000,
     ...     rounds=1, sampling="none")
-    >>> found.guarantee.epsilon <= 4, found.plan.wrap_probability
+    >>> planned.guarantee.epsilon <= 4, planned.plan.wrap_probability
     (True, 0.0)
     """
     rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
@@ -382,35 +384,36 @@ def _proposed(
     rounds: int | None,
     **client: Any,
 ) -> tuple[Terms, int, Proposal | None]:
-    """A client's terms and rounds; batch size, rounds and clip are proposed where either of the first two is left out.
+    """A client's terms and rounds. If batch size or rounds are left out, both are proposed together with the clip.
 
-    client: what else `_terms` takes.
+    client: the other arguments of `_terms`.
     """
     if batch_size is not None and rounds is not None:
         return _terms(dimension=federation.dimension, batch_size=batch_size, **client), rounds, None
     if client["sampling"] != "poisson" or client["linf"] is not None or client["l2"] is not None:
         raise InvalidParameter(
-            "batch size and rounds are proposed for Poisson batches and together with the clip: give both, or leave "
-            "out sampling, linf and l2"
+            "batch size and rounds can be proposed only for Poisson batches, and together with linf and l2: give both, "
+            "or leave out sampling, linf and l2"
         )
     proposal = propose(budget, federation, batch_size=batch_size, rounds=rounds)
     client |= {"batch_size": proposal.batch_size, "linf": proposal.linf, "l2": proposal.l2}
     return _terms(dimension=federation.dimension, **client), proposal.rounds, proposal
 
 
-def _terms(*, sampling: str, relation: str | None, **given: Any) -> Terms:
+def _terms(*, sampling: str, relation: str | None, **client: Any) -> Terms:
     if sampling not in SAMPLINGS:
         raise InvalidParameter(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
     if relation is not None and relation not in RELATIONS:
         raise InvalidParameter(f"relation must be one of {', '.join(RELATIONS)}, got {relation!r}")
     chosen = None if relation is None else RELATIONS[relation]
-    return Terms.of_batch(scheme=SAMPLINGS[sampling], relation=chosen, **given)
+    return Terms.of_batch(scheme=SAMPLINGS[sampling], relation=chosen, **client)
 
 
 def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> dict[str, str]:
-    """Everything that must be read beside an epsilon, in words; `attained` is what some data come to, from below."""
+    """Everything that must be read beside an epsilon, in words. attained: a lower bound on the epsilon of some data."""
     tight = {}
     if attained is not None:
+        # A lower bound, so it is rounded down.
         tight["attained"] = f"epsilon {rounded_down(attained)} for some data, as far as its grid resolves"
     void = " [seeded noise: no privacy claim]" if guarantee.seeded else ""
     return {
@@ -425,7 +428,7 @@ def guarantee_lines(guarantee: Guarantee, *, attained: float | None = None) -> d
 
 
 def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
-    """What one message costs in bits and in error; `variance` is V of Eq. 14, in squared ranges of the encoder."""
+    """What one message costs in bits and in error. variance: V of Eq. 14, in units of the squared range."""
     return {
         "message": f"{mechanism.bits_per_coordinate:.3g} bits per coordinate ({mechanism.code_count} codes)",
         "error": f"{math.sqrt(variance):.3g} times the range (standard deviation per coordinate)",
@@ -435,7 +438,7 @@ def message_lines(mechanism: Mechanism, *, variance: float) -> dict[str, str]:
 def _coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
     """What coarsening costs: bias and squared error in units of the encoder's range, and the factor on the noise.
 
-    noise_cost is how many times as many messages give the same precision as without coarsening.
+    noise_cost: how many times as many messages are needed for the same precision as without coarsening.
     """
     return {
         "bias_worst": saturation_bias(mechanism),
@@ -445,7 +448,7 @@ def _coarsening_cost(mechanism: Mechanism) -> dict[str, float]:
 
 
 def aligned(title: str, lines: Mapping[str, str], *, width: int) -> str:
-    """A title and, below it, one aligned line per label; long lines wrap within the width."""
+    """A title and, below it, one aligned line per label. Long lines wrap within the width."""
     indent = 4 + max(map(len, lines), default=0)
     wrapped = (
         textwrap.fill(
@@ -453,6 +456,7 @@ def aligned(title: str, lines: Mapping[str, str], *, width: int) -> str:
             width,
             initial_indent=f"  {label}".ljust(indent),
             subsequent_indent=" " * indent,
+            # Commands and figures must stay whole, so that a reader can copy them.
             break_on_hyphens=False,
             break_long_words=False,
         )

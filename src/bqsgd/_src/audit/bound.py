@@ -82,6 +82,7 @@ class CurveCheck:
 def at_least(successes: npt.ArrayLike, samples: int, *, confidence: float) -> Scores:
     """One-sided Clopper-Pearson lower bound on a probability (0 for no success)."""
     k = np.asarray(successes, dtype=np.float64)
+    # The beta quantile is undefined at k = 0, where the bound is 0 by definition.
     return np.where(k == 0, 0.0, beta.ppf(1 - confidence, np.maximum(k, 1), samples - k + 1))
 
 
@@ -92,7 +93,10 @@ def at_most(successes: npt.ArrayLike, samples: int, *, confidence: float) -> Sco
 
 
 def _halves(scores: Scores) -> tuple[Scores, Scores]:
-    """The half that chooses the event, and the half that counts it. No run may be in both."""
+    """The half that chooses the event, and the half that counts it.
+
+    No run may be in both: a bound on an event chosen for its count would hold less often than stated.
+    """
     middle = scores.size // 2
     if middle < 1 or not bool(np.all(np.isfinite(scores))):
         raise InvalidParameter(f"an audit needs at least 2 scores in each world, all finite, got {scores.size}")
@@ -115,6 +119,7 @@ class _Candidates:
 
 
 def _candidates(with_record: Scores, without: Scores, *, confidence: float) -> Iterator[_Candidates]:
+    # Thresholds are scores that occurred: events between two of them have the same counts.
     pooled = np.unique(np.concatenate([with_record, without]))
     thresholds = np.unique(np.quantile(pooled, np.linspace(0, 1, _MAX_CANDIDATES), method="nearest"))
     for above in (True, False):
@@ -147,6 +152,7 @@ def _counted(event: Event, with_record: Scores, without: Scores, *, delta: float
     likely, unlikely = (with_record, without) if event.above else (without, with_record)
     low = float(at_least(int(event.holds(likely).sum()), likely.size, confidence=_each_of_two(confidence)))
     high = float(at_most(int(event.holds(unlikely).sum()), unlikely.size, confidence=_each_of_two(confidence)))
+    # `high` is never 0: it is an upper confidence bound, positive even for an event that was never seen.
     epsilon = max(0.0, math.log((low - delta) / high)) if low > delta else 0.0
     return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, event=event, likely=low, unlikely=high)
 
@@ -154,6 +160,7 @@ def _counted(event: Event, with_record: Scores, without: Scores, *, delta: float
 def epsilon_lower_bound(with_record: Scores, without: Scores, *, delta: float, confidence: float) -> LowerBound:
     """The lower bound on epsilon at `delta`; 0 if the runs show nothing."""
     (choose_in, count_in), (choose_out, count_out) = _halves(with_record), _halves(without)
+    # If no event stands out, any event gives a valid bound, so we start with an arbitrary one.
     best, event = -math.inf, Event(threshold=0.0, above=True)
     for events in _candidates(choose_in, choose_out, confidence=confidence):
         ratio = (events.likely_low - delta) / events.unlikely_high
@@ -264,7 +271,7 @@ class AuditResult:
 
 
 def audit(source: Source, *, claim: Release, samples: int, delta: float, confidence: float = 0.99) -> AuditResult:
-    """Compare what `claim` says of every message with `samples` runs with the record and as many without it.
+    """Compare what `claim` says about every message with `samples` runs with the record and as many without it.
 
     The highest epsilon that n runs can show is about log(n / 12), so a low figure may only mean that there were few
     runs.
@@ -278,14 +285,14 @@ def audit(source: Source, *, claim: Release, samples: int, delta: float, confide
     claimed, curve = _claimed(claim, source.rounds, samples, delta)
     with_record, without = (source.scores(samples, present=present) for present in (True, False))
     # The two statements are made about the same runs, so each must hold with more than `confidence`.
-    each = _each_of_two(confidence)
+    joint = _each_of_two(confidence)
     return AuditResult(
         claim=claim,
         rounds=source.rounds,
         samples=samples,
         confidence=confidence,
-        lower=epsilon_lower_bound(with_record, without, delta=delta, confidence=each),
-        curve=check_curve(with_record, without, claimed=dict(curve), confidence=each),
+        lower=epsilon_lower_bound(with_record, without, delta=delta, confidence=joint),
+        curve=check_curve(with_record, without, claimed=dict(curve), confidence=joint),
         claimed=claimed,
         seeded=source.seeded,
     )
@@ -295,11 +302,12 @@ def audit(source: Source, *, claim: Release, samples: int, delta: float, confide
 def _claimed(
     claim: Release, rounds: int, samples: int, delta: float
 ) -> tuple[Guarantee, tuple[tuple[float, float], ...]]:
-    """What is claimed of `rounds` messages: the guarantee, and points (epsilon, delta) of the whole curve.
+    """What is claimed about `rounds` messages: the guarantee, and points (epsilon, delta) of the whole curve.
 
-    Kept because audits come in series, of one claim and other noise, and the curve costs more than the runs.
+    Cached, because audits often repeat one claim with new noise, and the curve takes longer than the runs.
     """
     accountant = Accountant().compose(claim, rounds)
     claimed = accountant.guarantee(delta=delta)
+    # `samples` runs cannot show an epsilon above log(samples), so points beyond it would check nothing.
     points = np.linspace(0, min(claimed.epsilon, math.log(samples)), _CURVE_POINTS)
     return claimed, tuple((float(epsilon), accountant.delta(float(epsilon))) for epsilon in points)

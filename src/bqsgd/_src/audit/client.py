@@ -24,6 +24,7 @@ Data = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 Worlds = Mapping[bool, Data]
 """Two neighbouring data sets: whether the record is present -> the data."""
 MakeClient = Callable[[Config, Data], Client]
+# The audited clients never reach their last round, whatever the number of runs.
 _MOST_ROUNDS = 2**40
 FINEST_LEVELS = 2**20
 

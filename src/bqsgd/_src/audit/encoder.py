@@ -73,6 +73,7 @@ def code_laws(mechanism: Mechanism, values: npt.ArrayLike) -> _Values:
     [[0.0, 0.25, 0.5, 0.25]]
     """
     steps = np.clip(np.asarray(values, dtype=np.float64), -1.0, 1.0) * mechanism.levels
+    # The upper end of the range belongs to the last step, so that there is always a level above `whole`.
     whole = np.minimum(np.floor(steps), mechanism.levels - 1).astype(np.int64)
     up = (steps - whole)[:, None]
     positions, at = np.unique(np.concatenate([whole, whole + 1]), return_inverse=True)
@@ -109,6 +110,7 @@ class LikelihoodRatio:
         self.rate = rate
         self.columns = np.flatnonzero(inputs.without != inputs.with_record)
         without, with_record = inputs.without[self.columns], inputs.with_record[self.columns]
+        # Few pairs of inputs differ, so coordinates share tables. A complex number holds a pair for `unique`.
         pairs, self.table_of = np.unique(without + 1j * with_record, return_inverse=True)
         self.tables = (
             loss_tables(mechanism, without=pairs.real, with_record=pairs.imag) if pairs.size else np.zeros((1, 1))
@@ -118,7 +120,7 @@ class LikelihoodRatio:
         losses: _Values = np.empty(len(codes))
         _sum_losses(codes, self.tables, self.columns, self.table_of, losses)
         if self.rate < 1:
-            # log(1 - q + q e^L) without the overflow of e^L
+            # log(1 - q + q e^L), computed without the overflow of e^L.
             losses = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + losses)
         return losses
 
@@ -167,6 +169,7 @@ class EncoderRuns:
     def scores(self, runs: int, *, present: bool) -> Scores:
         """The score of each run, the sum over its messages, in the world where the record is `present` or not."""
         rate, dimension, total = self.release.terms.sampling.rate, self.release.terms.dimension, runs * self.rounds
+        # Without the record, nothing is drawn: it can take part in no message.
         included = np.full(total, present) if rate == 1 or not present else uniforms(total, rng=self.rng) < rate
         chunk = max(1, _CHUNK_VALUES // dimension)
         scores: Scores = np.empty(total)

@@ -84,6 +84,7 @@ def _in_settings_file(option: str) -> str | None:
     from bqsgd._src.settings.group import table_of
     from bqsgd._src.tasks.named import ALL_GROUPS
 
+    # A setting that is true or false also has the spelling --no-NAME.
     name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
     table = table_of(ALL_GROUPS, name)
     if table is None:
@@ -95,6 +96,7 @@ def _in_settings_file(option: str) -> str | None:
     )
 
 
+# Typer would format a traceback with the values of local variables, which may be private data.
 app = typer.Typer(
     name="bqsgd", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
@@ -134,6 +136,7 @@ app.add_typer(paper, name="paper")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0 done, 2 bad input (one line says what), 130 interrupted."""
     try:
+        # Not standalone: click would print its own errors and exit, also from a program that called `main`.
         code = app(args=arguments, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as shown:
         shown.show()  # the help page
@@ -151,5 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
+    # Always one line: scripts and logs read it, and a message may quote text with line breaks.
     print("bqsgd: " + " ".join(message.split()), file=sys.stderr)
     return 2

@@ -104,6 +104,7 @@ def run(
     # The flwr of this environment, even if the environment is not activated and PATH has another one.
     installed = Path(sys.executable).with_name("flwr")
     program = str(installed) if installed.exists() else "flwr"
+    # Replace this process: Ctrl-C and the exit code then belong to flwr itself.
     os.execvp(program, [program, "run", str(app), *context.args, *overrides])
 
 
@@ -161,9 +162,11 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
         print(f"[{time.monotonic() - started:5.1f} s] {text}", file=sys.stderr)
 
     clients = settings["clients"]
+    # A name that nobody can guess, because another user of the machine could create the folder first.
     folder = place or Path(tempfile.gettempdir()) / f"bqsgd-flower-{secrets.token_hex(8)}"
     with Processes(folder, temporary=place is None) as processes:
         write_app(folder / "app")
+        # Without this the simulated clients would spend from the user's own ledgers.
         processes.environment[LEDGER_FOLDER_VARIABLE] = str(folder / "nodes")
         federation = LocalFederation(processes, tls=tls)
         federation.start_superlink()
@@ -189,6 +192,7 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
         say("done; stopping all processes")
         if not (folder / "server" / "summary.json").exists():
             raise FlowerFailed(f"the run ended without a summary\n{processes.tail('run')}")
+        # The run's files are complete only when the processes that write them have stopped.
         processes.stop()
         history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
         assert history.summary is not None

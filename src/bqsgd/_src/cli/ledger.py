@@ -75,6 +75,7 @@ def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json 
         lines["guarantee"] = "nothing was sent"
     else:
         lines |= guarantee_lines(Guarantee.from_dict(fields["guarantee"]))
+    # Messages of one kind: the line above is already about them.
     if len(kinds) > 1:
         lines |= {f"of it, {kind.unit}, {kind.relation}": f"epsilon {kind.epsilon_text}" for kind in kinds}
     lines["entries"] = str(len(entries))
@@ -125,6 +126,7 @@ def export(
 
     if out.suffix not in (".json", ".csv"):
         raise InvalidParameter(f"--out must end in .json or .csv, got {out.name!r}")
+    # `lexists`, because a dangling link would make us write to a file that the user did not name.
     if os.path.lexists(out):
         raise InvalidParameter(f"{out} exists; give a new file name")
     with Ledgers(path) as ledgers:
@@ -145,6 +147,7 @@ def _csv(entries: list[dict[str, Any]]) -> str:
     writer.writeheader()
     for number, entry in enumerate(entries, start=1):
         release, budget = entry.get("release", {}), entry.get("budget", {})
+        # Nested tables become columns. Later names win, so `sampling` is replaced by its scheme below.
         row = {"number": number, **entry, **release, **release.get("mechanism", {})}
         row |= release.get("sensitivity", {})
         if release:

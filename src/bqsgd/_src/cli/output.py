@@ -122,9 +122,11 @@ def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -
                 figures = _figures(record, config)
             line = f"{figures}{sent / 1e6:.1f} MB up"
             bar.update(task, completed=done, description=line)
+            # A line per evaluation, not per round, so that logs stay short.
             if console.quiet and record.test_loss is not None:
                 left = record.time / done * (rounds - done)
                 print(f"round {done}/{rounds}  {line}  {left:.0f} s left", file=sys.stderr, flush=True)
+            # Yield inside `with`: the bar stays until the last round is done.
             yield record
 
 

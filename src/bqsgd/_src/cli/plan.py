@@ -37,6 +37,7 @@ def account(
       bqsgd account --levels 1 --trials 251 --delta 1e-5 --rounds 1000 \
         --dimension 61706 --batch-size 32 --dataset-size 15000
     """
+    # The options have the names of the function's arguments. This must be the first statement, before other locals.
     arguments = {name: value for name, value in locals().items() if name != "json"}
     import bqsgd
 
@@ -120,6 +121,7 @@ def plan(
             )
         if bits is None:
             raise InvalidParameter("give --bits, the most bits that a coordinate may take (only --secure chooses them)")
+        # Its default is 0, not None, so it is among the arguments.
         del arguments["colluders"]
         planned = bqsgd.plan(**arguments)
     answer(planned.title, planned.lines, planned.to_dict(), json=json)

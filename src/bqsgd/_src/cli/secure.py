@@ -65,6 +65,7 @@ def roster(
         if out.exists():
             raise InvalidParameter(f"{out} exists, and a roster is never overwritten; name another file")
         path, content = out, Roster(dict(_entry(text) for text in entries), os.urandom(32))
+        # Before anything is written: a roster with the wrong key of a client would lock it out.
         if len(content.keys) != len(entries):
             raise InvalidParameter("a client's number is given twice")
         write_atomic(out, content.to_toml().encode(), mode=0o644)

@@ -251,6 +251,7 @@ def _resumed(folder: Path, options: dict[str, Any]) -> Resolved:
             f"{folder} was started with --task {stored['task']}; give it again, because a file must not decide which "
             "code runs"
         )
+    # A resumed run keeps its settings: its ledgers and plans were made for them.
     for name, value in options.items():
         if stored.get(name) != value:
             raise InvalidParameter(
@@ -270,6 +271,7 @@ def _new_folder(name: str) -> Path:
     """A run folder that does not exist yet."""
     from datetime import datetime
 
+    # Two runs that start in the same second get different folders.
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     candidates = (Path("runs") / f"{name}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100))))
     return next(path for path in candidates if not path.exists())
@@ -290,6 +292,7 @@ def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None)
     ranks, folder = world_size(), request.out
     if folder is None:
         raise InvalidParameter("--engine torch-distributed needs --out: all ranks must name the same run folder")
+    # Every rank reads the settings before it joins the group: an error then ends one rank, and leaves no rank waiting.
     resuming = request.resume and (folder / "config.toml").exists()
     if resuming:
         resolved = _resumed(folder, request.options)
@@ -335,6 +338,7 @@ def _lead(
         run = Run.start(task, config, folder=folder, engine=engine, force=request.force)
     with run:
         _train(run, tensorboard=request.tensorboard)
+    # After the `with`, so that checkpoint, ledgers and summary are on disk before anything is printed.
     summary = run.close()
     _print(summary, folder=folder, config=config, json=request.json)
     if run.steps == 0 and summary.rounds:
@@ -361,6 +365,7 @@ def _train(run: Run, *, tensorboard: bool) -> None:
     asked_to_stop: list[int] = []
 
     def note(number: int) -> None:
+        # The second signal: the user does not want to wait for the round, so give up what it has done.
         if asked_to_stop:
             raise KeyboardInterrupt
         asked_to_stop.append(number)

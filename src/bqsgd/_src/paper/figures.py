@@ -76,6 +76,7 @@ def _draw_curve(curve: Curve, panels: Sequence[Any], *, style: dict[str, Any], o
     x = [point.bits if over_bits else point.epsilon for point in curve.points]
 
     def column(name: str) -> list[float]:
+        # matplotlib leaves a gap at NaN: an infeasible budget must not look like a value.
         return [float("nan") if (value := getattr(point, name)) is None else value for point in curve.points]
 
     style = {**style, "marker": "o", "markersize": style["linewidth"] + 1.5}

@@ -109,6 +109,7 @@ def strong_composition(epsilon: float, *, delta: float, rounds: int, delta_slack
     check_int("rounds", rounds, 1, 2**53)
     check_positive("epsilon", epsilon)
     slack = check_delta("delta_slack", delta_slack)
+    # e^709 is the largest power that a float can hold.
     growth = math.expm1(epsilon) if epsilon < 700 else math.inf
     total = math.sqrt(-2 * rounds * math.log(slack)) * epsilon + rounds * epsilon * growth
     return total, rounds * check_delta("delta", delta) + slack
@@ -189,6 +190,7 @@ def strict_mechanism(budget: Budget, setting: NominalSetting) -> Mechanism:
         raise Infeasible(_nearest_feasible(budget, setting))
     levels, trials = levels[fits], trials[fits]
     error = (3 * trials + 2) / (12 * levels**2)
+    # Floats only narrow the choice; exact fractions decide between errors that differ by rounding alone.
     ties = np.flatnonzero(error <= error.min() * (1 + 1e-12))
     tied = [Mechanism(levels=int(levels[i]), trials=int(trials[i])) for i in ties]
     return min(tied, key=lambda one: (Fraction(3 * one.trials + 2, 12 * one.levels**2), one.code_count))

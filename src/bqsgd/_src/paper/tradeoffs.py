@@ -32,51 +32,13 @@ class ConvergenceBound:
         return self.sgd_error + self.quantisation_error
 
 
-def convergence_bound(
-    clients: Sequence[tuple[float, Mechanism]],
-    *,
-    dimension: int,
-    clip: float,
-    batch_size: int,
-    rounds: int,
-    learning_rate: float,
-    smoothness: float,
-    initial_gap: float,
-    gradient_variance: float,
-) -> ConvergenceBound:
-    """The bound of Theorem 1 for N clients, each given by its weight p_i and its mechanism (s_i, m_i).
-
-    2 [F(theta_0) - F*] / (T eta)  +  N sigma^2 sum p_i^2 / L  +  N d C^2 sum p_i^2 V(m_i, 1/2, s_i).
-
-    Key: initial_gap F(theta_0) - F*, learning_rate eta <= 1/nu with smoothness nu (Assumption 2), gradient_variance
-    sigma^2 (Assumption 1). We take over the paper's assumptions: clipping adds no bias, V uses the uniform prior of
-    Eq. 14. `dimension` is the model's, not d_P.
-
-    Raises InvalidParameter if eta > 1/nu, a weight is not positive, or the weights do not add up to 1.
-    """
-    weights = [check_positive("weight", weight) for weight, _ in clients]
-    if not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
-        raise InvalidParameter(f"the weights of the clients must add up to 1, got {math.fsum(weights)}")
-    check_int("dimension", dimension, 1, 2**53)
-    check_int("batch_size", batch_size, 1, 2**53)
-    check_int("rounds", rounds, 1, 2**53)
-    eta, nu = check_positive("learning_rate", learning_rate), check_positive("smoothness", smoothness)
-    if eta * nu > 1 + 1e-12:
-        raise InvalidParameter(f"learning_rate must be at most 1/smoothness = {1 / nu:.6g} for Theorem 1, got {eta}")
-    noise = math.fsum(weight**2 * noise_variance(mechanism) for weight, mechanism in clients)
-    squares = math.fsum(weight**2 for weight in weights)
-    return ConvergenceBound(
-        descent_error=2 * check_positive("initial_gap", initial_gap) / (rounds * eta),
-        sampling_error=len(clients) * check_positive("gradient_variance", gradient_variance) * squares / batch_size,
-        quantisation_error=len(clients) * dimension * check_positive("clip", clip) ** 2 * noise,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The learning problem for which Theorem 1's bound is drawn: `clients` equal clients, all with the same plan.
+    """A learning problem for Theorem 1.
 
-    initial_gap and gradient_variance are assumed, not measured; eta <= 1/nu is taken to hold.
+    dimension: of the model, not d_P. clients: how many equal clients the trade-off curves are drawn for.
+    learning_rate: eta. initial_gap: F(theta_0) - F*, and gradient_variance: sigma^2 (Assumption 1); both are assumed,
+    not measured.
     """
 
     setting: NominalSetting
@@ -90,8 +52,40 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_int("clients", self.clients, 1, 2**20)
+        check_int("dimension", self.dimension, 1, 2**53)
+        check_int("rounds", self.rounds, 1, 2**53)
         for name in ("clip", "learning_rate", "initial_gap", "gradient_variance"):
             check_positive(name, getattr(self, name))
+
+
+def convergence_bound(
+    problem: Problem, clients: Sequence[tuple[float, Mechanism]], *, smoothness: float | None = None
+) -> ConvergenceBound:
+    """The bound of Theorem 1 for N clients, each given by its weight p_i and its mechanism (s_i, m_i).
+
+    2 [F(theta_0) - F*] / (T eta)  +  N sigma^2 sum p_i^2 / L  +  N d C^2 sum p_i^2 V(m_i, 1/2, s_i).
+
+    smoothness: nu (Assumption 2). Without it we take eta <= 1/nu to hold. We take over the paper's other assumptions:
+    clipping adds no bias, V uses the uniform prior of Eq. 14.
+
+    Raises InvalidParameter if eta > 1/nu, a weight is not positive, or the weights do not add up to 1.
+    """
+    weights = [check_positive("weight", weight) for weight, _ in clients]
+    if not math.isclose(math.fsum(weights), 1, rel_tol=1e-9):
+        raise InvalidParameter(f"the weights of the clients must add up to 1, got {math.fsum(weights)}")
+    eta = problem.learning_rate
+    # The slack accepts eta = 1/nu when the product is rounded up.
+    if smoothness is not None and eta * check_positive("smoothness", smoothness) > 1 + 1e-12:
+        raise InvalidParameter(
+            f"learning_rate must be at most 1/smoothness = {1 / smoothness:.6g} for Theorem 1, got {eta}"
+        )
+    noise = math.fsum(weight**2 * noise_variance(mechanism) for weight, mechanism in clients)
+    squares = math.fsum(weight**2 for weight in weights)
+    return ConvergenceBound(
+        descent_error=2 * problem.initial_gap / (problem.rounds * eta),
+        sampling_error=len(clients) * problem.gradient_variance * squares / problem.setting.batch_size,
+        quantisation_error=len(clients) * problem.dimension * problem.clip**2 * noise,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +121,6 @@ class Curve:
 
 def curves_over_bits(problem: Problem, *, epsilons: Sequence[float], bits: Sequence[int]) -> tuple[Curve, ...]:
     """Fix each nominal epsilon and vary the bits."""
-    _check_any(epsilons=epsilons, bits=bits)
     return tuple(
         Curve(fixed="epsilon", value=epsilon, points=tuple(_point(problem, bits=b, epsilon=epsilon) for b in bits))
         for epsilon in epsilons
@@ -136,7 +129,6 @@ def curves_over_bits(problem: Problem, *, epsilons: Sequence[float], bits: Seque
 
 def curves_over_epsilon(problem: Problem, *, epsilons: Sequence[float], bits: Sequence[int]) -> tuple[Curve, ...]:
     """Fix each number of bits and vary the nominal epsilon."""
-    _check_any(epsilons=epsilons, bits=bits)
     return tuple(
         Curve(fixed="bits", value=b, points=tuple(_point(problem, bits=b, epsilon=epsilon) for epsilon in epsilons))
         for b in bits
@@ -161,18 +153,9 @@ def _point(problem: Problem, *, bits: int, epsilon: float) -> Point:
     try:
         mechanism = strict_mechanism(budget, problem.setting)
     except Infeasible:
+        # A gap in the curve. The real-valued optimum exists even where no integers fit.
         return real
-    bound = convergence_bound(
-        [(1 / problem.clients, mechanism)] * problem.clients,
-        dimension=problem.dimension,
-        clip=problem.clip,
-        batch_size=problem.setting.batch_size,
-        rounds=problem.rounds,
-        learning_rate=problem.learning_rate,
-        smoothness=1 / problem.learning_rate,
-        initial_gap=problem.initial_gap,
-        gradient_variance=problem.gradient_variance,
-    )
+    bound = convergence_bound(problem, [(1 / problem.clients, mechanism)] * problem.clients)
     return replace(
         real,
         levels=mechanism.levels,
@@ -188,9 +171,3 @@ def _point(problem: Problem, *, bits: int, epsilon: float) -> Point:
 def variance_on_constraint(epsilon: float, levels: float, setting: NominalSetting) -> float:
     """V where the privacy constraint is tight, 1 / (4 R^2) + 1 / (6 s^2) (Eq. 22)."""
     return 1 / (4 * privacy_level(epsilon, setting) ** 2) + 1 / (6 * check_positive("levels", levels) ** 2)
-
-
-def _check_any(**sequences: Sequence[float]) -> None:
-    for name, values in sequences.items():
-        if not values:
-            raise InvalidParameter(f"{name} must hold at least one value, got none")

@@ -23,7 +23,7 @@ from bqsgd._src.storage import open_regular, write_atomic
 FILE_NAME = "checkpoint.safetensors"
 MODEL = "model.safetensors"
 _FORMAT = "bqsgd.checkpoint.v1"
-_MAX_BYTES = 1 << 36
+_MAX_BYTES = 1 << 36  # 64 GiB
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -95,6 +95,7 @@ def take(arrays: Arrays, name: str, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array is None or array.shape != like.shape or array.dtype != like.dtype:
         got = "none" if array is None else f"{array.dtype} {array.shape}"
         raise CheckpointError(f"checkpoint array {name!r} must be {like.dtype} {like.shape}, got {got}")
+    # A NaN in the model or the optimizer would spread to every coordinate in the next rounds.
     if not bool(np.isfinite(array).all()):
         raise CheckpointError(f"checkpoint array {name!r} holds NaN or infinity")
     return array

@@ -46,6 +46,7 @@ class RunWriter(Closing):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._rounds = Appended(self.folder / ROUNDS, mode=SHOWN)
         try:
+            # Before the first append: a new line after a half-written one would make both unreadable.
             _trim(self._rounds, keep_through)
         except BaseException:
             self._rounds.close()
@@ -82,6 +83,7 @@ def read_rounds(folder: str | Path) -> Iterator[RoundRecord]:
         return
     with file:
         for index in range(_MAX_ROUNDS + 1):
+            # One byte more than allowed, to tell a line that is too long from one that just fits.
             line = file.readline(_MAX_LINE_BYTES + 1)
             if not line.endswith(b"\n"):
                 if len(line) > _MAX_LINE_BYTES:
@@ -120,7 +122,7 @@ def _json(content: bytes) -> Any:
         return json.loads(
             content, parse_constant=lambda name: {"Infinity": "inf", "-Infinity": "-inf"}.get(name, "nan")
         )
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # RecursionError: a hostile file can nest thousands of lists
         raise RunFolderError("not valid JSON") from None
 
 
@@ -172,6 +174,7 @@ class ClientTally:
         """Count one round of this client."""
         self.counts[record.status] += 1
         self.frame_bytes += record.frame_bytes
+        # Only frames that the server accepted: a refused frame may state any mechanism.
         if record.status is Status.OK and len(self.mechanisms) < _MAX_REASONS:
             self.mechanisms[record.levels, record.trials, record.points, record.width] += 1
         reason = record.reason
@@ -260,8 +263,9 @@ def read_history(folder: str | Path) -> History:
             repeated += 1
         for entry in record.clients:
             if entry.client is None:
-                continue  # a frame from an unknown client
+                continue  # a refused frame that did not say whose it was
             tallies.setdefault(entry.client, ClientTally(client=entry.client)).add(entry)
+        # The tallies have what we need of the clients; keeping their records would fill the memory in a long run.
         rounds.append(replace(record, clients=()))
         used.append(sum(entry.frame_bytes for entry in record.clients if entry.status is Status.OK))
     summary = read_summary(path)

@@ -1,8 +1,7 @@
-"""Records of a client in a round, of a round, and of the whole run: one type each, from where it is made to the JSON.
+"""The records of a run: a client in a round, a round, and the whole run. The same types are written and read as JSON.
 
-Numbers that JSON cannot hold are the strings "inf", "-inf" and "nan"; null means "not measured". docs/commands.md
-has the schema. A run folder may come from somebody else, so every field is checked for type and
-range before it is used.
+Numbers that JSON cannot hold are the strings "inf", "-inf" and "nan"; null means "not measured". docs/commands.md has
+the schema. A run folder may come from somebody else, so every field is checked for type and range before it is used.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from bqsgd._src.privacy.guarantee import Guarantee
 
 MAX_COUNT = 2**63 - 1
 MAX_TEXT = 4096
+# The limits below bound the memory that a hostile run folder can make its reader use.
 _MAX_CLIENTS_PER_ROUND = 100_000
 _MAX_STAGES = 16
 STAGES = ("gradients", "clip", "encode", "frame", "decode", "aggregate", "ledger")
@@ -60,6 +60,7 @@ class ClientRecord:
             _count("client", self.client)
         for name in ("frame_bytes", "levels", "trials", "points", "width"):
             _count(name, getattr(self, name))
+        # `object.__setattr__` because the class is frozen: JSON brings text where we keep an enum or a checked value.
         try:
             object.__setattr__(self, "status", Status(self.status))
         except ValueError:
@@ -114,6 +115,7 @@ class RoundRecord:
             object.__setattr__(self, name, None if value is None else number(name, value))
         if not isinstance(self.stepped, bool) or not isinstance(self.seeded, bool):
             raise RunFolderError("stepped and seeded must be true or false")
+        # JSON has "inf" and lists where we keep floats and tuples.
         object.__setattr__(self, "time", number("time", self.time))
         object.__setattr__(self, "clients", tuple(self.clients))
         if len(self.seconds) > _MAX_STAGES:
@@ -148,11 +150,12 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
+    # An enum is also a str: this test must come first, or the enum itself would be kept.
     if isinstance(value, StrEnum):
         return str(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if hasattr(value, "item"):
+    if hasattr(value, "item"):  # a NumPy scalar
         return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -168,6 +171,7 @@ def number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RunFolderError(f'{name} must be a number, "inf", "-inf" or "nan", got {_shown(value)}')
     try:
+        # An integer in JSON can have thousands of digits.
         return float(value)
     except OverflowError:
         raise RunFolderError(f"{name} is too large for a float") from None
@@ -186,6 +190,7 @@ def one_line(words: str, *, limit: int = 300) -> str:
     >>> one_line("two\\nlines")
     'two lines'
     """
+    # Cut first: the text may be megabytes long. Control characters could otherwise rewrite a terminal's screen.
     printable = "".join(letter if letter.isprintable() else " " for letter in words[: 4 * limit])
     line = " ".join(printable.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
@@ -210,6 +215,7 @@ def _select(kind: Any, fields: object, name: str) -> dict[str, Any]:
 
 def _count(name: str, value: object) -> int:
     """Check that `value` is an integer from 0 to 2^63 - 1."""
+    # In Python true is an int, but in a record it is a mistake.
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
         raise RunFolderError(f"{name} must be an integer from 0 to 2^63 - 1, got {_shown(value)}")
     return value

@@ -34,6 +34,7 @@ class TensorBoardLog(Closing):
     def __init__(self, folder: str | Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # imported here because it is slow
 
+        # The writer follows links, so a link here could make us write outside the run folder.
         if Path(folder).is_symlink():
             raise UnsafeFile(f"{folder} is a link; remove it, or log into another folder")
         self._events = EventFileWriter(str(folder))

@@ -16,9 +16,11 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.privacy.guarantee import rounded_up
 
 Point = tuple[float, float]
+# More points than this do not show on a screen, and would only make the page larger.
 MAX_POINTS = 360
 LARGEST, SMALLEST = 1e100, 1e-100
-SIDE = 1000  # of the square of the SVG, in its own units
+# The SVG is a square with this side, in its own units; the page stretches it.
+SIDE = 1000
 MAX_DECADES = 6
 STEPS = 5
 
@@ -121,7 +123,9 @@ def _steps(low: float, high: float, *, tight: bool) -> Axis:
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-100):  # a flat line gets room above it
         high = low + (abs(low) if abs(low) > 1e-100 else 1.0)
     step = _round_step((high - low) / STEPS)
+    # The slack keeps a value that is a tick, up to rounding, from adding another step.
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    # Through text, because 3 * 0.1 is 0.30000000000000004.
     ticks = tuple(float(f"{step * i:.12g}") for i in range(first, last + 1))
     if tight:
         room = 1e-9 * (high - low)
@@ -194,7 +198,9 @@ class Chart:
             if place and (curve.fill or self.stacked):
                 base = floor or [(place[0][0], float(SIDE)), (place[-1][0], float(SIDE))]
                 area = _path([*place, *reversed(base)]) + "Z"
+            # The next layer of a stack is filled down to this line.
             floor = place if self.stacked else []
+            # A stack is drawn as running sums, but a reader who points at it wants the layer's own value.
             values = points if self.stacked else kept
             curves.append(
                 {

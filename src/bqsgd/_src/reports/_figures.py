@@ -12,10 +12,13 @@ from bqsgd._src.records.folder import History
 from bqsgd._src.records.record import STAGES, RoundRecord
 from bqsgd._src.reports._chart import MAX_POINTS, Chart, Point, Quantity, Series, short
 
+# The stages that a run without privacy has too.
 OUTSIDE_NOISE = ("gradients", "clip")
+# A run folder may state any number of trials and seconds; larger ones would take long to draw or overflow.
 MAX_DRAWN_TRIALS = 20_000
-MAX_STAGE_POINTS = 80
 MAX_STAGE_SECONDS = 1e9
+MAX_STAGE_POINTS = 80
+# Neighbouring layers of the stack get colours that are easy to tell apart.
 STAGE_COLOURS = (0, 1, 2, 7, 4, 5, 6, 3)
 
 
@@ -83,7 +86,7 @@ def epsilon(run: History) -> Chart:
     claimed = run.guarantee or "the run states no guarantee yet, so nothing is claimed"
     note = f"Proven upper bound: {claimed}."
     if run.figures.seeded:
-        note = "Seeded noise: no privacy claim. What the accountant gives for the same run with secret noise. " + note
+        note = "Seeded noise: no privacy claim. The figures are those of the same run with secret noise. " + note
     return framed("epsilon", note, Series(label="proven epsilon", points=proven, colour=2, fill=True))
 
 
@@ -101,6 +104,7 @@ def traffic(run: History) -> Chart:
 
 def stages(run: History) -> list[Chart]:
     """Seconds of a round by stage, stacked. Long runs are averaged over neighbouring rounds. Empty if not recorded."""
+    # Known stages first, in the order of a round; a run may have timed others.
     names = list(dict.fromkeys([*STAGES, *(name for r in run.rounds[:1] for name in r.seconds)]))
     timed = [r for r in run.rounds if r.seconds and all(0 <= s < MAX_STAGE_SECONDS for s in r.seconds.values())]
     names = [name for name in names if sum(r.seconds.get(name, 0.0) for r in timed) > 1e-12]

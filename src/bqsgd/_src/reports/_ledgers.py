@@ -36,6 +36,7 @@ def _from_ledgers(summary: Summary, folder: Path) -> Summary:
         guarantees[client] = stated  # its ledger is on the client's own machine
     if not guarantees:
         return summary
+    # Of equal epsilons the smallest client number, so that the page does not depend on the order of files.
     worst = max(guarantees, key=lambda number: (guarantees[number].epsilon, -number))
     claim = guarantees[worst]
     if stated is not None:  # a ledger does not know which data the run assumed to be public
@@ -50,6 +51,7 @@ def _both(*assumptions: str) -> str:
 
 def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarantee]]:
     """Client -> the guarantee of all that its ledger counts. Clients with the same history share a computation."""
+    # A run folder from somebody else could otherwise make us read ledgers anywhere on this machine.
     if folder.is_symlink():
         raise RunFolderError(f"{folder} is a link; the ledgers must be in the run folder itself")
     paths = sorted([*folder.glob("client-*.ledger"), *folder.glob(f"*{SUFFIX}")])

@@ -83,6 +83,7 @@ def _claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
 def _render(template: str, **fields: Any) -> str:
     """Fill a template. The page's security policy allows one script, by its hash, and no requests."""
     script = (files("bqsgd._src.reports") / "templates" / "page.js").read_text("utf-8")
+    # Only a script with this hash runs: text from a run folder cannot, even if escaping had a fault.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     css = (files("bqsgd._src.reports") / "templates" / "page.css").read_text("utf-8")
     trusted = {"css": Markup(css), "script": Markup(script), "script_hash": digest}
@@ -146,6 +147,7 @@ def _parameters(used: Parameters) -> str:
 
 def _client_rows(clients: tuple[ClientTally, ...]) -> list[dict[str, Any]]:
     """One row for each client, in order. If there are too many, only those with most trouble, the worst first."""
+    # The key is minus the number of rounds in which the client's frame was not used.
     if len(clients) > _MAX_CLIENT_ROWS:
         worst = sorted(clients, key=lambda tally: (tally.counts[Status.OK] - tally.counts.total(), tally.client))
         clients = tuple(worst[:_MAX_CLIENT_ROWS])
@@ -189,6 +191,7 @@ def _setting(name: str, value: object) -> str:
 
 
 def _cut(words: str) -> str:
+    # Escaped text is still text that somebody else wrote; a page must not grow without bound.
     return words if len(words) <= _MAX_SETTING_TEXT else words[: _MAX_SETTING_TEXT - 1] + "…"
 
 
