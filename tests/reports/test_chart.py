@@ -77,7 +77,7 @@ def test_stacked_series_add_up_and_must_match() -> None:
     drawing = chart([(0, 1), (1, 2)], [(0, 3), (1, 2)], stacked=True).drawing()
     assert drawing is not None
     assert drawing["curves"][1]["line"] == "M0.0 0.0L1000.0 0.0"
-    assert drawing["curves"][1]["data"] == [[0, 3], [1, 2]]
+    assert drawing["hover"]["curves"][1]["data"] == [[0, 3], [1, 2]]
     with pytest.raises(InvalidParameter, match="same x"):
         chart([(0, 1)], [(1, 1)], stacked=True).drawing()
 

@@ -204,17 +204,26 @@ class _Request:
 
 def _train_here(request: _Request) -> None:
     """Train with all clients in this process, and print the result."""
+    resolved = _resolved(request, resuming=request.resume)
+    folder = request.out or _new_folder(resolved.source.dataset)
+    # The run itself checks a user's own task when it starts.
+    if not request.resume and resolved.task is None and resolved.sizes is not None:
+        _foresee_run(resolved.config, resolved.sizes, force=request.force)
+    _lead(resolved, request, folder=folder, resuming=request.resume)
+
+
+def _resolved(request: _Request, *, resuming: bool, **defaults: Any) -> Resolved:
+    """The settings and the task to train with: those of the run to resume, or those of the command line."""
     from bqsgd._src.tasks.resolve import resolve
 
-    if request.resume and request.out is not None:
-        _lead(_resumed(request.out, request.options), request, folder=request.out, resuming=True)
-        return
-    resolved = resolve(request.options, preset=request.preset, file=request.file)
-    folder = request.out or _new_folder(resolved.source.dataset)
-    _refuse_run_in(folder)
-    if resolved.task is None and resolved.sizes is not None:  # the run itself checks a user's own task when it starts
-        _foresee_run(resolved.config, resolved.sizes, force=request.force)
-    _lead(resolved, request, folder=folder, resuming=False)
+    if resuming and request.out is not None:
+        return _resumed(request.out, request.options)
+    resolved = resolve(defaults | request.options, preset=request.preset, file=request.file)
+    if request.out is not None and (request.out / "config.toml").exists():
+        raise InvalidParameter(
+            f"{request.out} holds a run already; add --resume to continue it, or name another folder"
+        )
+    return resolved
 
 
 def _foresee_run(config: Config, sizes: Sizes, *, force: bool) -> None:
@@ -261,12 +270,6 @@ def _resumed(folder: Path, options: dict[str, Any]) -> Resolved:
     return Resolved(source=source, config=config)
 
 
-def _refuse_run_in(folder: Path) -> None:
-    """Raise when `folder` holds a run."""
-    if (folder / "config.toml").exists():
-        raise InvalidParameter(f"{folder} holds a run already; add --resume to continue it, or name another folder")
-
-
 def _new_folder(name: str) -> Path:
     """A run folder that does not exist yet."""
     from datetime import datetime
@@ -287,18 +290,12 @@ def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None)
     from bqsgd._src.engines.torch_distributed.client import decline
     from bqsgd._src.engines.torch_distributed.ranks import world_size
     from bqsgd._src.settings.node_limits import NodeLimits
-    from bqsgd._src.tasks.resolve import resolve
 
     ranks, folder = world_size(), request.out
     if folder is None:
-        raise InvalidParameter("--engine torch-distributed needs --out: all ranks must name the same run folder")
-    # Every rank reads the settings before it joins the group: an error then ends one rank, and leaves no rank waiting.
+        raise InvalidParameter("--engine torch-distributed needs --out; give the same run folder on all ranks")
     resuming = request.resume and (folder / "config.toml").exists()
-    if resuming:
-        resolved = _resumed(folder, request.options)
-    else:
-        resolved = resolve({"clients": ranks} | request.options, preset=request.preset, file=request.file)
-        _refuse_run_in(folder)
+    resolved = _resolved(request, resuming=resuming, clients=ranks)
     limits = None if node_limits is None else NodeLimits.read(node_limits)
     with join(backend=backend) as group:
         if group.serves:
@@ -338,7 +335,7 @@ def _lead(
         run = Run.start(task, config, folder=folder, engine=engine, force=request.force)
     with run:
         _train(run, tensorboard=request.tensorboard)
-    # After the `with`, so that checkpoint, ledgers and summary are on disk before anything is printed.
+    # The `with` block has closed the run and written its files; this only returns the summary.
     summary = run.close()
     _print(summary, folder=folder, config=config, json=request.json)
     if run.steps == 0 and summary.rounds:

@@ -189,32 +189,24 @@ class Chart:
         x_axis = Axis.over([x for points in drawn for x, _ in points], log=self.log_x, tight=True)
         y_axis = Axis.over([y for points in levels for _, y in points], log=self.log_y, from_zero=self.y_from_zero)
         curves: list[dict[str, Any]] = []
+        hovered: list[dict[str, Any]] = []
         floor: list[Point] = []
         for curve, points, level in zip(self.series, drawn, levels, strict=True):
             kept = thin(level)
             place = [(SIDE * x_axis.place(x), SIDE * (1 - y_axis.place(y))) for x, y in kept]
-            line = _path(place)
-            area = ""
+            area, end = "", None
             if place and (curve.fill or self.stacked):
                 base = floor or [(place[0][0], float(SIDE)), (place[-1][0], float(SIDE))]
                 area = _path([*place, *reversed(base)]) + "Z"
+            if place and self.ends and not self.stacked:
+                end = [100 * place[-1][0] / SIDE, 100 * place[-1][1] / SIDE]
             # The next layer of a stack is filled down to this line.
             floor = place if self.stacked else []
+            look = {"label": curve.label, "colour": curve.colour}
+            curves.append(look | {"dashed": curve.dashed, "line": _path(place), "area": area, "end": end})
             # A stack is drawn as running sums, but a reader who points at it wants the layer's own value.
             values = points if self.stacked else kept
-            curves.append(
-                {
-                    "label": curve.label,
-                    "colour": curve.colour,
-                    "dashed": curve.dashed,
-                    "line": line,
-                    "area": area,
-                    "end": None
-                    if not place or self.stacked or not self.ends
-                    else [place[-1][0] / 10, place[-1][1] / 10],
-                    "data": [[_round(x, self.x_unit), _round(y, self.y_unit)] for x, y in values],
-                }
-            )
+            hovered.append(look | {"data": [[_round(x, self.x_unit), _round(y, self.y_unit)] for x, y in values]})
         return {
             "curves": curves,
             "hidden": hidden,
@@ -226,7 +218,7 @@ class Chart:
                 "units": [str(self.x_unit), str(self.y_unit)],
                 "xLabel": self.x_label,
                 "stacked": self.stacked,
-                "curves": [{"label": c["label"], "colour": c["colour"], "data": c["data"]} for c in curves],
+                "curves": hovered,
             },
             "alt": self._alt(drawn),
         }

@@ -150,6 +150,10 @@ def noise_chart(mechanism: Mechanism) -> Chart:
     deviation = math.sqrt(noise_variance(mechanism))
     grid = np.linspace(-4 * deviation, 4 * deviation, MAX_POINTS - 1)
     gaussian = np.exp(-(grid**2) / (2 * deviation**2)) / (deviation * math.sqrt(2 * math.pi))
+
+    def over_grid(density: Any) -> list[Point]:
+        return list(zip(grid.tolist(), density.tolist(), strict=True))
+
     law = binomial_pmf(m)
     steps: list[Point] = []
     for outcome, mass in enumerate(law.pmf.tolist(), start=law.first):
@@ -166,16 +170,7 @@ def noise_chart(mechanism: Mechanism) -> Chart:
         ends=False,
         series=[
             Series(label="binomial part (steps)", points=steps, colour=3, fill=True),
-            Series(
-                label="BQ",
-                points=list(zip(grid.tolist(), noise_density(grid, mechanism, range=1.0).tolist(), strict=True)),
-                colour=0,
-            ),
-            Series(
-                label="Gaussian of the same variance",
-                points=list(zip(grid.tolist(), gaussian.tolist(), strict=True)),
-                colour=1,
-                dashed=True,
-            ),
+            Series(label="BQ", points=over_grid(noise_density(grid, mechanism, range=1.0)), colour=0),
+            Series(label="Gaussian of the same variance", points=over_grid(gaussian), colour=1, dashed=True),
         ],
     )

@@ -68,16 +68,16 @@ def epsilon_text(claim: Guarantee) -> str:
 
 def _claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
     """(name, value) of everything that must be stated beside an epsilon."""
-    floor = [] if not claim.delta_floor else [("delta floor", short(claim.delta_floor))]
-    return [
-        ("neighbours", claim.relation),
-        ("unit", claim.unit),
-        ("trust", claim.trust_text),
-        ("sampling", claim.sampling),
-        ("method", claim.method),
-        *([("assuming", claim.assumption)] if claim.assumption else []),
-        *floor,
-    ]
+    terms = {
+        "neighbours": claim.relation,
+        "unit": claim.unit,
+        "trust": claim.trust_text,
+        "sampling": claim.sampling,
+        "method": claim.method,
+        "assuming": claim.assumption,
+        "delta floor": short(claim.delta_floor) if claim.delta_floor else "",
+    }
+    return [(name, value) for name, value in terms.items() if value]
 
 
 def _render(template: str, **fields: Any) -> str:
@@ -118,26 +118,25 @@ def _lead(run: History) -> str:
 
 
 def _notices(run: History) -> list[tuple[str, str]]:
-    notices = []
-    if run.summary is None:
-        notices.append(("Unfinished run", "It has written no summary yet, so nothing is claimed about its privacy."))
-    if run.repeated_rounds:
-        notices.append(
-            ("Resumed", f"{run.repeated_rounds} rounds were run again after a resume; the later records are shown.")
-        )
+    """(title, text) of everything that a reader must know before the figures."""
     idle = sum(not record.stepped for record in run.rounds)
-    if idle:
-        notices.append(
-            (
-                "Rounds without a step",
-                f"Too few clients answered in {idle} {'round' if idle == 1 else 'rounds'}, so the model stood still.",
-            )
-        )
-    if run.guarantee is not None and not run.guarantee.epsilon <= MEANINGLESS_EPSILON:
-        notices.append(
-            ("No meaningful guarantee", f"The epsilon proven at this delta is above {MEANINGLESS_EPSILON:.0f}.")
-        )
-    return notices
+    # `not <=` and not `>`: a NaN must also count as meaningless.
+    meaningless = run.guarantee is not None and not run.guarantee.epsilon <= MEANINGLESS_EPSILON
+    notices = [
+        (run.summary is None, "Unfinished run", "It has no summary yet, so nothing is claimed about its privacy."),
+        (
+            run.repeated_rounds,
+            "Resumed",
+            f"{run.repeated_rounds} rounds were run again after a resume; the later records are shown.",
+        ),
+        (
+            idle,
+            "Rounds without a step",
+            f"Too few clients replied in {idle} {'round' if idle == 1 else 'rounds'}, so the model did not change.",
+        ),
+        (meaningless, "No meaningful guarantee", f"The proven epsilon is above {MEANINGLESS_EPSILON:.0f}."),
+    ]
+    return [(title, text) for applies, title, text in notices if applies]
 
 
 def _parameters(used: Parameters) -> str:
@@ -261,13 +260,8 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
 def _differing_terms(runs: Sequence[History]) -> list[str]:
     """The terms in which the runs' guarantees differ. If there are any, their epsilons cannot be compared."""
     claims = [run.guarantee for run in runs if run.guarantee is not None]
-    terms: dict[str, set[object]] = {
-        "delta": {claim.delta for claim in claims},
-        "neighbours": {claim.relation for claim in claims},
-        "unit": {claim.unit for claim in claims},
-        "trust": {claim.trust_text for claim in claims},
-    }
-    return [name for name, stated in terms.items() if len(stated) > 1]
+    terms = {"delta": "delta", "neighbours": "relation", "unit": "unit", "trust": "trust_text"}
+    return [label for label, name in terms.items() if len({getattr(claim, name) for claim in claims}) > 1]
 
 
 def _accuracy_for(spent: list[Point], run: History) -> list[Point]:
