@@ -74,6 +74,11 @@ def test_no_arguments_show_the_help(bqsgd):
         (["paper", "plan", "--bits", 8, "--epsilon", 3, "--delta", 1e-4, *CLIENT[:2], *CLIENT[4:]], "--batch-size"),
         (["account", "--levels", 0, "--trials", 9, "--rounds", 1, "--delta", 1e-4, *CLIENT], "levels must be from 1"),
         (["account", "--levels", 1, "--trials", 9, "--rounds", 1, "--delta", 2, *CLIENT], "delta must be above 0"),
+        (["account", "--levels", 1, "--trials", 9, "--rounds", 0, "--delta", 1e-4, *CLIENT], "rounds must be from 1"),
+        (["plan", "--bits", 8, "--epsilon", 1, "--delta", 1e-4, "--clients", 0, *CLIENT], "clients must be from 1"),
+        (["plan", "--bits", 8, "--epsilon", 1, "--delta", 1e-4, "--rounds", 0, *CLIENT], "rounds must be from 1"),
+        (["audit", "--levels", 1, "--trials", 9, "--delta", 1e-4, "--samples", 1, *CLIENT], "samples must be from 4"),
+        (["audit", "--levels", 1, "--trials", 9, "--delta", 1e-4, "--rounds", 0, *CLIENT], "rounds must be from 1"),
         (
             ["paper", "account", "--levels", 1, "--trials", 0, "--rounds", 1, "--delta", 1e-4, *CLIENT],
             "trials must be at least 1",

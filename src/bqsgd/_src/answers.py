@@ -15,7 +15,7 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.mechanism.coarsening import noise_to_signal, saturation_bias, worst_squared_error
 from bqsgd._src.mechanism.properties import noise_variance
-from bqsgd._src.params import Mechanism, check_delta
+from bqsgd._src.params import Mechanism, check_delta, check_int
 from bqsgd._src.planner.plan import Budget, Plan
 from bqsgd._src.planner.recipe import CLIENTS, Federation, Proposal, propose
 from bqsgd._src.planner.search import make_plan
@@ -257,6 +257,7 @@ def account(
     add/remove one sample (a null record in its place)
     """
     check_delta("delta", delta)
+    check_int("rounds", rounds, 1, 2**53)
     mechanism = Mechanism(levels=levels, trials=trials)
     terms = _terms(
         dimension=dimension,
@@ -311,6 +312,7 @@ def plan(
     (True, True)
     """
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
+    check_int("clients", clients, 1, 2**53)
     terms, rounds, proposal = _proposed(
         budget, Federation(samples=clients * dataset_size, clients=clients, dimension=dimension),
         dataset_size=dataset_size, batch_size=batch_size, rounds=rounds, sampling=sampling, relation=relation,
