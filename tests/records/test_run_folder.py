@@ -65,7 +65,7 @@ def test_one_seeded_round_is_enough_and_idle_rounds_are_told(tmp_path: Path) -> 
     assert seeded.figures.rounds == 2
     page = run_page(seeded)
     assert "seeded noise: no privacy claim" in page
-    assert "Too few clients answered in 1 round" in page
+    assert "Too few clients replied in 1 round" in page
 
 
 def test_bits_per_coordinate_count_only_the_frames_used(tmp_path: Path) -> None:
