@@ -391,6 +391,7 @@ def _proposed(
     client: the other arguments of `_terms`.
     """
     if batch_size is not None and rounds is not None:
+        check_int("rounds", rounds, 1, 2**53)
         return _terms(dimension=federation.dimension, batch_size=batch_size, **client), rounds, None
     if client["sampling"] != "poisson" or client["linf"] is not None or client["l2"] is not None:
         raise InvalidParameter(
