@@ -18,9 +18,10 @@ from bqsgd._src.errors import (
 )
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.client import EpochFile, SumClient
+from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import Kind, SumHeader
 from bqsgd._src.secure.roster import Roster, public_key
+from bqsgd._src.secure.state import EpochFile
 
 N = 5
 CLIENT = 2
@@ -89,7 +90,7 @@ def test_a_nonce_that_was_changed_gives_another_channel(federation):
     sealed = messages.read_shares(other.shares(for_other), federation.agreement).sealed[CLIENT]
     with pytest.raises(BadShares):
         client.take_shares(share_bundle(federation, {0: sealed, 1: sealed, 3: sealed}))
-    assert client._state.batch.partners is None
+    assert not client._state.batch.share_bundle
 
 
 def test_keys_of_another_client_in_its_place(federation):
@@ -192,7 +193,7 @@ def test_shares_that_were_changed_exchanged_or_held_back(federation):
     ):
         with pytest.raises(error):
             client.take_shares(share_bundle(federation, wrong))
-        assert client._state.batch.partners is None
+        assert not client._state.batch.share_bundle
         with pytest.raises(WrongRound):
             client.mask(0, np.zeros(4, dtype=np.uint8))
     client.take_shares(share_bundle(federation, sealed))

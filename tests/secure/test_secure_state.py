@@ -9,8 +9,9 @@ from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum
 
 from bqsgd._src.errors import ConflictingSurvivors, InvalidParameter, NotWritten, RoundUsed, SecureSumError, WrongRound
 from bqsgd._src.secure import messages, state
-from bqsgd._src.secure.client import EpochFile, StateFile, SumClient
+from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import Kind, SumHeader
+from bqsgd._src.secure.state import EpochFile, StateFile
 
 
 def agreed_on(graph):

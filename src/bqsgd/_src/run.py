@@ -53,7 +53,7 @@ from bqsgd._src.records.folder import CONFIG, RunWriter, read_config, read_round
 from bqsgd._src.records.record import RoundRecord, Summary, one_line
 from bqsgd._src.reports.page import write_report
 from bqsgd._src.runtime.modes import one_thread
-from bqsgd._src.secure.client import EpochFile
+from bqsgd._src.secure.state import EpochFile
 from bqsgd._src.server.aggregation import client_weights, read_sizes
 from bqsgd._src.server.cohort import Choose, Cohorts
 from bqsgd._src.server.server import Server

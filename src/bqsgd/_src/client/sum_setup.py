@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.client import EpochFile, StateFile, SumClient
+from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster
+from bqsgd._src.secure.state import EpochFile, StateFile
 from bqsgd._src.settings.client_plan import sum_plan
 from bqsgd._src.settings.config import Config
 from bqsgd._src.storage import private_folder

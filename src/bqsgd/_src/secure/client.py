@@ -49,27 +49,14 @@ from bqsgd._src.errors import (
 )
 from bqsgd._src.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd._src.params import Codes, check_int
-from bqsgd._src.secure import messages
+from bqsgd._src.secure import masks, messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.masks import (
-    KEY_BYTES,
-    add_mask,
-    agree,
-    derive,
-    keystream,
-    lane_type,
-    scratch_for,
-    self_key,
-    wrap_stream,
-    xor,
-)
 from bqsgd._src.secure.messages import Bytes, Keys, Kind, SealedShares, SumHeader, Unmasking
 from bqsgd._src.secure.roster import public_key
 from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
 from bqsgd._src.secure.state import (
     BatchState,
     ClientState,
-    EpochFile,
     RoundState,
     Secrets,
     StateFile,
@@ -77,7 +64,6 @@ from bqsgd._src.secure.state import (
     write_state,
 )
 
-__all__ = ["EpochFile", "StateFile", "SumClient"]
 _NONCE = bytes(12)
 """Every key encrypts a single message, so the nonce of AES-GCM may be fixed."""
 _NO_SEED = bytes(SECRET_BYTES)
@@ -239,9 +225,8 @@ class SumClient:
         peers = {client: keys for client, keys in offered.items() if keys is not None}
         if len(peers) < agreed.rule.share_threshold:
             raise TooFewClients(f"{len(peers)} other clients sent keys, {agreed.rule.share_threshold} are needed")
-        batch.peers, batch.bundle = peers, digest
-        masks = [client for client in agreed.graph.masks(self.number) if client in peers]
-        batch.pairs = {client: self._pair_keys(client) for client in masks}
+        batch.peers, batch.bundle = peers, digest  # from here on, other keys for this batch are refused
+        batch.pairs = {client: self._pair_keys(client) for client in agreed.graph.masks(self.number) if client in peers}
         answer = SealedShares(header=self._header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
         batch.shares = messages.write_shares(answer, agreed)
         self._remember()
@@ -259,7 +244,7 @@ class SumClient:
         if client not in common or common[client][0] != keys.cipher:
             keys.verify(batch.agreement)
             try:
-                secret = agree(X25519PrivateKey.from_private_bytes(self._state.cipher), keys.cipher)
+                secret = masks.agree(X25519PrivateKey.from_private_bytes(self._state.cipher), keys.cipher)
             except ForeignClient:
                 return None  # a key of low order: no channel to this client, so it cannot be a partner
             common[client] = (keys.cipher, secret)
@@ -268,8 +253,8 @@ class SumClient:
     def _pair_keys(self, client: int) -> bytes:
         """The keys of the masks shared with a client, for all rounds of the batch; both clients compute the same."""
         # The client of the lower number counts as the sender on both sides, so that both derive the same key.
-        key = self._channel("pair-masks", client, sender=self.number < client)[:KEY_BYTES]
-        return keystream(key, KEY_BYTES * self._current().count)
+        key = self._channel("pair-masks", client, sender=self.number < client)[: masks.KEY_BYTES]
+        return masks.keystream(key, masks.KEY_BYTES * self._current().count)
 
     def _sealed(self) -> dict[int, bytes]:
         """The encrypted shares for each holder."""
@@ -296,10 +281,9 @@ class SumClient:
         If this client drops out, the others open that seed, and with it the masks of this round and no other.
         """
         batch, wrapped = self._current(), []
-        for offset, drawn in enumerate(batch.secrets.values()):
-            start = KEY_BYTES * offset
-            check, pads = wrap_stream(drawn.mask_seed, len(batch.pairs))
-            wrapped += [check, xor(pads, b"".join(keys[start : start + KEY_BYTES] for keys in batch.pairs.values()))]
+        for number, secrets in batch.secrets.items():
+            check, pads = masks.wrap_stream(secrets.mask_seed, len(batch.pairs))
+            wrapped += [check, masks.xor(pads, b"".join(batch.mask_keys(number).values()))]
         return b"".join(wrapped)
 
     def _channel(self, purpose: str, client: int, *context: bytes, sender: bool) -> bytes:
@@ -310,7 +294,7 @@ class SumClient:
         batch = self._current()
         ends = (batch.digest, batch.peers[client].digest)
         first, second = ends if sender else ends[::-1]
-        return derive(self._state.common[client][1], purpose, batch.agreement.session, first, second, *context)
+        return masks.derive(self._state.common[client][1], purpose, batch.agreement.session, first, second, *context)
 
     def take_shares(self, bundle: Bytes) -> bytes:
         """Decrypt the shares that the others sent. Their senders are the partners of this batch.
@@ -327,7 +311,7 @@ class SumClient:
         rule = batch.agreement.rule
         if not batch.bundle:
             raise WrongRound("shares came before keys")
-        if batch.partners is not None:
+        if batch.share_bundle:
             if batch.share_bundle != digest:
                 raise ReplacedKeys(f"other shares for epoch {batch.epoch}; the client keeps to the first")
             return batch.statement
@@ -336,9 +320,9 @@ class SumClient:
         opened = {client: self._open(client, part) for client, part in sealed.items()}
         if len(opened) < rule.share_threshold:
             raise TooFewClients(f"{len(opened)} other clients sent shares, {rule.share_threshold} are needed")
-        batch.partners, batch.held, batch.share_bundle = frozenset(opened), opened, digest
+        batch.held, batch.share_bundle = opened, digest
         if rule.sparse is not None:
-            bits = messages.bits_of(batch.agreement.graph.masks(self.number), batch.partners)
+            bits = messages.bits_of(batch.agreement.graph.masks(self.number), opened)
             tags = {
                 client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES] for client in opened
             }
@@ -361,13 +345,13 @@ class SumClient:
             BadShares: a statement was not made by the client that it names.
         """
         batch = self._current()
-        if batch.partners is None or batch.agreement.rule.sparse is None:
+        if not batch.share_bundle or batch.agreement.rule.sparse is None:
             raise WrongRound("statements of partners came before the shares, or on a full graph")
         header, statements = messages.read_partner_bundle(bundle, batch.agreement)
         self._check(header)
         strangers = {}
         for client, (tag, bits) in statements.items():
-            if client not in batch.partners:
+            if client not in batch.held:
                 raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
             expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
             if not hmac.compare_digest(expected, tag):
@@ -383,7 +367,7 @@ class SumClient:
     # Exchanges 3 to 5: one round.
 
     def mask(self, round: int, codes: Codes) -> bytearray:
-        """The masked message of one round: codes + noise parts + own mask +- pair masks, modulo 2^width.
+        """The masked message of one round: codes + noise parts + self mask +- pair masks, modulo 2^width.
 
         Call it after the ledger has recorded the round. `codes` come from `noise_shares.encode_base`.
 
@@ -401,21 +385,19 @@ class SumClient:
             raise WrongRound(f"round {round} is not among the {batch.count} rounds from {batch.first_round} on")
         if codes.shape != (agreed.dimension,) or codes.dtype.kind != "u":
             raise InvalidParameter(f"codes must be {agreed.dimension} unsigned integers, got {codes.shape}")
-        assert batch.partners is not None
         # Stored before the vector exists: if the process ends now, the round is lost, and its masks are never reused.
         batch.rounds[round] = RoundState()
         self._remember()
         secrets = batch.secrets[round]
-        lanes = codes.astype(lane_type(agreed.width))
+        lanes = codes.astype(masks.lane_type(agreed.width))
         if secrets.noise_seeds:
             agreed.noise.add_from(0, secrets.noise_seeds[0], lanes, agreed.run_digest)
-        scratch = scratch_for(lanes)
-        key = self_key(secrets.self_seed, agreed.session, client=self.number, round=round)
-        add_mask(lanes, key, scratch=scratch)
-        start = KEY_BYTES * (round - batch.first_round)
-        for client, keys in batch.pairs.items():
-            if client in batch.partners:  # a neighbour that is not a partner does not add this mask either
-                add_mask(lanes, keys[start : start + KEY_BYTES], scratch=scratch, subtract=client < self.number)
+        scratch = masks.scratch_for(lanes)
+        key = masks.self_key(secrets.self_seed, agreed.session, client=self.number, round=round)
+        masks.add_mask(lanes, key, scratch=scratch)
+        for client, pair_key in batch.mask_keys(round).items():
+            if client in batch.held:  # a neighbour whose shares did not come does not add this mask either
+                masks.add_mask(lanes, pair_key, scratch=scratch, subtract=client < self.number)
         return messages.write_masked(self._header(Kind.MASKED, round), agreed, lanes)
 
     def sign(self, survivors: Bytes) -> bytes:
@@ -432,7 +414,6 @@ class SumClient:
         agreed = batch.agreement
         header, listed = messages.read_survivors(survivors, agreed)
         state, rule, graph = self._round(header), agreed.rule, agreed.graph
-        assert batch.partners is not None
         if state.survivors is not None:
             if state.survivors != listed:
                 raise ConflictingSurvivors(f"a second list of survivors for round {header.round}")
@@ -441,19 +422,18 @@ class SumClient:
             raise ForeignClient(f"client {self.number} is not among the survivors of round {header.round}")
         if len(listed) < rule.fewest:
             raise TooFewClients(f"{len(listed)} survivors of {rule.clients}, at least {rule.fewest} must be in a sum")
-        strangers = set(listed) & set(graph.masks(self.number)) - batch.partners
-        if strangers:
-            # Such a client may not be in the sum at all. The list would count its noise, and noise that is needed
-            # would be taken out.
+        if strangers := set(listed) & set(graph.masks(self.number)) - batch.held.keys():
+            # Such a client may not be in the sum at all. If the list counted its noise, the server could take out noise
+            # that the sum needs.
             raise ForeignClient(f"client {min(strangers)} is listed as a survivor and shares no mask with this client")
         if self.number in graph.committee:
-            alone = graph.too_far_away(listed)
-            if alone:
+            if alone := graph.too_far_away(listed):
                 raise TooFewClients(f"too many neighbours of client {alone[0]} are missing from the list of survivors")
             statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=header.round, survivors=listed)
             signature = self._identity.sign(statement)
             state.signature = self._header(Kind.SIGNATURE, header.round).pack(agreed) + signature
         state.survivors, state.check = listed, self.source("check", header.round).words(2).tobytes()
+        # Before the signature leaves: after a restart this client must not sign another list.
         self._remember()
         return state.signature
 
@@ -462,8 +442,8 @@ class SumClient:
 
         Raises:
             TooFewClients: fewer signatures than the quorum.
-            BadSignature: a signature is not on this client's list. On a sparse graph, where a client verifies only
-                some, the round is then over for it.
+            BadSignature: a signature is not on this client's list. On a sparse graph a client verifies only some
+                signatures, and then reveals nothing more in this round.
         """
         batch = self._current()
         agreed = batch.agreement
@@ -477,13 +457,12 @@ class SumClient:
             raise RoundUsed(f"a forged signature came in round {header.round}, so this client reveals nothing in it")
         if len(signatures) < rule.quorum:
             raise TooFewClients(f"{len(signatures)} signatures on the list of survivors, {rule.quorum} are needed")
-        foreign = signatures.keys() - frozenset(state.survivors)
-        if foreign:
+        if foreign := signatures.keys() - frozenset(state.survivors):
             raise ForeignClient(f"client {min(foreign)} signed a list that it is not on")
         self._verify(header.round, state, signatures)
         revealed = self._revealed(header.round, state.survivors)
         state.unmasking = messages.write_unmasking(revealed, agreed)
-        del batch.secrets[header.round]  # not needed any more; a later thief does not find them
+        del batch.secrets[header.round]  # no longer needed, so somebody who steals the state later does not find them
         self._remember()
         return state.unmasking
 
@@ -493,7 +472,7 @@ class SumClient:
         agreed, order = batch.agreement, sorted(signatures)
         assert state.survivors is not None
         if agreed.rule.sparse is not None:
-            drawn = np.frombuffer(keystream(state.check, 8 * len(order)), dtype="<u8")
+            drawn = np.frombuffer(masks.keystream(state.check, 8 * len(order)), dtype="<u8")
             order = [order[index] for index in np.argsort(drawn, kind="stable")]
         statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=round, survivors=state.survivors)
         try:
@@ -520,7 +499,7 @@ class SumClient:
                 continue
             if batch.strangers is not None:
                 if client not in batch.strangers:
-                    continue  # it has not stated its partners, so it may be cut off: reveal nothing of it
+                    continue  # it has not stated its partners, so it may be cut off: reveal nothing about it
                 if not batch.strangers[client].isdisjoint(rank):
                     cut = min(batch.strangers[client] & rank.keys())
                     raise ForeignClient(f"client {client} is on the list with client {cut} but shares no mask with it")

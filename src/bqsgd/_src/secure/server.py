@@ -119,8 +119,8 @@ class SumServer:
         batch = self._current()
         return messages.write_batch(batch.header(Kind.BATCH, client), batch.agreement)
 
-    def take_keys(self, message: Bytes) -> int:
-        """Take a client's keys; returns its number."""
+    def take_keys(self, message: Bytes) -> None:
+        """Take a client's keys."""
         batch = self._current()
         keys = messages.read_keys(message, batch.agreement)
         batch.check(keys.header)
@@ -132,7 +132,6 @@ class SumServer:
             raise WrongRound(f"keys of client {client} came after the keys were distributed")
         if batch.keys.setdefault(client, keys).digest != keys.digest:
             raise ReplacedKeys(f"client {client} has sent other keys before")
-        return client
 
     @property
     def keyed(self) -> tuple[int, ...]:
@@ -153,8 +152,8 @@ class SumServer:
         keys = {other: batch.keys[other].message for other in self._peers()[client]}
         return messages.write_parts(batch.header(Kind.KEY_BUNDLE, client), batch.agreement, keys)
 
-    def take_shares(self, message: Bytes) -> int:
-        """Take a client's encrypted shares; returns its number."""
+    def take_shares(self, message: Bytes) -> None:
+        """Take a client's encrypted shares."""
         batch = self._current()
         shares = messages.read_shares(message, batch.agreement)
         batch.check(shares.header)
@@ -164,7 +163,6 @@ class SumServer:
         if not shares.sealed.keys() <= batch.peers[client]:
             raise ForeignClient(f"client {client} sent shares for clients that sent no keys")
         batch.sealed[client] = shares
-        return client
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -189,8 +187,8 @@ class SumServer:
         sealed = {other: batch.sealed[other].sealed[client] for other in self._partners()[client]}
         return messages.write_parts(batch.header(Kind.SHARE_BUNDLE, client), batch.agreement, sealed)
 
-    def take_partners(self, message: Bytes) -> int:
-        """On a sparse graph: take a client's statement of its partners; returns its number."""
+    def take_partners(self, message: Bytes) -> None:
+        """On a sparse graph: take a client's statement of its partners."""
         batch = self._current()
         header, bits, tags = messages.read_partners(message, batch.agreement)
         batch.check(header)
@@ -201,7 +199,6 @@ class SumServer:
         if set(messages.chosen_of(bits, near)) != batch.partners[client].intersection(near):
             raise BadShares(f"client {client} states other partners than it has")
         batch.statements[client] = (bits, tags)
-        return client
 
     @property
     def stated(self) -> tuple[int, ...]:
@@ -275,8 +272,8 @@ class SumServer:
         """The message with the list of survivors, for one of them."""
         return messages.write_survivors(self._to(Kind.SURVIVORS, client), self._current().agreement, self.close())
 
-    def take_signature(self, message: Bytes) -> int:
-        """Verify and keep a client's signature on the list; returns its number."""
+    def take_signature(self, message: Bytes) -> None:
+        """Verify and keep a client's signature on the list."""
         batch, current, listed = self._current(), self._open(), self.close()
         agreed = batch.agreement
         header, signature = messages.read_signature(message, agreed)
@@ -287,7 +284,6 @@ class SumServer:
         statement = messages.survivors_statement(agreed, epoch=header.epoch, round=header.round, survivors=listed)
         agreed.members.verify(client, signature, statement)
         current.signatures[client] = signature
-        return client
 
     @property
     def signed(self) -> tuple[int, ...]:
@@ -311,8 +307,8 @@ class SumServer:
         chosen = dict(list(self._certified().items())[: self.agreement.rule.quorum])
         return messages.write_certificate(self._to(Kind.CERTIFICATE, client), self._current().agreement, chosen)
 
-    def take_unmasking(self, message: Bytes) -> int:
-        """Keep the shares that a survivor reveals; returns its number."""
+    def take_unmasking(self, message: Bytes) -> None:
+        """Keep the shares that a survivor reveals."""
         batch, current, listed = self._current(), self._open(), frozenset(self.close())
         revealed = messages.read_unmasking(message, batch.agreement)
         batch.check(revealed.header, current.number)
@@ -323,7 +319,6 @@ class SumServer:
         if any((len(share) == 2 * SHARE_BYTES) != (other in listed) for other, share in revealed.shares.items()):
             raise BadShares(f"client {client} revealed the wrong kind of share")
         current.unmaskings.setdefault(client, revealed)
-        return client
 
     def total(self) -> Total:
         """The sum of the survivors' codes modulo 2^width, without masks and without noise that is not needed.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from bqsgd._src.errors import InvalidParameter, RoundUsed, SecureSumError, UnsafeFile, WrongRound
 from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.masks import KEY_BYTES
 from bqsgd._src.secure.messages import KeyBatch, Keys, read_keys
 from bqsgd._src.storage import one_at_a_time, read_regular, write_atomic
 
@@ -58,9 +59,9 @@ class BatchState(KeyBatch):
 
     keys: this client's Keys message. secrets: by round. peers: the holders whose keys came. pairs: for each mask
     neighbour, the concatenated keys of the common masks. bundle, share_bundle: digests of the server's messages, by
-    which the client notices a second, different one. shares, statement: this client's answers. partners: the clients
-    whose shares came, None before that. held: their shares. strangers: for each client whose shares are held, the mask
-    neighbours with which it shares no mask. rounds: those that were masked.
+    which the client notices a second, different one. shares, statement: this client's answers. held: the shares that
+    came, by sender; the senders are the partners of the batch. strangers: for each of them, the mask neighbours with
+    which it shares no mask. rounds: those that were masked.
     """
 
     keys: bytes
@@ -70,7 +71,6 @@ class BatchState(KeyBatch):
     bundle: bytes = b""
     shares: bytes = b""
     share_bundle: bytes = b""
-    partners: frozenset[int] | None = None
     held: dict[int, bytes] = field(default_factory=dict)
     statement: bytes = b""
     strangers: dict[int, frozenset[int]] | None = None
@@ -81,10 +81,15 @@ class BatchState(KeyBatch):
         """SHA-256 of this client's Keys message."""
         return hashlib.sha256(self.keys).digest()
 
+    def mask_keys(self, round: int) -> dict[int, bytes]:
+        """For each mask neighbour the key of the common mask in this round."""
+        start = KEY_BYTES * (round - self.first_round)
+        return {client: keys[start : start + KEY_BYTES] for client, keys in self.pairs.items()}
+
     @property
     def complete(self) -> bool:
         """Whether keys and shares, and on a sparse graph the statements, have come, so that vectors can be masked."""
-        return self.partners is not None and (self.agreement.rule.sparse is None or self.strangers is not None)
+        return bool(self.share_bundle) and (self.agreement.rule.sparse is None or self.strangers is not None)
 
 
 @dataclass
@@ -108,7 +113,7 @@ def write_state(state: ClientState, agreement: Agreement, client: int) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON has no type for. `_read_batch` relies on the order in which the fields of a dataclass are declared."""
+    """What JSON has no type for. The fields of a dataclass are written in the order of their declaration."""
     match value:
         case bytes():
             return value.hex()
@@ -146,7 +151,7 @@ def read_state(content: bytes, agreement: Agreement, client: int) -> ClientState
 
 def _read_batch(fields: dict[str, Any], agreement: Agreement) -> BatchState:
     agreed = agreement if fields["cohort"] is None else agreement.of(fields["cohort"])
-    partners, strangers = fields["partners"], fields["strangers"]
+    strangers = fields["strangers"]
     return BatchState(
         agreement=agreed,
         epoch=int(fields["epoch"]),
@@ -159,7 +164,6 @@ def _read_batch(fields: dict[str, Any], agreement: Agreement) -> BatchState:
         bundle=_unhex(fields["bundle"]),
         shares=_unhex(fields["shares"]),
         share_bundle=_unhex(fields["share_bundle"]),
-        partners=None if partners is None else frozenset(partners),
         held=_by_number(fields["held"], _unhex),
         statement=_unhex(fields["statement"]),
         strangers=None if strangers is None else _by_number(strangers, frozenset),

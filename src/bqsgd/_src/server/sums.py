@@ -24,7 +24,7 @@ from bqsgd._src.wire.reply import Reply
 
 Carry = Callable[[Mapping[int, bytes]], Iterable[Reply]]
 """An engine's exchange within one round: client -> message, to the replies."""
-_Take = Callable[[Bytes], int]
+_Take = Callable[[Bytes], object]
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,8 @@
 """Compiled loops that pack and unpack codes. The first bit of a stream is the lowest bit of the first byte.
 
 Compiled code does not check indices, so every loop must stay inside its arrays for any input bytes: callers check the
-lengths, and the loops below treat the last bytes apart where a wide load would read beyond the end. Words of more than
-62 bits take several limbs of 31 bits (`unpack_long`); that is slower, and only eight code counts need it.
+lengths, and the loops that read get a padded copy of the bytes (`padded`). Words of more than 62 bits take several
+limbs of 31 bits (`unpack_long`); that is slower, and only eight code counts need it.
 """
 
 from __future__ import annotations
@@ -43,34 +43,30 @@ def digit_table(base: int, digits: int) -> npt.NDArray[np.uint64]:
     return np.array([base**half, -(-(1 << shift) // base), shift, *powers], dtype=np.uint64)
 
 
-@inline
-def put32(out: Bytes, at: int, word: np.uint64) -> None:
-    """Store the low 32 bits of `word` in four bytes."""
-    # Unsigned indices: with signed ones Numba tests each for being negative, and the four stores do not become one.
-    first = _U64(at)
-    out[first] = _U8(word & _U64(255))
-    out[first + _U64(1)] = _U8((word >> _U64(8)) & _U64(255))
-    out[first + _U64(2)] = _U8((word >> _U64(16)) & _U64(255))
-    out[first + _U64(3)] = _U8((word >> _U64(24)) & _U64(255))
+def padded(data: npt.NDArray[np.uint8]) -> Bytes:
+    """A copy with eight zero bytes after it, which `read` may load: every `unpack` loop needs one."""
+    copy = np.zeros(data.size + 8, np.uint8)
+    copy[: data.size] = data
+    return copy
 
 
 @inline
-def get32(data: Bytes, at: int) -> np.uint64:
-    """Load four bytes as 32 bits."""
-    first = _U64(at)
-    return (
-        _U64(data[first])
-        | (_U64(data[first + _U64(1)]) << _U64(8))
-        | (_U64(data[first + _U64(2)]) << _U64(16))
-        | (_U64(data[first + _U64(3)]) << _U64(24))
-    )
+def read(data: Bytes, bit: int, width: int) -> np.uint64:
+    """Bits [bit, bit + width) as a number, for width <= 57. It loads eight bytes, so the data must be padded."""
+    first, value = _U64(bit >> 3), _U64(0)
+    for i in range(8):  # LLVM turns these into one load of eight bytes
+        value |= _U64(data[first + _U64(i)]) << _U64(8 * i)
+    return (value >> _U64(bit & 7)) & ((_U64(1) << _U64(width)) - _U64(1))
 
 
 @inline
 def store_full(out: Bytes, at: int, held: np.uint64, fill: int) -> tuple[int, np.uint64, int]:
     """Store 32 of the `fill` bits in `held` if there are that many; returns what is then `at`, `held` and `fill`."""
     if fill >= 32:
-        put32(out, at, held)
+        # Unsigned indices: with signed ones Numba tests each for being negative, and the four stores do not become one.
+        first = _U64(at)
+        for i in range(4):
+            out[first + _U64(i)] = _U8((held >> _U64(8 * i)) & _U64(255))
         return at + 4, held >> _U64(32), fill - 32
     return at, held, fill
 
@@ -100,34 +96,15 @@ def pack_plain(codes: Codes, out: Bytes, width: int) -> int:
 
 @jit
 def unpack_plain(data: Bytes, codes: Codes, width: int) -> tuple[int, bool]:
-    """Read codes of `width` <= 25 bits; returns the largest, and whether a bit after the last code is set."""
+    """Read codes of `width` bits; returns the largest, and whether a bit after the last code is set."""
     kind = codes.dtype.type
-    mask = _U64((1 << width) - 1)
     top = kind(0)
-    # Codes that start at least four bytes before the end, so that get32 stays inside the data.
-    fast = min(codes.size, max(0, (data.size - 4) * 8 // width + 1)) if data.size >= 4 else 0
-    for i in range(fast):
-        bit = i * width
-        code = kind((get32(data, bit >> 3) >> _U64(bit & 7)) & mask)
+    for i in range(codes.size):
+        code = kind(read(data, i * width, width))
         top = max(top, code)
         codes[i] = code
-    for i in range(fast, codes.size):
-        bit = i * width
-        code = kind(read(data, bit, width))
-        top = max(top, code)
-        codes[i] = code
-    return int(top), read(data, codes.size * width, data.size * 8 - codes.size * width) != 0
-
-
-@jit
-def read(data: Bytes, bit: int, width: int) -> np.uint64:
-    """Bits [bit, bit + width) as a number, for width <= 56. Slow, but it reads no byte beyond them."""
-    value, got, at = _U64(0), 0, bit >> 3
-    while got < width + (bit & 7):
-        value |= _U64(data[_U64(at)]) << _U64(got)
-        got += 8
-        at += 1
-    return (value >> _U64(bit & 7)) & ((_U64(1) << _U64(width)) - _U64(1))
+    # Fewer than eight bits are left in the last byte, and the padding after it is zero.
+    return int(top), read(data, codes.size * width, 8) != 0
 
 
 @jit
@@ -182,19 +159,12 @@ def unpack_mixed(
     """
     kind = codes.dtype.type
     half, multiplier, shift = table[0], table[1], table[2]
-    middle, mask = (digits + 1) // 2, _U64((1 << low) - 1)
+    middle, piece_bits = (digits + 1) // 2, min(word_bits, 31)
     top, bit = _U64(0), 0
-    piece_bits = min(word_bits, 31)
     for start in range(0, codes.size, digits):
         count = min(digits, codes.size - start)
-        safe = ((bit + word_bits + count * low) >> 3) + 9 <= data.size  # wide loads of this group stay inside the data
-        if safe:
-            word = (get32(data, bit >> 3) | (get32(data, (bit >> 3) + 4) << _U64(32))) >> _U64(bit & 7)
-            if (bit & 7) + word_bits > 64:
-                word |= _U64(data[_U64((bit >> 3) + 8)]) << _U64(64 - (bit & 7))
-            word &= (_U64(1) << _U64(word_bits)) - _U64(1)
-        else:
-            word = read(data, bit, piece_bits) | (read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
+        # In two pieces: a word of 62 bits that begins within a byte is spread over nine.
+        word = read(data, bit, piece_bits) | (read(data, bit + piece_bits, word_bits - piece_bits) << _U64(31))
         bit += word_bits
         if word >= table[3 + count]:
             if count == digits:
@@ -206,16 +176,12 @@ def unpack_mixed(
             if i == middle:
                 lower = upper
             quotient = (lower * multiplier) >> shift
-            code = (lower - quotient * _U64(base)) << _U64(low)
+            code = ((lower - quotient * _U64(base)) << _U64(low)) | read(data, bit, low)
             lower = quotient
-            if safe:
-                code |= (get32(data, bit >> 3) >> _U64(bit & 7)) & mask
-            else:
-                code |= read(data, bit, low)
             bit += low
             top = max(top, code)
             codes[start + i] = kind(code)
-    return int(top), read(data, bit, data.size * 8 - bit) != 0
+    return int(top), read(data, bit, 8) != 0
 
 
 @jit
@@ -268,4 +234,4 @@ def unpack_long(data: Bytes, codes: Codes, low: int, base: int, digits: int, wor
             if count == digits:
                 return base << low, False
             return 0, True
-    return int(top), read(data, bit, data.size * 8 - bit) != 0
+    return int(top), read(data, bit, 8) != 0

@@ -230,7 +230,7 @@ def decompress(payload: Payload, mechanism: Mechanism, dimension: int) -> Codes:
         raw = np.empty(piece.size if low_bits else 0, np.uint32)
         if low_bits:
             begin, end = at * low_bits // 8, ((at + piece.size) * low_bits + 7) // 8
-            _, spare = _bits.unpack_plain(_bits.readonly(low[begin:end]), raw, low_bits)
+            _, spare = _bits.unpack_plain(_bits.padded(low[begin:end]), raw, low_bits)
             if spare:
                 raise BadPayload("the bits after the last low part must be zero")
         top = _bits.join(_bits.readonly(piece), raw, first, low_bits, codes[at : at + piece.size])

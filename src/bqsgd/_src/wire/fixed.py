@@ -155,7 +155,7 @@ class FixedWidth:
             top = int(codes.max(initial=0))
         else:
             codes = np.empty(dimension, self.dtype)
-            payload = _bits.readonly(payload)
+            payload = _bits.padded(payload)
             radix = (shape.low_bits, shape.base, shape.digits, shape.word_bits)
             if shape.base == 1:
                 top, spare = _bits.unpack_plain(payload, codes, shape.low_bits)
