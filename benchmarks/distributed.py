@@ -29,12 +29,12 @@ import torch
 import benchmarks
 from bqsgd._src import models
 from bqsgd._src.client.client import Client
-from bqsgd._src.engines.torch_distributed import join, torch_distributed
-from bqsgd._src.engines.torch_distributed.client import Answering, answer_rounds, joined_run
+from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
 from bqsgd._src.run import Run, run_round
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply
+from bqsgd.distributed import join, torch_distributed
 
 RANKS, BATCH, SAMPLES, TARGET_MS = 4, 64, 1024, 10.0
 WARM = 20
@@ -76,17 +76,17 @@ def timed_rounds(run: Run, cpu: list[float]) -> list[float]:
     return seconds[WARM:]
 
 
-def counting(client: Client, cpu: list[float], rounds: int) -> Answering:
-    """The client's answer; `cpu` gets this process's CPU seconds of one round after the warm ones."""
-    asked = []
+def count_seconds(client: Client, cpu: list[float], rounds: int) -> None:
+    """`cpu` gets this process's CPU seconds of one of the client's rounds after the warm ones."""
+    asked, answer = [], client.answer
 
-    def answer(message: memoryview) -> Reply:
+    def counting(message: memoryview) -> Reply:
         asked.append(time.process_time())
         if len(asked) == rounds:
             cpu[:] = [(asked[-1] - asked[WARM]) / (rounds - 1 - WARM)]
-        return client.answer(message)
+        return answer(message)
 
-    return answer
+    client.answer = counting  # type: ignore[method-assign]
 
 
 def rank(kind: str, rounds: int, folder: Path) -> None:
@@ -94,15 +94,16 @@ def rank(kind: str, rounds: int, folder: Path) -> None:
     with join() as group:
         place = folder / f"disk-{group.rank}"
         if not group.serves:
-            with joined_run(task(), settings(rounds), group=group, folder=place) as (client, channel, connection):
+            with joined_run(task(), settings(rounds), group=group, folder=place) as (client, connection):
                 if kind == "carry":
                     without_model_work(client)
-                answer_rounds(counting(client, cpu, rounds), client.spending, channel, connection)
+                count_seconds(client, cpu, rounds)
+                answer_rounds(client, connection)
             (folder / f"cpu-{group.rank}.json").write_text(json.dumps(cpu[0]))
             return
         with Run.start(task(), settings(rounds), folder=place, engine=torch_distributed(group)) as run:
             if kind == "carry":
-                without_model_work(run.engine.own.clients[0])
+                without_model_work(run.engine.client)
             (folder / "seconds.json").write_text(json.dumps(timed_rounds(run, cpu)))
         (folder / "cpu-0.json").write_text(json.dumps(cpu[0]))
 

@@ -213,10 +213,10 @@ def guarantees(folder: Path) -> Reader:
 
 def first_messages(folder: Path) -> Reader:
     """The first message of a torch.distributed client."""
-    from bqsgd._src.engines.torch_distributed._transport import read_reply, reply_to_greeting
+    from bqsgd._src.engines.torch_distributed.client import read_reply, reply_to_greeting
 
     corpus = [json.loads(reply_to_greeting(samples=600))]
-    return Reader(corpus, _document(json_text), lambda content: read_reply(memoryview(content), whole_client=False))
+    return Reader(corpus, _document(json_text), lambda content: read_reply(memoryview(content)))
 
 
 def rosters(folder: Path) -> Reader:

@@ -173,10 +173,10 @@ def test_a_node_that_is_hidden_as_a_whole_joins_without_a_number_of_samples(tmp_
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from flwr.app import Message, MessageType
 
-    from bqsgd._src.flower import client_app
     from bqsgd._src.flower.messages import MODEL as MODEL_KIND
     from bqsgd._src.flower.messages import pack
     from bqsgd._src.tasks.task import Task
+    from bqsgd.flower import client_app
     from loop_grid import LoopGrid
 
     config = Config.of(**SETTINGS | WHOLE)

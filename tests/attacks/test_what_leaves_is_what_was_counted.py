@@ -8,7 +8,6 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bqsgd._src.client.outlet import FrameOutlet, MaskedOutlet
-from bqsgd._src.engines.torch_distributed import BQHookState, PrivateSteps
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.models import to_vector
@@ -21,6 +20,7 @@ from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.graph import thresholds
 from bqsgd._src.secure.roster import Roster, public_key
+from bqsgd.distributed import BQHookState, PrivateSteps
 from tiny_task import linear
 
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")

@@ -10,10 +10,10 @@ from distributed_worker import recording
 from bqsgd import data
 from bqsgd._src import models
 from bqsgd._src.data.shares import partition
-from bqsgd._src.engines.torch_distributed import join, torch_distributed, work
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
+from bqsgd.distributed import join, torch_distributed, work
 
 
 def digits_task(clients):

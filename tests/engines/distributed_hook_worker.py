@@ -14,11 +14,12 @@ from distributed_worker import points
 from torch.nn.parallel import DistributedDataParallel
 
 from bqsgd._src.codec import decode_frame, encode_frame
-from bqsgd._src.engines.torch_distributed import BQHookState, NoGuaranteeWarning, PrivateSteps, bq_hook, join
+from bqsgd._src.engines.torch_distributed.hook import NoGuaranteeWarning
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import privacy_rng, seeded_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import Clamp, clipped_gradients
+from bqsgd.distributed import BQHookState, PrivateSteps, bq_hook, join
 
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")
 NOISY = Mechanism(levels=20, trials=200)

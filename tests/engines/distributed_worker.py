@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from bqsgd._src.codec import encode_frame
-from bqsgd._src.engines.torch_distributed import join, torch_distributed
 from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Mechanism
@@ -25,6 +24,7 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.model_message import read_model
 from bqsgd._src.wire.reply import Reply
+from bqsgd.distributed import join, torch_distributed
 from fault_book import write_down
 
 DIMENSION = 6
@@ -117,8 +117,9 @@ def main():
         if not group.serves:
             with joined_run(
                 task(group.size), config, group=group, folder=folder / f"disk-{group.rank}", resuming=asked["resume"]
-            ) as (client, channel, connection):
-                answer_rounds(Mischief(client, plan, folder), client.spending, channel, connection)
+            ) as (client, connection):
+                client.answer = Mischief(client, plan, folder)
+                answer_rounds(client, connection)
             return
         how = {"folder": folder / "disk-0", "engine": torch_distributed(group)}
         with (
@@ -126,7 +127,7 @@ def main():
             if asked["resume"]
             else Run.start(task(group.size), config, force=True, **how)
         ) as run:
-            own = run.engine.own.clients[0]
+            own = run.engine.client
             own.answer = Mischief(own, plan, folder)
             recording(run.engine, folder / "frames.jsonl")
             with (folder / "rounds.jsonl").open("a") as stream:

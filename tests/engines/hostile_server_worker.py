@@ -20,12 +20,12 @@ from hostile_servers import (
     shared_network,
 )
 
-from bqsgd._src.engines.torch_distributed import RunDeclined, join, work
-from bqsgd._src.engines.torch_distributed._transport import greeting
+from bqsgd._src.engines.torch_distributed.client import RunDeclined, greeting
 from bqsgd._src.engines.torch_distributed.ranks import MessageKind
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.tasks.task import Task
+from bqsgd.distributed import join, work
 
 ANY_MODEL = replace(NodeLimits.unlimited(), largest_parameter=3.5e38)
 TASK = Task(make_model=lambda: shared_network("linear"), loss_fn=LOSS)

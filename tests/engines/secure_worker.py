@@ -16,13 +16,13 @@ import numpy as np
 from distributed_worker import linear, points
 
 from bqsgd._src.client.sum_setup import _made, _seed
-from bqsgd._src.engines.torch_distributed import join, torch_distributed
 from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
 from bqsgd._src.run import Run
 from bqsgd._src.secure.messages import is_sum_message, message_kind
 from bqsgd._src.secure.roster import Roster, public_key, write_identity
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
+from bqsgd.distributed import join, torch_distributed
 
 SEED = 9
 
@@ -80,12 +80,13 @@ def main():
         plan = asked["mischief"].get(str(group.rank), {})
         task, disk = small_task(group.size), folder / f"disk-{group.rank}"
         if not group.serves:
-            with joined_run(task, config, group=group, folder=disk, resuming=asked["resume"]) as (client, *ways):
-                answer_rounds(Mischief(client, plan, folder), client.spending, *ways)
+            with joined_run(task, config, group=group, folder=disk, resuming=asked["resume"]) as (client, connection):
+                client.answer = Mischief(client, plan, folder)
+                answer_rounds(client, connection)
             return
         how = {"folder": disk, "engine": torch_distributed(group)}
         with Run.resume(task, **how) if asked["resume"] else Run.start(task, config, **how) as run:
-            own = run.engine.own.clients[0]
+            own = run.engine.client
             own.answer = Mischief(own, plan, folder)
             with (folder / "rounds.jsonl").open("a") as stream:
                 for record in run.rounds():

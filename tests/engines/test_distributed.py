@@ -13,8 +13,8 @@ import torch
 from distributed_processes import environment, finish, lines, processes
 
 from bqsgd._src.cli.app import main
-from bqsgd._src.engines.torch_distributed import join
-from bqsgd._src.engines.torch_distributed._transport import (
+from bqsgd._src.engines.engine import Setup
+from bqsgd._src.engines.torch_distributed.client import (
     SettingsDiffer,
     greeting,
     read_greeting,
@@ -28,6 +28,7 @@ from bqsgd._src.records.checkpoint import load_checkpoint
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.tasks.task import Task
+from bqsgd.distributed import join
 from fault_book import counts, seen, together
 
 RANKS, ROUNDS = 4, 250
@@ -152,23 +153,42 @@ def test_ranks_agree_on_settings_before_anything_is_sent():
         read_greeting(first, config, task(dataset="digits"))
     with pytest.raises(SettingsDiffer, match="'b'"):
         read_greeting(first, config.but(run="b"), here)
-    assert read_reply(memoryview(reply_to_greeting(samples=7)), whole_client=False) == 7
+    assert read_reply(memoryview(reply_to_greeting(samples=7))) == 7
     hidden = reply_to_greeting(samples=None)
     assert b"samples" not in hidden
-    assert read_reply(memoryview(hidden), whole_client=True) is None
-    assert read_reply(memoryview(reply_to_greeting(samples=7)), whole_client=True) is None
-    with pytest.raises(PeerLost, match="None samples"):
-        read_reply(memoryview(hidden), whole_client=False)
+    assert read_reply(memoryview(hidden)) is None
 
 
-@pytest.mark.parametrize(
-    "message", [b"", b"[]", b"{", b"[" * 60000, b'{"format": "other"}', reply_to_greeting(samples=0), b"\x80\x02"]
-)
+def counted(claimed, **settings):
+    config = Config.of(clients=3, batch_size=20, **settings)
+    setup = Setup(task=Task(make_model=None), config=config, folder=None, resuming=False, dimension=6)
+    return setup.counted_samples(1, claimed)
+
+
+def test_a_client_counts_as_what_it_claims_unless_the_guarantee_hides_it():
+    assert [counted(claimed) for claimed in (1, 7, 2**40 - 1)] == [1, 7, 2**40 - 1]
+    assert [counted(claimed, unit="client") for claimed in (None, 7, "many")] == [20, 20, 20]
+
+
+@pytest.mark.parametrize("claimed", [None, 0, -1, True, 2.0, "7", 2**40, [7]])
+def test_a_claim_that_is_not_a_number_of_samples_is_refused(claimed):
+    with pytest.raises(InvalidParameter, match="client 1 claims"):
+        counted(claimed)
+
+
+def test_fixed_size_batches_need_as_many_samples():
+    assert counted(20, sampling="fixed") == 20
+    with pytest.raises(InvalidParameter, match="client 1 claims 19 samples; this run needs 20"):
+        counted(19, sampling="fixed")
+
+
+@pytest.mark.parametrize("message", [b"", b"[]", b"{", b"[" * 60000, b'{"format": "other"}', b"\x80\x02"])
 def test_a_first_message_that_is_none_is_refused(message):
     with pytest.raises(PeerLost):
-        read_reply(memoryview(message), whole_client=False)
-    with pytest.raises(PeerLost):
-        read_greeting(memoryview(message), Config(), Task(make_model=None))
+        read_reply(memoryview(message))
+    for greeted in (message, reply_to_greeting(samples=0)):
+        with pytest.raises(PeerLost):
+            read_greeting(memoryview(greeted), Config(), Task(make_model=None))
 
 
 def test_a_process_without_a_launcher_or_a_backend_is_refused(monkeypatch):
@@ -179,7 +199,7 @@ def test_a_process_without_a_launcher_or_a_backend_is_refused(monkeypatch):
         pass
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidParameter, match="no mpi"), join(backend="mpi"):
+    with pytest.raises(InvalidParameter, match="that this build of torch has, got 'mpi'"), join(backend="mpi"):
         pass
 
 

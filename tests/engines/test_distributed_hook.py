@@ -11,13 +11,13 @@ import torch
 from distributed_processes import run_ranks
 
 from bqsgd._src.client.outlet import FrameOutlet
-from bqsgd._src.engines.torch_distributed import BQHookState, PrivateSteps, bq_hook
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import privacy_rng, seeded_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import L2
 from bqsgd._src.release import Scheme
+from bqsgd.distributed import BQHookState, PrivateSteps, bq_hook
 
 SCRIPT = Path(__file__).parent / "distributed_hook_worker.py"
 

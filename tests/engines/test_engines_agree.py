@@ -48,10 +48,10 @@ def test_flower_sends_the_same_bytes(one_process, tmp_path):
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from flwr.app import MessageType
 
-    from bqsgd._src.flower import client_app
     from bqsgd._src.flower.messages import FRAME, data_of
     from bqsgd._src.flower.server_app import serve
     from bqsgd._src.flower.settings import Service, read_settings
+    from bqsgd.flower import client_app
     from loop_grid import LoopGrid
 
     task, frames = digits_task(4), {}

@@ -35,7 +35,6 @@ from bqsgd._src.client.outlet import FrameOutlet
 from bqsgd._src.client.samples import Part
 from bqsgd._src.codec import decode_frame
 from bqsgd._src.engines.in_process import InProcess
-from bqsgd._src.engines.torch_distributed import BQHookState, PrivateSteps
 from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInput
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import privacy_rng, seeded_rng
@@ -43,6 +42,7 @@ from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply
+from bqsgd.distributed import BQHookState, PrivateSteps
 
 every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
 WORKER = Path(__file__).parent / "hostile_server_worker.py"
@@ -192,7 +192,7 @@ def test_private_figures_are_written_whatever_the_data(tmp_path):
 @every_unit_and_clip
 def test_the_in_process_engine_carries_a_frame(unit, clip):
     for data in few_data_sets().values():
-        with contextlib.closing(InProcess([make_client("linear", unit, clip, data)])) as engine:
+        with contextlib.closing(InProcess({0: make_client("linear", unit, clip, data)})) as engine:
             for round, model in enumerate(finite_models(8).values()):
                 (answer,) = engine.exchange({0: message(model, round=round)}, round=round)
                 assert (answer.declined, answer.reason, seen(answer)[0]) == (False, None, "frame")
@@ -236,8 +236,8 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from flwr.app import Message, MessageType
 
-    from bqsgd._src.flower import client_app
     from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, pack
+    from bqsgd.flower import client_app
     from loop_grid import LoopGrid
 
     sets = few_data_sets()

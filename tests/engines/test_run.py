@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bqsgd._src.cli.app import main
-from bqsgd._src.engines.in_process import InProcess
 from bqsgd._src.errors import InvalidParameter, LedgerError
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.models import to_vector
@@ -123,8 +122,6 @@ def test_clients_drop_out_when_their_budget_is_spent_and_training_goes_on(task, 
 def test_refusals(task, settings, tmp_path):
     with pytest.raises(InvalidParameter, match="shares"):
         Run.start(Task(make_model=task.make_model, shares=task.shares[:2]), settings())
-    with pytest.raises(InvalidParameter, match="each number once"):
-        InProcess([])
     with pytest.raises(InvalidParameter, match="needs a ledger"):
         trained(task, settings(seed=None))
     stopped, _ = trained(task, settings(), tmp_path, killed_after=4)

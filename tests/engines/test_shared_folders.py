@@ -207,7 +207,7 @@ def test_of_processes_that_begin_at_once_one_trains(tmp_path):
 def test_ranks_on_one_machine_listen_on_loopback_only(tmp_path):
     code = (
         "import psutil, torch.distributed as dist\n"
-        "from bqsgd._src.engines.torch_distributed import join\n"
+        "from bqsgd.distributed import join\n"
         "with join() as group:\n"
         "    dist.barrier()\n"
         "    print(*{c.laddr.ip for c in psutil.Process().net_connections() if c.status == 'LISTEN'})\n"

@@ -286,9 +286,9 @@ def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None)
     A client on its own machine has a ledger but no settings file to resume from, so it takes its settings from the
     command line.
     """
-    from bqsgd._src.engines.torch_distributed import join, torch_distributed, work
-    from bqsgd._src.engines.torch_distributed.client import decline
-    from bqsgd._src.engines.torch_distributed.ranks import world_size
+    from bqsgd._src.engines.torch_distributed.client import decline, work
+    from bqsgd._src.engines.torch_distributed.engine import torch_distributed
+    from bqsgd._src.engines.torch_distributed.ranks import join, world_size
     from bqsgd._src.settings.node_limits import NodeLimits
 
     ranks, folder = world_size(), request.out

@@ -1,7 +1,6 @@
-"""What an engine is: it carries bytes between the server and its clients, and answers for their guarantees.
+"""What an engine is: it carries bytes between the server and its clients, and reports their guarantees.
 
-An engine holds no algorithm: who is asked, with which bytes, and in how many steps a round goes is decided above it, in
-`bqsgd._src.run`.
+An engine contains no algorithm. `bqsgd._src.run` decides who is asked, with which bytes, and in how many exchanges.
 """
 
 from __future__ import annotations
@@ -20,64 +19,69 @@ from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.sum_setup import SumSetup
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger, Register
+from bqsgd._src.params import short_repr
 from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.server.aggregation import client_weights
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.tasks.task import Samples, Task
 from bqsgd._src.wire.reply import Reply
 
-_MOST_JSON = 1 << 16
+_MAX_JSON = 1 << 16
+_MAX_SAMPLES = 2**40
 
 
 class Engine(Protocol):
-    """What a run needs of an engine."""
+    """What a run needs from an engine.
 
-    @property
-    def samples(self) -> Mapping[int, int]:
-        """Client -> how many samples it holds, or counts as (`client_plan.public_size`): the clients of the run."""
+    The defaults are those of an engine whose clients are in processes of their own.
+    """
 
-    @property
-    def claimed(self) -> bool:
-        """Whether `samples` is what clients say of themselves. No weight rests on that."""
-
-    @property
-    def lost(self) -> Mapping[int, str]:
-        """Client -> why it can never answer again."""
+    samples: Mapping[int, int]
+    """Client -> its number of samples, or what it counts as (`counted_samples`), for all clients of the run."""
+    claimed: bool = True
+    """Whether `samples` is what clients say about themselves. No weight may depend on it then."""
+    lost: Mapping[int, str] = {}
+    """Client -> why it can never reply again."""
 
     def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterable[Reply]:
-        """Carry these bytes to these clients and yield their answers in the order of client numbers.
+        """Carry these bytes to these clients and yield their replies in the order of client numbers.
 
-        enough: once so many have sent bytes, the others are not waited for.
+        enough: stop waiting once this many clients have sent bytes.
 
-        A client that cannot be reached has an answer too, with the reason. What comes late for an earlier exchange is
-        yielded as well: its bytes say what it is. A message that many clients share is one object.
+        A client that cannot be reached has a reply too, with the reason. Replies to an earlier exchange that come late
+        are yielded as well; their bytes say what they are. Clients that get the same message share one bytes object.
         """
 
     def seconds(self) -> Mapping[str, float]:
-        """What the clients spent on the last exchange, by stage, where the engine knows; else empty."""
+        """Stage -> the time that clients spent on it in the last exchange.
+
+        Empty for clients elsewhere: how long a stage takes depends on the size of the batch, so they do not tell.
+        """
+        return {}
 
     def guarantees(self, *, delta: float) -> Mapping[int, Guarantee | None]:
-        """Client -> what its ledger says it has spent, None when it has sent nothing private."""
+        """Client -> what its ledger says it has spent; None if it has sent nothing private."""
 
     def close(self) -> None:
-        """End the run on every client; ledgers held here are closed."""
+        """End the run on every client, and close the ledgers that this process holds."""
 
 
 def check_known(asked: Iterable[int], clients: Container[int]) -> list[int]:
     """The clients that are asked, in order. Raises InvalidParameter if a client does not belong to this run."""
     numbers = sorted(asked)
-    foreign = next((number for number in numbers if number not in clients), None)
-    if foreign is not None:
-        raise InvalidParameter(f"client {foreign} is not among the clients of this run")
+    for number in numbers:
+        if number not in clients:
+            raise InvalidParameter(f"client {number} is not part of this run")
     return numbers
 
 
 def read_guarantee(text: str | bytes) -> Guarantee | None:
-    """What a client states of itself, or None when it is not a guarantee at all. The server cannot verify it."""
+    """The guarantee that a client states, or None if the text is not one. The server cannot verify it."""
     try:
-        return Guarantee.from_dict(json.loads(text)) if len(text) <= _MOST_JSON else None
-    except (ValueError, RecursionError):  # InvalidParameter is a ValueError
+        return Guarantee.from_dict(json.loads(text)) if len(text) <= _MAX_JSON else None
+    except (ValueError, RecursionError):  # InvalidParameter is a ValueError; deep nesting raises RecursionError
         return None
 
 
@@ -85,8 +89,8 @@ def read_guarantee(text: str | bytes) -> Guarantee | None:
 class Setup:
     """What an engine is made from.
 
-    folder: where ledgers go, None to keep none. resuming: the ledgers must exist. sizes: client -> samples as whoever
-    serves has them, None without. sums: what the run's secure sums need, where it has them.
+    folder: for the ledgers; None to keep none. resuming: the ledgers must exist. sizes: client -> samples, from the
+    server's own list, if there is one. sums: what the run's secure sums need, if it has them.
     """
 
     task: Task
@@ -98,28 +102,40 @@ class Setup:
     sums: SumSetup | None = None
 
     def check_separate(self) -> None:
-        """Raise where clients in processes of their own cannot be trusted with what one process can.
+        """Check the settings for clients in processes of their own, which the server need not trust.
 
-        Weights would rest on what clients say of themselves, or clients take keys for granted that no roster names.
+        Raises:
+            InvalidParameter: the weights would depend on what clients say about themselves, or the clients' keys were
+                made in this process.
         """
-        client_weights(self.config.server.weights, {}, claimed=True, sizes=self.sizes)
+        client_weights(self.config.server.weights, {}, claimed=True, sizes=self.sizes)  # for its check alone
         if self.sums is not None and self.sums.simulated:
             raise InvalidParameter(
-                "secure sums between processes need a roster of the clients' identity keys, and each client its own "
-                "key: give roster and identity (bqsgd secure keygen, bqsgd secure roster)"
+                "secure sums between processes need a roster of the clients' identity keys, and each client needs its "
+                "own key: set roster and identity (bqsgd secure keygen, bqsgd secure roster)"
             )
 
-    def counted_samples(self, client: int, claimed: int | None) -> int:
-        """How many samples a client counts as; raise where it is not on the list of sizes or claims more than it says.
+    def counted_samples(self, client: int, claimed: object) -> int:
+        """The number of samples that a client counts as.
 
-        claimed: None where the guarantee hides the whole client, which then claims nothing.
+        claimed: what the client says; any value, as it may come from a hostile one.
+
+        Raises:
+            InvalidParameter: the client is not on the list of sizes, or the run does not allow its claim.
         """
+        privacy = self.config.privacy
         listed = None if self.sizes is None else self.sizes.get(client)
         if self.sizes is not None and listed is None:
             raise InvalidParameter(f"client {client} is not on the list of sizes")
-        if claimed is not None and listed is not None and claimed > listed:
+        if privacy.unit == Unit.CLIENT:
+            return privacy.batch_size  # the guarantee hides how many samples a client has, so its claim is ignored
+        fewest = privacy.batch_size if privacy.scheme is Scheme.FIXED_SIZE else 1
+        # `type`, not `isinstance`: True is an int too.
+        if type(claimed) is not int or not fewest <= claimed < _MAX_SAMPLES:
+            raise InvalidParameter(f"client {client} claims {short_repr(claimed)} samples; this run needs {fewest}")
+        if listed is not None and claimed > listed:
             raise InvalidParameter(f"client {client} claims {claimed} samples, the list of sizes has {listed}")
-        return self.config.privacy.batch_size if claimed is None else claimed
+        return claimed
 
     @property
     def run(self) -> str:
@@ -129,7 +145,7 @@ class Setup:
 
 MakeEngine = Callable[[Setup], Engine]
 FEW = 100
-"""More simulated clients than these share one register of ledgers."""
+"""With more simulated clients than this, all share one register of ledgers."""
 
 
 def make_client(
@@ -142,16 +158,18 @@ def make_client(
     register: Register | None = None,
     objective: Objective | None = None,
 ) -> Client:
-    """Client `number` with its ledger open and, where the settings ask for it, its private log.
+    """Client `number` with its ledger open and, if the settings ask for it, its private log.
 
-    limits: of a client that need not trust whoever serves. register: where its ledger is among those of many.
+    limits: for a client that need not trust the server. register: holds its ledger among those of many clients.
     """
-    config, place = setup.config, client_folder(setup.folder, limits)
+    config, folder = setup.config, setup.folder
     if register is not None:
         ledger: Ledger | None = register.ledger(number)
     else:
-        ledger = client_ledger(config, setup.folder, number=number, resuming=setup.resuming, limits=limits)
-    sums = None if setup.sums is None else setup.sums.client(number, folder=place, seed=config.privacy.seed)
+        ledger = client_ledger(config, folder, number=number, resuming=setup.resuming, limits=limits)
+    sums = None
+    if setup.sums is not None:
+        sums = setup.sums.client(number, folder=client_folder(folder, limits), seed=config.privacy.seed)
     return Client(
         client=number,
         model=model,
@@ -163,7 +181,7 @@ def make_client(
         ledger=ledger,
         run=setup.run,
         resume=setup.resuming,
-        private_log=client_log(config, setup.folder, number=number),
+        private_log=client_log(config, folder, number=number),
         limits=limits,
         sums=sums,
         objective=objective,

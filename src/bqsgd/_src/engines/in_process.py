@@ -1,7 +1,7 @@
 """All clients in this process, one after another or a few at a time: for simulations, tests and one-machine runs.
 
 With more than FEW clients, a client object is created only when it is first asked; until then it is a row in the
-register. Once it has replied it lets go of its data and its last frame.
+register. After its reply it drops its data and its last frame.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from bqsgd._src.client.client import Client
 from bqsgd._src.client.files import run_register
 from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.samples import Fetched
-from bqsgd._src.engines.engine import FEW, Setup, check_known, make_client
+from bqsgd._src.engines.engine import FEW, Engine, Setup, check_known, make_client
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Register
 from bqsgd._src.ledger.spending import ledger_guarantee
-from bqsgd._src.params import check_int
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Unit
 from bqsgd._src.settings.client_plan import public_size
@@ -29,7 +28,7 @@ from bqsgd._src.wire.reply import Reply
 
 _STAGES = ("gradients", "encode", "frame", "ledger")
 _AT_ONCE = 64
-"""Clients whose answers wait to be put in order, where several work at once."""
+"""With several workers: the clients whose replies may wait in memory until those before them are ready."""
 
 
 def in_process(setup: Setup) -> InProcess:
@@ -42,7 +41,7 @@ def in_process(setup: Setup) -> InProcess:
         )
     if setup.sums is not None and not setup.sums.simulated:
         raise InvalidParameter(
-            "roster and identity are for clients in processes of their own; in one process the keys are made as they "
+            "roster and identity are for clients in processes of their own; in one process the keys are made when they "
             "are needed: leave both out"
         )
     if config.privacy.unit == Unit.CLIENT and config.server.weights == "size" and setup.sizes is None:
@@ -52,82 +51,76 @@ def in_process(setup: Setup) -> InProcess:
         )
     workers = min(config.clients.workers, count)
     models = [task.make_model() for _ in range(workers)]
-    if count <= FEW:
-        clients = [
-            make_client(setup, number=number, model=models[number % workers], share=share)
-            for number, share in enumerate(task.shares)
-        ]
-        return InProcess(clients, workers=workers)
+    # Clients that share a model share its objective too, so that the model is traced and checked once.
     objectives = [objective_of(config, model, task.loss_fn, task.forward) for model in models]
-    sizes = {number: task.samples_of(number) for number in range(count)}
-    register = run_register(config, setup.folder, resuming=setup.resuming)
+    many = count > FEW
+    register = run_register(config, setup.folder, resuming=setup.resuming) if many else None
+    sizes = {number: task.samples_of(number) for number in range(count)} if many else {}
 
     def make(number: int) -> Client:
         return make_client(
             setup,
             number=number,
             model=models[number % workers],
-            share=Fetched(lambda: task.shares[number], size=sizes[number]),
+            share=Fetched(lambda: task.shares[number], size=sizes[number]) if many else task.shares[number],
             register=register,
             objective=objectives[number % workers],
         )
 
+    if not many:
+        return InProcess({number: make(number) for number in range(count)}, workers=workers)
     public = {number: public_size(config, size) for number, size in sizes.items()}
-    return InProcess(_MadeWhenAsked(make, public), workers=workers, register=register)
+    return InProcess(_MadeWhenAsked(make), samples=public, workers=workers, register=register)
 
 
 class _MadeWhenAsked(dict[int, Client]):
-    """The clients that were asked, by number: each is made when it is looked up for the first time."""
+    """Clients by number; looking one up creates it. Iteration shows those that exist."""
 
-    def __init__(self, make: Callable[[int], Client], sizes: Mapping[int, int]) -> None:
-        self._make, self.sizes = make, sizes
+    def __init__(self, make: Callable[[int], Client]) -> None:
+        self._make = make
 
     def __missing__(self, number: int) -> Client:
         self[number] = self._make(number)
         return self[number]
 
 
-class InProcess:
+class InProcess(Engine):
     """An engine over clients in memory.
 
     Args:
-        clients: in any order, each number once; or by number, made when they are asked.
+        clients: number -> client, in order.
+        samples: client -> its number of samples, if `clients` creates them when they are looked up. There are many
+            then, so each keeps as little as possible in memory between its replies.
         workers: how many clients work at once. Clients that share a model object work one after another in any case, so
-            give each worker's clients a model of their own.
-        register: where the ledgers of clients that are made when asked lie; a round of theirs is one durable write.
+            each worker's clients need a model of their own.
+        register: the ledgers of clients that are created when they are asked. One durable write counts a whole round.
 
-    Each client's arithmetic is its own, so the number of workers changes no bit of any frame.
+    The number of workers changes no bit of any frame, because every client computes alone.
     """
+
+    claimed = False
 
     def __init__(
         self,
-        clients: Sequence[Client] | _MadeWhenAsked,
+        clients: dict[int, Client],
         *,
+        samples: Mapping[int, int] | None = None,
         workers: int = 1,
         register: Register | None = None,
     ) -> None:
-        check_int("workers", workers, 1, 1024)
-        self._lazy = isinstance(clients, _MadeWhenAsked)
-        if isinstance(clients, _MadeWhenAsked):
-            self.clients: dict[int, Client] = clients
-            self.samples = clients.sizes
-        else:
-            self.clients = {client.client: client for client in sorted(clients, key=lambda client: client.client)}
-            self.samples = {number: client.public_size for number, client in self.clients.items()}
-            if len(self.clients) != len(clients) or not clients:
-                raise InvalidParameter("an engine needs at least one client, and each number once")
-        self.lost: Mapping[int, str] = {}
-        self.claimed = False
+        self.clients = clients
+        self._frugal = samples is not None
+        self.samples = samples or {number: client.public_size for number, client in clients.items()}
         self._register = register
         self._seconds: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="client") if workers > 1 else None
-        self._held: ModelMessage | None = None
-        """The model that a client was sent last: others that hold the same bits hold this very object."""
+        self._last_held: ModelMessage | None = None
+        """The model that the last client holds."""
 
     def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Reply]:
-        """The clients that are asked answer in turn, in the order of their numbers.
+        """Ask the clients and yield their replies in the order of their numbers.
 
-        Where fewer are enough, the first of `messages` are asked, and of the others as many as do not answer.
+        If fewer are enough, this asks the first of `messages` and then one more for each that sends nothing.
         """
         check_known(messages, self.samples)
         self._seconds = Counter()
@@ -135,23 +128,24 @@ class InProcess:
         wanted = len(left) if enough is None else enough
         while left and frames < wanted:
             asked, left = left[: wanted - frames], left[wanted - frames :]
-            for answer in self._answers([self.clients[number] for number in sorted(asked)], messages, round):
-                frames += answer.frame is not None
-                yield answer
+            for reply in self._replies([self.clients[number] for number in sorted(asked)], messages, round):
+                frames += reply.frame is not None
+                yield reply
         for number in sorted(left):
             yield Reply(client=number, reason=f"not asked: {wanted} others had sent a frame")
 
-    def _answers(self, clients: Sequence[Client], messages: Mapping[int, bytes], round: int) -> Iterator[Reply]:
+    def _replies(self, clients: Sequence[Client], messages: Mapping[int, bytes], round: int) -> Iterator[Reply]:
         if self._register is not None:
+            # All spends of the round in one write, before any client reads its data: a write each would be far slower.
             with self._register.together():
                 for client in clients:
                     client.reserve(round)
         at_once = 1 if self._pool is None else _AT_ONCE
         for start in range(0, len(clients), at_once):
-            some = clients[start : start + at_once]
-            groups: dict[int, list[Client]] = {}
-            for client in some:
-                groups.setdefault(id(client.model), []).append(client)
+            batch = clients[start : start + at_once]
+            by_model: dict[int, list[Client]] = {}
+            for client in batch:
+                by_model.setdefault(id(client.model), []).append(client)
             replies: dict[int, Reply] = {}
 
             def work(group: list[Client], replies: dict[int, Reply] = replies) -> None:
@@ -159,32 +153,33 @@ class InProcess:
                     replies[client.client] = client.answer(messages[client.client])
                     self._let_go(client)
 
+            # Without a pool the work stays in this thread: only the main thread can defer a Ctrl-C.
             run = map if self._pool is None else self._pool.map
-            list(run(work, groups.values()))  # clients that share a model object go one after another
-            for client in some:
+            list(run(work, by_model.values()))  # one task per model: two threads must not use the same model
+            for client in batch:
                 self._seconds.update(client.seconds)
                 yield replies[client.client]
 
     def _let_go(self, client: Client) -> None:
-        """Of many clients, one that has replied keeps nothing in memory but its ledger and a shared model."""
-        if not self._lazy:
+        """Free what one of many clients need not keep between replies: all but its ledger and the model it holds."""
+        if not self._frugal:
             return
         client.rest()
-        held, last = client.held, self._held
+        held, last = client.held, self._last_held
         if held and last and held.round == last.round and np.array_equal(held.model, last.model):
-            client.held = held = last  # of thousands of clients that hold the model of one round, one keeps its bits
-        self._held = held or last
+            client.held = held = last  # thousands of clients may hold the model of one round: keep its bits once
+        self._last_held = held or last
 
     def seconds(self) -> Mapping[str, float]:
-        """Summed over the clocks of the clients that were asked last."""
+        """The sum over the clients that were asked last."""
         return {stage: float(self._seconds[stage]) for stage in _STAGES}
 
     def guarantees(self, *, delta: float) -> dict[int, Guarantee | None]:
-        """Client -> what its ledger says it has spent, None when it has sent nothing private."""
+        """Client -> what its ledger says it has spent; None if it has sent nothing private."""
         return {number: self._guarantee(number, delta) for number in self.samples}
 
     def _guarantee(self, number: int, delta: float) -> Guarantee | None:
-        client = self.clients.get(number)
+        client = self.clients.get(number)  # `get` creates no client
         if client is not None:
             return client.spending.guarantee(delta=delta)
         if self._register is None:
@@ -192,12 +187,12 @@ class InProcess:
         return ledger_guarantee(self._register.ledger(number), delta=delta)
 
     def close(self) -> None:
-        """Close the clients' ledgers, which gives back what was reserved and not sent."""
+        """Close the clients' ledgers, which returns what was reserved and not sent."""
         if self._pool is not None:
             self._pool.shutdown()
         if self._register is not None:
-            self._register.close()
-        if not self._lazy:
-            for client in self.clients.values():
-                if client.spending.ledger is not None:
-                    client.spending.ledger.close()
+            self._register.close()  # all its ledgers in one write; after a failed write none may be touched again
+            return
+        for client in self.clients.values():
+            if client.spending.ledger is not None:
+                client.spending.ledger.close()

@@ -1,40 +1,38 @@
-"""The engine on the serving rank: messages go out to ranks at once, answers come back as bytes, in order, in time."""
+"""The engine on the serving rank: it asks all ranks at once and yields their replies in order, within a deadline."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from bqsgd._src.client.client import Client
 from bqsgd._src.client.sum_setup import most_sum_bytes
-from bqsgd._src.engines.engine import MakeEngine, Setup, check_known, make_client, read_guarantee
-from bqsgd._src.engines.in_process import InProcess
-from bqsgd._src.engines.torch_distributed._transport import MOST_BYTES, RankConnection, Received, greeting, read_reply
-from bqsgd._src.engines.torch_distributed.client import share_of
+from bqsgd._src.engines.engine import Engine, MakeEngine, Setup, check_known, make_client, read_guarantee
+from bqsgd._src.engines.torch_distributed.client import MOST_BYTES, Message, greeting, read_reply, share_of
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup, as_tensor
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.record import one_line
-from bqsgd._src.release import Unit
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.wire.reply import Reply
 
 _log = logging.getLogger("bqsgd.engines.torch_distributed")
 _PATIENCE_SECONDS = 1800.0
-"""How long a round waits for a rank that is connected and silent, where the settings name no deadline."""
+"""How long a round waits for a rank that is connected and silent, if the settings have no deadline."""
 _REASON_BYTES = 500
 
 
 def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> MakeEngine:
-    """The engine of a run on rank 0 of `group`; every other rank calls `work`. limits: of rank 0's own client."""
+    """The engine of a run on rank 0 of `group`; every other rank calls `work`. limits: of the client on rank 0."""
     if not group.serves:
-        raise InvalidParameter(f"rank {group.rank} does not serve; it calls work")
+        raise InvalidParameter(f"rank {group.rank} is not the server (rank {SERVER} is); call work() on it")
 
     def make(setup: Setup) -> TorchDistributed:
         setup.check_separate()
@@ -45,7 +43,7 @@ def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> 
             client,
             channels,
             samples=_greet(channels, setup),
-            # More than any frame takes: a rank that announces more is cut off before it is read.
+            # More than any frame needs. A rank that announces more is cut off before any of it is read.
             most_bytes=max(4096 + 8 * setup.dimension, most_sum_bytes(config)),
             deadline_seconds=config.server.deadline_seconds,
         )
@@ -54,7 +52,7 @@ def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> 
 
 
 def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
-    """Tell every rank the run's name and settings; rank -> its number of samples, or what it counts as."""
+    """Tell every rank the run's name and settings; returns rank -> the number of samples that it counts as."""
     first = greeting(setup.config, setup.task, resuming=setup.resuming)
     for channel in channels:
         channel.send(MessageKind.GREETING, first)
@@ -62,8 +60,7 @@ def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
     for channel in channels:
         kind, body = channel.receive(most_bytes=MOST_BYTES)
         if kind is MessageKind.ACCEPTED:
-            stated = read_reply(body, whole_client=setup.config.privacy.unit == Unit.CLIENT)
-            samples[channel.peer] = setup.counted_samples(channel.peer, stated)
+            samples[channel.peer] = setup.counted_samples(channel.peer, read_reply(body))
         else:
             refusals.append(f"rank {channel.peer} does not take part: {_words(body)}")
     if refusals:
@@ -71,17 +68,72 @@ def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
     return samples
 
 
-class TorchDistributed:
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """One message from a rank, its bytes not yet checked; or the loss of the rank.
+
+    asked: the number of the question that it answers.
+    """
+
+    rank: int
+    asked: int
+    message: Message | PeerLost
+    arrived: float
+
+
+class RankConnection:
+    """The server's side of one rank: it sends one question at a time, and puts answers into the queue of all ranks.
+
+    A rank that is still at work gets no second question. When it is done it gets the latest one; earlier ones are
+    dropped.
+    """
+
+    def __init__(self, channel: Channel, received: queue.SimpleQueue[Received], *, most_bytes: int) -> None:
+        self.rank = channel.peer
+        self._channel, self._received, self._most_bytes = channel, received, most_bytes
+        self._questions: queue.SimpleQueue[tuple[int, MessageKind, bytes | Tensor] | None] = queue.SimpleQueue()
+        # A daemon: the thread may wait for a silent rank for ever, and must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name=f"rank-{self.rank}", daemon=True)
+        self._thread.start()
+
+    def ask(self, number: int, kind: MessageKind, body: bytes | Tensor = b"") -> None:
+        """Send a question when the rank is free."""
+        self._questions.put((number, kind, body))
+
+    def stop(self, *, wait_seconds: float) -> None:
+        """Tell the rank that the run is over; after the wait, a rank that is still at work is left behind."""
+        self._questions.put(None)
+        self._thread.join(wait_seconds)
+
+    def _work(self) -> None:
+        number = -1
+        try:
+            while (question := self._questions.get()) is not None:
+                if not self._questions.empty():
+                    continue  # a later question has come meanwhile
+                number, kind, body = question
+                self._channel.send(kind, body)
+                self._put(number, self._channel.receive(most_bytes=self._most_bytes))
+            self._channel.send(MessageKind.STOP)
+        except PeerLost as error:
+            self._put(number, error)
+
+    def _put(self, number: int, message: Message | PeerLost) -> None:
+        self._received.put(Received(rank=self.rank, asked=number, message=message, arrived=time.monotonic()))
+
+
+class TorchDistributed(Engine):
     """An engine over the ranks of a process group; client number = rank.
 
-    A rank whose connection closes is missing from then on; one that is late misses the round, and its frame is handed
-    to the server when it comes, which refuses it. What a rank sends is bytes until the server has checked them.
+    A rank whose connection closes is missing from then on. A rank that is late misses the round; its frame goes to the
+    server when it comes, which refuses it. What a rank sends is bytes until the server has checked them.
 
     Args:
-        client: the serving rank's own client.
+        client: the client on the serving rank.
         channels: to the other ranks.
-        samples: how many samples each of the other ranks holds.
-        deadline_seconds: after this a round continues without the ranks that have not answered.
+        samples: the number of samples of each other rank.
+        most_bytes: the longest message that a rank may send.
+        deadline_seconds: after this time a round continues without the ranks that have not replied.
     """
 
     def __init__(
@@ -93,9 +145,8 @@ class TorchDistributed:
         most_bytes: int,
         deadline_seconds: float | None = None,
     ) -> None:
-        self.samples = dict(sorted(({client.client: client.public_size} | dict(samples)).items()))
-        self.own = InProcess([client])
-        self.claimed = True
+        self.samples = {SERVER: client.public_size, **samples}
+        self.client = client
         self.lost: dict[int, str] = {}
         """Rank -> why it is gone."""
         self._wait_seconds = _PATIENCE_SECONDS if deadline_seconds is None else deadline_seconds
@@ -110,29 +161,33 @@ class TorchDistributed:
         self._closed = False
 
     def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Reply]:
-        """The messages to their ranks at once; the answers in the order of ranks, each with the time it came."""
+        """Send all messages at once and yield the replies in the order of ranks, each with the time when it came."""
         numbers = check_known(messages, self.samples)
+        # One tensor per message object: many ranks are sent the same model, and each tensor is a copy.
         tensors = {id(message): as_tensor(message) for message in messages.values()}
         until = time.monotonic() + self._wait_seconds
         waiting = self._ask(MessageKind.MODEL, {number: tensors[id(messages[number])] for number in numbers})
-        own = {number: messages[number] for number in self.own.clients if number in messages}
-        replies = {
-            reply.client: replace(reply, arrived=time.monotonic()) for reply in self.own.exchange(own, round=round)
-        }
+        replies: dict[int, Reply] = {}
+        if SERVER in messages:  # after the questions are out, so that all ranks compute at the same time
+            reply = self.client.answer(messages[SERVER])
+            replies[SERVER] = replace(reply, arrived=time.monotonic())
         if enough is not None:
             while waiting and _frames(replies) < enough and self._next(until, waiting, replies):
                 pass
+            # Enough have replied: take what is in the queue already, and wait for no other rank.
             until = time.monotonic() if _frames(replies) >= enough else until
         for number in numbers:
-            while number in waiting and number not in replies and self._next(until, waiting, replies):
+            while number in waiting and self._next(until, waiting, replies):
                 pass
             while self._late:
                 yield self._late.pop(0)
-            reason = self.lost.get(number, f"no answer within {self._wait_seconds:g} s, or before enough others had")
+            reason = self.lost.get(
+                number, f"no answer within {self._wait_seconds:g} s, or before enough others had answered"
+            )
             yield replies.pop(number, Reply(client=number, reason=reason))
 
     def _ask(self, kind: MessageKind, bodies: Mapping[int, bytes | Tensor]) -> set[int]:
-        """Ask those of the ranks that are still there; returns them. It is one question, with one number."""
+        """Ask the ranks that are still connected, and return them. All get the same question number."""
         self._asked += 1
         ready = {rank for rank in self._connections if rank in bodies and rank not in self.lost}
         for rank in ready:
@@ -140,7 +195,7 @@ class TorchDistributed:
         return ready
 
     def _next(self, until: float, waiting: set[int], replies: dict[int, Reply]) -> bool:
-        """Take in one message; False when the time is up."""
+        """Process one message; False if none came in time."""
         try:
             received = self._received.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -152,56 +207,49 @@ class TorchDistributed:
         if reply is not None and current:
             replies[rank] = reply
         elif reply is not None and reply.frame is not None:
-            self._late.append(reply)
+            self._late.append(reply)  # answers an earlier question: the server refuses it, and records why
         return True
 
     def _read(self, received: Received) -> Reply | None:
-        """The client's reply; None for a guarantee, which is kept, and for a rank that is lost."""
+        """The client's reply; None for a guarantee, which is stored, and for a rank that is lost."""
         rank, message = received.rank, received.message
-        if isinstance(message, PeerLost):
-            self._lose(rank, str(message))
-            return None
-        kind, body = message
-        if kind is MessageKind.FRAME:
-            return Reply(client=rank, frame=body, arrived=received.arrived)
-        if kind is MessageKind.DECLINED:
-            return Reply(client=rank, reason=_words(body), declined=True, arrived=received.arrived)
-        if kind is MessageKind.GUARANTEE:
-            self._guarantees[rank] = read_guarantee(bytes(body))
-        else:
-            self._lose(rank, f"rank {rank} answered with a message that is no answer")
+        if not isinstance(message, PeerLost):
+            kind, body = message
+            if kind is MessageKind.FRAME:
+                return Reply(client=rank, frame=body, arrived=received.arrived)
+            if kind is MessageKind.DECLINED:
+                return Reply(client=rank, reason=_words(body), declined=True, arrived=received.arrived)
+            if kind is MessageKind.GUARANTEE:
+                self._guarantees[rank] = read_guarantee(bytes(body))
+                return None
+            message = PeerLost(f"rank {rank} sent a message of kind {kind.name}, which is not an answer")
+        self.lost[rank] = str(message)
+        _log.warning("%s; the run continues without client %d while the quorum is met", message, rank)
         return None
 
-    def _lose(self, rank: int, reason: str) -> None:
-        self.lost[rank] = reason
-        _log.warning("%s; the run continues without client %d while the quorum is met", reason, rank)
-
-    def seconds(self) -> Mapping[str, float]:
-        """Nothing: what a client's stages take depends on its batch, and stays with it."""
-        return {}
-
     def guarantees(self, *, delta: float, wait_seconds: float = 60.0) -> dict[int, Guarantee | None]:
-        """Client -> what its ledger says it has spent; of a client that is gone or late, what it said last."""
-        self._guarantees |= self.own.guarantees(delta=delta)
+        """Client -> what its ledger says it has spent; for a client that is gone or late, what it said last."""
+        self._guarantees[SERVER] = self.client.spending.guarantee(delta=delta)
         if not self._closed:
             waiting = self._ask(MessageKind.REPORT, dict.fromkeys(self._connections, struct.pack("<d", delta)))
             until = time.monotonic() + wait_seconds
             while waiting and self._next(until, waiting, {}):
                 pass
             for rank in sorted((waiting | set(self.lost)) - set(self._guarantees)):
-                _log.warning("client %d has not said what it has spent; its own ledger holds it", rank)
+                _log.warning("client %d has not reported what it has spent; look into its ledger", rank)
         return dict(self._guarantees)
 
     def close(self, *, wait_seconds: float = 10.0) -> None:
-        """Tell the clients that the run is over and close the own ledger."""
+        """Tell the clients that the run is over, and close the ledger of the client on this rank."""
         if self._closed:
             return
         self._closed = True
-        until = time.monotonic() + wait_seconds
+        until = time.monotonic() + wait_seconds  # for all ranks together, not for each
         for rank, connection in self._connections.items():
             if rank not in self.lost:
                 connection.stop(wait_seconds=max(0.0, until - time.monotonic()))
-        self.own.close()
+        if self.client.spending.ledger is not None:
+            self.client.spending.ledger.close()
 
 
 def _frames(replies: Mapping[int, Reply]) -> int:
@@ -209,5 +257,5 @@ def _frames(replies: Mapping[int, Reply]) -> int:
 
 
 def _words(body: memoryview) -> str:
-    """A rank's reason, which may be anything, as one printable line."""
+    """A rank's reason as one printable line. It may be any bytes, also control codes for a terminal."""
     return one_line(bytes(body[:_REASON_BYTES]).decode(errors="replace"))

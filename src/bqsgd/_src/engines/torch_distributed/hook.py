@@ -3,7 +3,7 @@
     state = BQHookState(mechanism, range=0.01, rng=privacy_rng())
     ddp_model.register_comm_hook(state, bq_hook)
 
-That much *compresses and guarantees nothing*: DDP's gradient is a mean over samples that were not clipped one by one,
+This alone *compresses and guarantees nothing*: DDP's gradient is a mean over samples that were not clipped one by one,
 so a single sample can move it anywhere within the range. With `private` the hook sends the mean of per-sample clipped
 gradients instead, counts every step in the rank's ledger before its first byte leaves, and has a guarantee:
 
@@ -17,13 +17,14 @@ gradients instead, counts every step in the rank's ledger before its first byte 
         optimizer.step(); optimizer.zero_grad()
     print(private.guarantee(delta=1e-5))
 
-All ranks must use the same mechanism and range. A frame that is damaged or foreign ends the step with an error: DDP
-knows no round without one of its ranks.
+All ranks must use the same mechanism and range. A frame that is damaged or comes from another run ends the step with an
+error, because DDP cannot complete a step without one of its ranks.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real types.
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -56,21 +57,35 @@ from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.settings.client_plan import clipped_terms
 
 
+@dataclass(kw_only=True, eq=False)
+class _Step:
+    """A step that the ledger has counted and whose frames have not all left.
+
+    mean: id of a parameter -> its part of the clipped mean. trained: copies of the trained parameters at `supply`.
+    sent: ids of the parameters that were encoded. frames: by bucket and the ids of its parameters.
+    """
+
+    mean: dict[int, Values]
+    counted: Release
+    trained: dict[str, Tensor]
+    sent: set[int] = field(default_factory=set)
+    frames: dict[tuple[int, ...], bytearray] = field(default_factory=dict)
+
+
 class PrivateSteps:
     """One rank's steps with a guarantee.
 
     Args:
         model: the module inside DDP (`ddp_model.module`).
         loss_fn: (outputs, targets) -> one loss per sample.
-        clip: of one sample's gradient: Dual, Clamp, L2 or Scale.
-        batch_size: public L; the sum of clipped gradients is divided by it, however many samples a batch happens to
-            have.
-        dataset_size: samples this rank holds.
+        clip: bounds one sample's gradient: Dual, Clamp, L2 or Scale.
+        batch_size: public L. The sum of clipped gradients is divided by it, whatever number of samples a batch has.
+        dataset_size: number of samples on this rank.
         sampling: how the caller draws batches. Poisson: every sample independently with probability L / dataset_size.
-            Shuffling is neither Poisson nor fixed-size sampling: say Scheme.NONE then, which claims no amplification.
-        ledger: this rank's, on its own disk; None only with seeded noise, which has no claim.
+            Shuffling is neither Poisson nor fixed-size sampling: use Scheme.NONE then, which claims no amplification.
+        ledger: this rank's, on its own disk. None only with seeded noise, which makes no privacy claim.
         run: name of this training in the ledger.
-        resume: continues a run that the ledger knows.
+        resume: continue a run that is in the ledger.
     """
 
     def __init__(
@@ -92,18 +107,8 @@ class PrivateSteps:
         self.dataset_size, self.sampling = dataset_size, Scheme(sampling)
         self._ledger, self._run, self._resume = ledger, run, resume
         self._sender: Sender | None = None
-        self._places = _places(model)
-        self._mean: Values | None = None
-        self._counted: Release | None = None
-        """What the ledger has counted for this step."""
-        self._fixed = _copies(_fixed(model))
-        """What training leaves as it is, as it was."""
-        self._trained: dict[str, Tensor] = {}
-        """The trained parameters when the step was supplied."""
-        self._sent: set[int] = set()
-        """Parameters of this step that have been encoded, by id."""
-        self._frames: dict[tuple[int, ...], bytearray] = {}
-        """This step's frames, by bucket and parameters."""
+        self._step: _Step | None = None
+        self._fixed = _copies(_tensors(model, trained=False))
 
     def release(self, mechanism: Mechanism, *, range: float) -> Release:
         """What one step of this rank reveals."""
@@ -119,20 +124,20 @@ class PrivateSteps:
     def supply(self, batch: tuple[Tensor, Tensor], *, indices: Numbers, state: "BQHookState") -> None:
         """Count the step, then clip its gradients sample by sample and keep their mean for the hook.
 
-        Once the step is counted there is a mean whatever the data are: see `client.objective`. A Ctrl-C is raised when
-        the mean is there, a second one at once; the step may then be supplied again, and is counted again.
+        Once the step is counted there is a mean, whatever the data are: see `client.objective`. A Ctrl-C is raised when
+        the mean is complete, a second one at once; the step may then be supplied again, and is counted again.
         """
-        if self._mean is not None:
+        if self._step is not None:
             raise InvalidParameter("supply was called twice before a backward; call it once per step")
         numbers = self._check(batch, indices)
         if self._sender is None:
             sources = GivenSources(state.rng)
             spending = Spending(self._ledger, run=self._run, seeded=sources.seeded, resume=self._resume)
             self._sender = Sender(spending, sources)
-        sender, step = self._sender, state.step
-        self._counted = self.release(state.mechanism, range=state.range)
-        charge = Charge(release=self._counted, round=step, last_round=step)
-        self._trained = _copies(_trained(self.model))
+        sender, number = self._sender, state.step
+        release = self.release(state.mechanism, range=state.range)
+        charge = Charge(release=release, round=number, last_round=number)
+        trained = _copies(_tensors(self.model, trained=True))
 
         def values() -> Values:
             part = Part(numbers=numbers, data=batch)
@@ -140,10 +145,12 @@ class PrivateSteps:
 
         with interrupts_deferred():
             try:
-                self._mean = sender.mean(charge, values)
+                mean = sender.mean(charge, values)
+                self._step = _Step(mean=_by_parameter(self.model, mean), counted=release, trained=trained)
             except BaseException:
-                # The step may be taken again, and is then counted again; also if it ended just after it was counted.
-                sender.spending.resume |= sender.next_round == step + 1
+                # A step that was counted may be supplied again, with new noise, and must then be counted again. If the
+                # ledger refused the step, `next_round` has not moved.
+                sender.spending.resume |= sender.next_round == number + 1
                 raise
 
     def _check(self, batch: tuple[Tensor, Tensor], indices: Numbers) -> npt.NDArray[np.int64]:
@@ -153,14 +160,15 @@ class PrivateSteps:
         numbers = check_numbers(indices, len(batch[0]))
         if len(np.unique(numbers)) < len(numbers) or (len(numbers) and int(numbers.max()) >= self.dataset_size):
             raise InvalidParameter(
-                f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that stands in a "
-                "batch twice would count twice"
+                f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that is twice in "
+                "a batch would count twice"
             )
-        if not _same(self._fixed, _fixed(self.model)):
+        # DDP sends these tensors to all ranks unchanged, and the model is released with them. A layer that writes what
+        # it saw into them would publish it without noise.
+        if not _same(self._fixed, _tensors(self.model, trained=False)):
             raise InvalidParameter(
-                "the model has changed its buffers or its frozen parameters, and they leave this rank as they are: "
-                "nothing would make them private; take the layer out that writes them, or make PrivateSteps after the "
-                "change, if no data were in it"
+                "the model has changed its buffers or its frozen parameters, which leave this rank without noise: "
+                "remove the layer that writes them; if the change used no data, make PrivateSteps after it"
             )
         form = tuple(part.new_zeros(1, *part.shape[1:]) for part in batch)
         with full_precision():
@@ -170,93 +178,85 @@ class PrivateSteps:
     def frame(
         self, parameters: Sequence[Tensor], bucket: int, mechanism: Mechanism, outlet: FrameOutlet, *, round: int
     ) -> bytearray:
-        """The one frame of this step that holds these parameters: encoded when first asked for, then the same bytes.
+        """The frame of this step for these parameters: encoded when it is first asked for, later the same bytes.
 
-        A backward that fails half-way and is repeated asks again. New noise on the same mean would be another message,
-        and only one was counted.
+        A backward that fails half-way and is repeated asks again. New noise on the same mean would be a second message,
+        and the ledger has counted one.
 
         Raises:
-            InvalidParameter: `supply` was not called before this backward, mechanism or range are not those that it
+            InvalidParameter: `supply` was not called before this backward, mechanism or range differ from those that it
                 counted, the forward has changed a parameter, or one of the parameters has left in another bucket of
                 this step.
         """
-        if self._mean is None or self._sender is None:
+        step = self._step
+        if step is None or self._sender is None:
             raise InvalidParameter("call state.supply(batch, indices=...) before every backward: nothing was sent")
-        if self.release(mechanism, range=outlet.range) != self._counted:
+        if self.release(mechanism, range=outlet.range) != step.counted:
             raise InvalidParameter(
-                "mechanism or range have changed since supply, which counted the step with those before: nothing was "
-                "sent; change them before supply"
+                "mechanism or range have changed since supply counted this step: nothing was sent; change them before "
+                "supply"
             )
-        if not self._sent and not _same(self._trained, _trained(self.model)):
+        if not step.sent and not _same(step.trained, _tensors(self.model, trained=True)):
             raise InvalidParameter(
-                "the model has changed its parameters between supply and the backward, so what it saw would be "
-                "released with them: nothing was sent; take the layer out that writes them"
+                "the model has changed its parameters between supply and the backward, so the data that it saw would "
+                "be released with them: nothing was sent; remove the layer that writes them"
             )
-        asked = (bucket, *(id(parameter) for parameter in parameters))
-        if asked not in self._frames:
-            if any(id(parameter) in self._sent for parameter in parameters):
+        ids = [id(parameter) for parameter in parameters]
+        key = (bucket, *ids)
+        if key not in step.frames:
+            if not step.sent.isdisjoint(ids):
                 raise InvalidParameter(
                     "a parameter of this bucket was sent in another bucket of the same step, which was counted once; "
                     "repeat a failed backward with the same buckets"
                 )
-            values = np.concatenate([self._mean[self._places[id(parameter)]] for parameter in parameters])
-            with interrupts_deferred():  # a frame that was encoded and not kept could never be sent again
-                self._sent.update(id(parameter) for parameter in parameters)
-                self._frames[asked] = self._sender.encode(values, mechanism, outlet, round=round)
-        return self._frames[asked]
+            values = np.concatenate([step.mean[parameter] for parameter in ids])
+            with interrupts_deferred():  # a frame that was encoded and then lost could never be sent
+                step.sent.update(ids)  # before the encoding: if that fails half-way, its noise must not be drawn again
+                step.frames[key] = self._sender.encode(values, mechanism, outlet, round=round)
+        return step.frames[key]
 
     def used(self) -> None:
-        """The last bucket of the step is on its way."""
-        self._mean = None
-        self._trained = {}
-        self._sent.clear()
-        self._frames.clear()
+        """The last bucket of the step has its frame: forget the step."""
+        self._step = None
 
     def guarantee(self, *, delta: float) -> Guarantee | None:
         """What the steps so far guarantee; None before the first."""
         return None if self._sender is None else self._sender.spending.guarantee(delta=delta)
 
 
-def _places(model: nn.Module) -> dict[int, slice]:
-    """Where each trainable parameter is in the flat mean."""
-    places, start = {}, 0
-    for parameter in trainable(model):
-        places[id(parameter)] = slice(start, start + parameter.numel())
-        start += parameter.numel()
-    return places
+def _by_parameter(model: nn.Module, mean: Values) -> dict[int, Values]:
+    """The flat mean, cut into the parts of the trainable parameters, by their ids."""
+    parameters = trainable(model)
+    ends = np.cumsum([parameter.numel() for parameter in parameters])
+    return dict(zip(map(id, parameters), np.split(mean, ends[:-1]), strict=True))
 
 
-def _fixed(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_buffers()
-    yield from ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+def _tensors(model: nn.Module, *, trained: bool) -> dict[str, Tensor]:
+    """The trained parameters by name, or everything else that the model holds: frozen parameters and buffers."""
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad == trained}
+    return weights if trained else weights | dict(model.named_buffers())
 
 
-def _trained(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
-def _same(before: dict[str, Tensor], now: Iterable[tuple[str, Tensor]]) -> bool:
-    """Whether the tensors have the names, types and values that they had; contents, since anything may write them."""
-    found = dict(now)
-    return found.keys() == before.keys() and all(
-        tensor.dtype == before[name].dtype and torch.equal(tensor.detach(), before[name])
-        for name, tensor in found.items()
+def _same(before: dict[str, Tensor], now: dict[str, Tensor]) -> bool:
+    """Whether names, types and values are equal. Compares values: code can write a tensor without leaving a trace."""
+    return now.keys() == before.keys() and all(
+        tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]) for name, tensor in now.items()
     )
 
 
 _BUCKET_BITS = 20
 _UNCLIPPED = (
     "bq_hook without `private`: gradients are compressed and noised, but samples are not clipped one by one, so there "
-    "is NO privacy guarantee. Give BQHookState(private=PrivateSteps(...)) for one."
+    "is NO privacy guarantee. Use BQHookState(private=PrivateSteps(...)) for one."
 )
 
 
 class NoGuaranteeWarning(UserWarning):
-    """The hook compresses, and promises nothing about privacy."""
+    """The hook compresses, and makes no privacy claim."""
 
 
 class BQHookState:
@@ -264,10 +264,10 @@ class BQHookState:
 
     Args:
         mechanism: levels and trials; trials = 0 quantises without noise.
-        range: of the encoder. A gradient coordinate beyond it is clamped.
+        range: of the encoder. Gradient coordinates outside it are clamped.
         rng: where the noise comes from.
-        process_group: that of the DDP model; the default group when None.
-        private: the per-sample path; without it no guarantee is made, and a warning says so once.
+        process_group: of the DDP model; None for the default group.
+        private: clips per sample. Without it there is no guarantee, and the hook warns once.
     """
 
     def __init__(
@@ -284,12 +284,12 @@ class BQHookState:
         self.step, self.warned = 0, False
 
     def supply(self, batch: tuple[Tensor, Tensor], *, indices: Numbers) -> None:
-        """Clip this step's gradients sample by sample and count the step; call it once before every backward.
+        """Count the step and clip its gradients sample by sample; call it once before every backward.
 
-        indices: the number of each sample in this rank's data, the same in every batch it is drawn for.
+        indices: the number of each sample in this rank's data, the same in every batch that contains the sample.
 
         Raises:
-            BudgetExhausted: the step would pass the budget; nothing was recorded, and the backward would be refused.
+            BudgetExhausted: the step would exceed the budget. Nothing was recorded, and the hook refuses the backward.
         """
         if self.private is None:
             raise InvalidParameter("supply needs BQHookState(private=PrivateSteps(...))")
@@ -297,21 +297,22 @@ class BQHookState:
 
 
 def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Encode this rank's bucket, gather every rank's frame as bytes, and give back the mean of the decoded frames.
+    """Encode this rank's bucket, gather every rank's frame as bytes, and return the mean of the decoded frames.
 
-    Without `state.private` this compresses and guarantees nothing; see the module's first lines.
+    Without `state.private` this compresses and guarantees nothing; see the beginning of this module.
 
     Raises:
-        InvalidParameter: `state.private` is given and `supply` was not called before this backward, or a repeated
+        InvalidParameter: `state.private` is set and `supply` was not called before this backward, or a repeated
             backward has other buckets than the one that failed.
-        NonFiniteInput: the gradient holds NaN or infinity (without `state.private` only).
-        RuntimeError: from the backward, when a rank's frame is damaged or made with another mechanism or range. It is
-            torch's, and its first line names the FrameError that its callback met.
+        NonFiniteInput: the gradient holds NaN or infinity (only without `state.private`).
+        RuntimeError: from the backward, if a rank's frame is damaged or was made with another mechanism or range. Torch
+            raises it; its first line names the FrameError.
     """
     buffer = bucket.buffer()
     if buffer.dtype != torch.float32:
         raise InvalidParameter(f"bq_hook takes float32 gradients, got {buffer.dtype}")
     index = check_int("bucket", bucket.index(), 0, (1 << _BUCKET_BITS) - 1)
+    # Every bucket of every step has its own round number, so that no frame can take the place of another.
     round = (state.step << _BUCKET_BITS) | index
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -332,13 +333,13 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
         state.step += 1
         if state.private is not None:
             state.private.used()
-    own = torch.frombuffer(frame, dtype=torch.uint8).to(buffer.device)
-    frames = [torch.empty_like(own) for _ in range(size)]  # fixed width: every rank's frame has the same length
-    work = dist.all_gather(frames, own, group=group, async_op=True)
+    sent = torch.frombuffer(frame, dtype=torch.uint8).to(buffer.device)
+    frames = [torch.empty_like(sent) for _ in range(size)]  # fixed width: every rank's frame has the same length
+    work = dist.all_gather(frames, sent, group=group, async_op=True)
     assert work is not None
 
     def mean(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        done.value()
+        done.value()  # raises if the gathering failed
         total = Accumulator(buffer.numel())
         for sender, received in enumerate(frames):
             content: np.ndarray = received.cpu().numpy()

@@ -1,8 +1,8 @@
 """The ranks of torch.distributed: how they meet, and the one protocol in which one rank sends bytes to another.
 
-The engine, `make_private` with secure sums and the tests of both use it. A message is a head of 16 bytes (magic, kind,
-length), then the body, as plain uint8 tensors. No object collective is used, so nothing is ever unpickled, and a length
-is checked before anything is allocated for it.
+The engine, and `make_private` with secure sums, use it. A message is a head of 16 bytes (magic, kind, length), then the
+body, both as plain uint8 tensors. Nothing is ever unpickled, because no object collective is used, and a length is
+checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MAGIC = b"BQSD"
 _BACKENDS = ("gloo", "nccl", "mpi")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SERVER = 0
-"""The rank that serves; it is a client as well."""
+"""The rank that is the server; it is a client as well."""
 _FOREVER = timedelta(days=3650)
 """Effectively no timeout. A gloo timeout would close the connections to all ranks, so waits with a deadline run in a
 separate thread."""
 
 
 class MessageKind(IntEnum):
-    """What a message is. The server asks with the first six, a client answers with the others.
+    """What a message is. The server sends the first six kinds, a client the others.
 
-    MODEL: a model, or a step of a secure sum. SUM, NO_SUM: what a step of a private loop came to, for every rank.
+    MODEL: a model, or a message of a secure sum. SUM, NO_SUM: the result of a private loop's step, for every rank.
     """
 
     GREETING, MODEL, REPORT, STOP, SUM, NO_SUM = 1, 2, 3, 4, 5, 6
@@ -46,16 +46,16 @@ class MessageKind(IntEnum):
 
 
 class PeerLost(BqsgdError, ConnectionError):
-    """A rank is gone, or what it sent cannot be a message of ours; nothing more can be said to it."""
+    """A rank is gone, or sent something that is not one of our messages. The connection cannot be used again."""
 
 
 class Channel:
-    """Messages to and from one rank. One thread may send or receive at a time.
+    """Messages to and from one rank. Only one thread may send, and one receive, at a time.
 
     Args:
         peer: the other rank.
         device: where the tensors must be: the CPU, or this rank's GPU for nccl.
-        group: the process group, the default one unless given.
+        group: the process group; None for the default group.
         wait: how long `receive` waits for a message.
     """
 
@@ -71,7 +71,7 @@ class Channel:
         self._group, self._wait = group, wait
 
     def send(self, kind: MessageKind, body: Buffer | Tensor = b"") -> None:
-        """Send one message; returns once it is sent."""
+        """Send one message; returns when it is sent."""
         content = as_tensor(body)
         head = as_tensor(_HEAD.pack(_MAGIC, kind, content.numel()))
         try:
@@ -82,20 +82,21 @@ class Channel:
             raise self._lost(error) from error
 
     def receive(self, *, most_bytes: int) -> tuple[MessageKind, memoryview]:
-        """Wait for one message; a body of more than `most_bytes` is refused unread.
+        """Wait for one message. A body of more than `most_bytes` is refused before it is read.
 
         Raises:
-            PeerLost: the connection is closed, or the bytes are not a message of ours.
+            PeerLost: the connection is closed, or the bytes are not one of our messages.
         """
         magic, number, length = _HEAD.unpack(self._bytes(_HEAD.size))
         if magic != _MAGIC or number not in set(MessageKind):
             raise PeerLost(f"rank {self.peer} sent something that is not a message of bqsgd")
         if length > most_bytes:
-            raise PeerLost(f"rank {self.peer} announced {length} bytes where at most {most_bytes} can be meant")
+            raise PeerLost(f"rank {self.peer} announced {length} bytes; at most {most_bytes} are allowed")
         return MessageKind(number), self._bytes(length) if length else memoryview(b"")
 
     def _bytes(self, count: int) -> memoryview:
-        # Zeros: a peer may send fewer bytes than it announced, and the rest would be what this process held before.
+        # Not `empty`: gloo accepts fewer bytes than announced, and the others would be old memory of this process, and
+        # can end up in a log or a record.
         buffer = torch.zeros(count, dtype=torch.uint8, device=self.device)
         try:
             work = dist.irecv(buffer, self.peer, group=self._group)
@@ -112,11 +113,11 @@ class Channel:
 
 
 def as_tensor(body: Buffer | Tensor) -> Tensor:
-    """The bytes as a uint8 tensor; a bytearray is not copied."""
+    """The bytes as a uint8 tensor. A bytearray is not copied."""
     if isinstance(body, Tensor):
         return body
     if len(body) == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8)  # torch.frombuffer refuses an empty buffer
     return torch.frombuffer(body if isinstance(body, bytearray) else bytearray(body), dtype=torch.uint8)
 
 
@@ -126,7 +127,7 @@ class GroupError(BqsgdError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """This rank's place among the others."""
+    """This rank and the number of ranks."""
 
     rank: int
     size: int
@@ -134,7 +135,7 @@ class RankGroup:
 
     @property
     def serves(self) -> bool:
-        """True on the one rank that holds the model."""
+        """True on the rank that is the server."""
         return self.rank == SERVER
 
     def channel(self, peer: int) -> Channel:
@@ -151,7 +152,7 @@ def world_size() -> int:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise InvalidParameter(
-            f"the torch-distributed engine needs the environment variables {', '.join(missing)}; start it with "
+            f"the torch-distributed engine needs the environment variables {', '.join(missing)}: start it with "
             "torchrun --nproc-per-node 4 -m bqsgd train --engine torch-distributed ..."
         )
     try:
@@ -161,16 +162,16 @@ def world_size() -> int:
 
 
 def meet(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> None:
-    """Form the process group of the ranks that the launcher started. On one machine it listens on loopback only.
+    """Form the process group of the ranks that the launcher started. On one machine, listen on loopback only.
 
     Raises:
         GroupError: the ranks did not meet in time.
     """
-    if backend not in _BACKENDS:
-        raise InvalidParameter(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
+    if backend not in _BACKENDS or not dist.is_backend_available(backend):
+        raise InvalidParameter(
+            f"backend must be one of {', '.join(_BACKENDS)} that this build of torch has, got {backend!r}: use gloo"
+        )
     world_size()
-    if not dist.is_backend_available(backend):
-        raise InvalidParameter(f"this build of torch has no {backend}; use gloo")
     try:
         patience = timedelta(seconds=timeout_seconds)
         dist.init_process_group(backend, timeout=patience, **_on_loopback(patience))
@@ -180,11 +181,11 @@ def meet(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> None:
 
 @contextmanager
 def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[RankGroup]:
-    """Meet the other ranks, and leave them at the end.
+    """Meet the other ranks, and leave the process group at the end of the block.
 
     Args:
-        backend: gloo (CPU, tested here), or nccl or mpi where torch was built with them.
-        timeout_seconds: how long to wait for ranks that have not come yet.
+        backend: gloo (CPU, tested here), or nccl or mpi if torch was built with them.
+        timeout_seconds: how long to wait for the other ranks to start.
     """
     meet(backend=backend, timeout_seconds=timeout_seconds)
     device = torch.device("cpu")
@@ -197,10 +198,10 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
 
 
 def _on_loopback(patience: timedelta) -> dict[str, Any]:
-    """Where all ranks are on this machine, a store that listens on loopback only: torch's own listens everywhere.
+    """Arguments for a store that listens on loopback only, if all ranks are on this machine.
 
-    Nothing to do under torchrun, whose agent has the store, or with several machines, where MASTER_ADDR is not a
-    loopback address.
+    Torch's own store listens on all addresses. Empty under torchrun, whose agent has made the store already, and with
+    several machines, where MASTER_ADDR is not a loopback address.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     rank, size = os.environ.get("RANK", ""), world_size()
@@ -209,13 +210,15 @@ def _on_loopback(patience: timedelta) -> dict[str, Any]:
         return {}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
+        # Otherwise gloo listens on the address of the host name, which other machines may reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     listening = None
     if rank == "0":
         try:
+            # Handed to the store, which would open its own socket on all addresses.
             listening = socket.create_server(("127.0.0.1", int(port)), backlog=max(128, size)).detach()
         except (OSError, OverflowError) as error:
-            raise GroupError(f"port {port} of this machine cannot be used: {error}") from error
+            raise GroupError(f"port {port} of this machine is not available: {error}") from error
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", int(port), size, rank == "0", patience, wait_for_workers=False, master_listen_fd=listening
     )
