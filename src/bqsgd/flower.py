@@ -6,6 +6,9 @@
 `bqsgd flower init DIR` writes an app that uses them. Needs the extra: pip install 'bqsgd[flower]'.
 """
 
-from bqsgd._src.flower import MissingExtra, Node, client_app, server_app
+from bqsgd._src.flower import MissingExtra
+from bqsgd._src.flower.client_app import client_app
+from bqsgd._src.flower.server_app import server_app
+from bqsgd._src.flower.settings import Node
 
 __all__ = ["MissingExtra", "Node", "client_app", "server_app"]

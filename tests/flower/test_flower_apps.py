@@ -20,9 +20,8 @@ from bqsgd._src.cli.app import main
 from bqsgd._src.codec import encode_frame
 from bqsgd._src.engines.engine import read_guarantee
 from bqsgd._src.errors import FrameError, InvalidParameter
-from bqsgd._src.flower import Node, client_app
 from bqsgd._src.flower.engine import NoQuorum
-from bqsgd._src.flower.federation import read_overrides, write_app
+from bqsgd._src.flower.federation import write_app
 from bqsgd._src.flower.messages import FRAME, data_of, field_of, pack
 from bqsgd._src.flower.server_app import serve
 from bqsgd._src.flower.settings import Service, check_overrides, read_settings
@@ -38,6 +37,7 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.outlook import CannotLearn
 from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.wire.frame import read_frame
+from bqsgd.flower import Node, client_app
 from loop_grid import LoopGrid
 
 
@@ -175,7 +175,7 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
     made = Federation(task, tmp_path, options={"allow-no-privacy": False, "epsilon": 3.0}, **given)
     run = made.serve()
     assert [receipt.status for receipt in run.last.clients] == ["ok"] * 4
-    kept = json.loads(made.grid.contexts[1000].state["bqsgd.plan"]["mechanism"])
+    kept = json.loads(made.grid.contexts[1000].state["bqsgd.plan"]["plan"])
     assert kept["levels"] == run.last.clients[0].levels
     assert 2.5 < run.summary.guarantee.epsilon <= 3.0
     again = made.serve()  # the same ledgers, a run of another name: nothing is left to spend
@@ -345,7 +345,7 @@ def test_a_node_that_is_slow_to_join_is_asked_again_only_once_nobody_answers(fed
 
     made.grid.pull_messages = pull_messages
     run = made.serve(join_seconds=1000.0)
-    assert sorted(run.engine.roster.nodes) == [0, 1, 2, 3]
+    assert sorted(run.engine.nodes) == [0, 1, 2, 3]
     assert questions == {0: 1} | dict.fromkeys((1, 2, 3), 2 if lost else 1)
     assert clock.now == pytest.approx(220 if lost else 400, abs=5)
 
@@ -354,7 +354,7 @@ def test_two_nodes_with_one_number_and_a_number_beyond(federation, caplog):
     made = federation(nodes=[0, 1, 2, 3, 1, 9])
     with caplog.at_level(logging.INFO):
         run = made.serve()
-    assert sorted(run.engine.roster.nodes.items()) == [(client, 1000 + client) for client in range(4)]
+    assert sorted(run.engine.nodes.items()) == [(client, 1000 + client) for client in range(4)]
     made = federation(nodes=[0, 1, 1])
     with caplog.at_level(logging.INFO):
         run = made.serve(join_seconds=0.5)
@@ -438,7 +438,7 @@ def test_a_client_that_claims_a_trillion_samples_weighs_what_the_others_do(feder
         federation(rounds=1, weights="size").serve()
     run = federation(tamper, rounds=1, weights="size", sizes=str(listed)).serve()
     assert run.server.weights == {0: 0.5, 2: 0.5}  # client 1 claims more than its place, client 3 has none
-    assert sorted(run.engine.roster.refused.values()) == [
+    assert sorted(run.engine.refused.values()) == [
         "client 1 claims 1099511627775 samples, the list of sizes has 400", "client 3 is not on the list of sizes",
     ]  # fmt: skip
 
@@ -490,13 +490,13 @@ def test_budgets_that_differ_by_client_are_a_line_of_toml(tmp_path):
 def test_a_wrong_key_or_value_of_a_run_is_named_with_what_would_do(tmp_path):
     write_app(tmp_path / "app")
     app = tmp_path / "app"
-    check_overrides(*read_overrides(app, 'schedule="cosine" rounds=7'))
+    check_overrides(app, 'schedule="cosine" rounds=7')
     with pytest.raises(InvalidParameter, match="schedule must be one of constant, linear, cosine, got 'cosin'"):
-        check_overrides(*read_overrides(app, 'schedule="cosin"'))
+        check_overrides(app, 'schedule="cosin"')
     with pytest.raises(InvalidParameter, match=r"did you mean 'schedule'\? Known: .*learning_rate"):
-        check_overrides(*read_overrides(app, 'shedule="cosine"'))
+        check_overrides(app, 'shedule="cosine"')
     with pytest.raises(InvalidParameter, match="cannot be read as a Flower app"):
-        read_overrides(tmp_path, "rounds=7")
+        check_overrides(tmp_path, "rounds=7")
 
 
 def test_settings_are_flat_with_empty_for_left_out():

@@ -14,6 +14,7 @@ from fault_book import counts, not_ok, seen, together, written_down
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
+from power_cut import kill
 
 from bqsgd._src.cli.flower import demo_settings, run_demo
 from bqsgd._src.flower.federation import LocalFederation, free_port, make_node_key, write_app
@@ -41,7 +42,7 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from bqsgd._src.codec import encode_frame
-from bqsgd._src.flower import client_app
+from bqsgd.flower import client_app
 from bqsgd._src.flower.messages import FRAME, data_of, pack
 from bqsgd._src.noise import privacy_rng
 from bqsgd._src.wire.frame import read_frame
@@ -195,7 +196,7 @@ def test_plain_http_to_the_tls_port_gets_no_answer(deployment, fault_book):
     processes.start("plain", "flower-supernode", "--insecure", *options)
     processes.wait_for("plain", "Connection attempt failed", seconds=90)
     assert "SuperNode ID" not in processes.text("plain")
-    processes.kill("plain")
+    kill(processes, "plain")
     log = processes.text("superlink")
     line = seen(log, "refused at the TLS port: plain HTTP")
     injected = log.count(line)
@@ -237,7 +238,7 @@ def test_faults_of_clients(deployment, fault_book):
     )
     processes.start("run", *command)
     deployment.wait((deployment.folder / "in-mid-round").exists, seconds=600)
-    processes.kill("node-1")
+    kill(processes, "node-1")
     log = processes.finish("run", seconds=900)
     records = records_in(server)
     became = [{entry.client: entry.status for entry in reversed(record.clients)} for record in records]
@@ -284,8 +285,8 @@ def test_a_server_killed_and_restarted_goes_on_to_the_bits_of_one_process(deploy
     )
     processes.start("run", *command)
     deployment.wait(lambda: [deployment.sent("killed", client) for client in range(3)] == [2, 2, 2], seconds=900)
-    processes.kill("superlink")  # and the ServerApp with it: three frames of round 1 are sent, the fourth is made
-    processes.kill("run")
+    kill(processes, "superlink")  # and the ServerApp with it: three frames of round 1 are sent, the fourth is made
+    kill(processes, "run")
     done = load_checkpoint(server)[1]["round"]
     assert done == 1
     deployment.faults({})

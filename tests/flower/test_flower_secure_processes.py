@@ -10,6 +10,8 @@ from fault_book import counts, not_ok, seen, together, written_down
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
+from power_cut import kill
+
 from bqsgd._src.cli.flower import demo_settings, run_demo
 from bqsgd._src.flower.federation import LocalFederation, write_app
 from bqsgd._src.flower.processes import Processes
@@ -34,7 +36,7 @@ import hashlib, json, os, signal, time
 from pathlib import Path
 from flwr.clientapp import ClientApp
 from bqsgd._src.flower.messages import FRAME, MODEL, data_of
-from bqsgd._src.flower import client_app
+from bqsgd.flower import client_app
 from bqsgd._src.secure.messages import is_sum_message, message_kind
 from private_app.task import task
 
@@ -161,7 +163,7 @@ def test_a_node_killed_in_mid_round_is_a_dropout_of_the_sum(deployment, fault_bo
     server, processes = deployment.folder / "server-dropout", deployment.processes
     processes.start("run", *deployment.command(run="dropout", folder=str(server)))
     deployment.wait(deployment.folder / "in-mid-round")
-    processes.kill("node-1")  # its masked vector is made, counted and not sent
+    kill(processes, "node-1")  # its masked vector is made, counted and not sent
     log = processes.finish("run", seconds=SECONDS)
     line = seen(log, "round 0: client 1 missing: ")
     records = list(read_rounds(server))
@@ -242,8 +244,8 @@ def test_a_server_killed_in_mid_sum_goes_on_to_the_model_of_one_process(deployme
     command = deployment.command(run="killed", folder=str(server), seed=5, learning_rate=1.0)
     processes.start("run", *command)
     deployment.wait(deployment.folder / "held")
-    processes.kill("superlink")
-    processes.kill("run")
+    kill(processes, "superlink")
+    kill(processes, "run")
     assert load_checkpoint(server)[1]["round"] == 1
     deployment.faults({})
     (deployment.folder / "released").touch()

@@ -15,12 +15,12 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 from flwr.app import Message, MessageType
 
 from bqsgd._src.engines.engine import read_guarantee
-from bqsgd._src.flower import client_app
 from bqsgd._src.flower.client_app import NO_ANSWER
 from bqsgd._src.flower.messages import FRAME, MODEL, field_of, has_data, pack
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.tasks.task import Task
+from bqsgd.flower import client_app
 from loop_grid import LoopGrid
 
 DIMENSION, SAMPLES = 8, 60

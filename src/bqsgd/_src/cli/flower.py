@@ -96,10 +96,9 @@ def run(
     """
     import os
 
-    from bqsgd._src.flower.federation import read_overrides
     from bqsgd._src.flower.settings import check_overrides
 
-    check_overrides(*read_overrides(app, run_config))
+    check_overrides(app, run_config)
     overrides = ["--run-config", run_config] if run_config else []
     # The flwr of this environment, even if the environment is not activated and PATH has another one.
     installed = Path(sys.executable).with_name("flwr")

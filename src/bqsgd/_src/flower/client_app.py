@@ -1,9 +1,9 @@
-"""The ClientApp: one message in, one frame out. All the work is `client.Client`'s.
+"""The ClientApp: one message in, one frame out. `client.Client` does all the work.
 
-Flower starts a fresh process for every message of a deployment, so what lasts is on the client's disk (its ledger, its
-state in secure sums) or in the node's own memory of the run (its plan). Flower sends an answer before it stores that
-memory, so nothing that safety rests on is in it. Nothing that depends on the data leaves but the frame: an error goes
-to the client's own log, and the server only hears that there was one.
+Flower starts a fresh process for every message of a deployment. What must last is therefore on the client's disk (its
+ledger, its state in secure sums) or in the node's memory of the run (its plan). Flower sends a reply before it stores
+that memory, so safety must not depend on it. Only the frame depends on the data and leaves: an error goes to the
+client's own log, and the server only learns that there was one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -42,7 +43,7 @@ logger = logging.getLogger("flwr.bqsgd")
 _PLAN, _HELD, _DIMENSION = "bqsgd.plan", "bqsgd.held", "bqsgd.dimension"
 _SUM_PLAN = ("levels", "trials", "width")
 NO_ANSWER = "the client could not answer; its own log says why"
-"""All that the server learns of any error here: even the kind of error can depend on the data."""
+"""All that the server learns about an error here: even the kind of error can depend on the data."""
 
 _Memory = MutableMapping[str, Any]
 
@@ -50,7 +51,7 @@ _Memory = MutableMapping[str, Any]
 class _Asked:
     """One message of a run to this client, with the node's memory of the run.
 
-    refusal: why it takes no part; None if it does, and then `config` has what is the client's own in it.
+    refusal: why the client does not take part, or None. If it takes part, `config` has the client's own settings in it.
     """
 
     def __init__(self, make_task: MakeTask, message: Message, context: Context) -> None:
@@ -62,19 +63,41 @@ class _Asked:
         self.refusal = self.node.refusal(config, run=self.run, roster=roster)
         self.config = config if self.refusal is not None else self.node.own_settings(config, run=self.run)
 
+    @cached_property
     def task(self) -> Task:
         """The task with this client's share of the data alone."""
         task = self._make_task(self.config, self.node, self._options)
         if len(task.shares) != 1:
             raise InvalidParameter(
-                f"a client's task holds its own share of the data alone, got {len(task.shares)} shares"
+                f"a client's task must hold one share of the data, its own; this one holds {len(task.shares)}"
             )
         return task
+
+    @property
+    def dimension(self) -> int:
+        """Coordinates of one message. Kept in the node's memory, so that most steps of a secure sum load no data."""
+        if _DIMENSION not in self.memory:
+            dimension = message_dimension(self.config.run.method, self.task.make_model())
+            self.memory[_DIMENSION] = ConfigRecord({"dimension": dimension})
+        return int(self.memory[_DIMENSION]["dimension"])
 
     def declined(self, reason: str, **stated: Plain) -> RecordDict:
         """The answer that sends nothing, with the reason."""
         logger.warning("client %d declines: %s", self.node.client, reason)
         return pack(None, kind=FRAME, declined=reason, **stated)
+
+    def plan_once(self, question: object, plan: Callable[[], dict[str, Any]], recall: Callable[..., None]) -> None:
+        """Plan in the run's first message, and let the processes of later messages recall the plan.
+
+        question: what the plan depends on besides the settings. The ledger still decides what may be sent.
+        """
+        asked = json.dumps([self.config.to_dict(), self.node.client, question], sort_keys=True)
+        digest = hashlib.sha256(asked.encode()).hexdigest()
+        kept = self.memory.get(_PLAN)
+        if kept is not None and kept["digest"] == digest:
+            recall(**json.loads(kept["plan"]))
+        else:
+            self.memory[_PLAN] = ConfigRecord({"digest": digest, "plan": json.dumps(plan())})
 
 
 def client_app(make_task: MakeTask) -> ClientApp:
@@ -105,7 +128,7 @@ def _guarded(
         with one_thread():
             asked = _Asked(make_task, message, context)
             content = respond(asked) if asked.refusal is None else asked.declined(asked.refusal)
-    except Exception as error:  # Flower would send its text, which may hold private values
+    except Exception as error:  # otherwise Flower would send its text, which may contain private values
         if isinstance(error, BqsgdError):
             logger.error("refused by this client: %s", error)
         else:
@@ -116,44 +139,34 @@ def _guarded(
 
 def _join(asked: _Asked) -> RecordDict:
     """Who this is. The server learns the number of samples, unless the guarantee hides the whole client."""
-    config, task = asked.config, asked.task()
-    dimension = message_dimension(config.run.method, task.make_model())
-    refusal = asked.node.limits.model_refusal(dimension)
+    refusal = asked.node.limits.model_refusal(asked.dimension)
     if refusal is not None:
         return asked.declined(refusal)
-    asked.memory[_DIMENSION] = ConfigRecord({"dimension": dimension})
-    stated = {} if config.privacy.unit == Unit.CLIENT else {"samples": task.samples_of(0)}
-    return pack(None, kind=FRAME, client=asked.node.client, dimension=dimension, **stated)
+    stated = {} if asked.config.privacy.unit == Unit.CLIENT else {"samples": asked.task.samples_of(0)}
+    return pack(None, kind=FRAME, client=asked.node.client, dimension=asked.dimension, **stated)
 
 
 def _train(asked: _Asked) -> RecordDict:
     secure, question, stated = asked.config.secure.on, data_of(asked.message, kind=MODEL), dict[str, Plain]()
+    # Flower may start a second process for the next message. Two of them must not use the keys of one sum.
     with asked.node.turn(run=asked.run) if secure else nullcontext():
-        reply = _step(asked, question) if secure and is_sum_message(question) else _update(asked, question, stated)
+        sums = _sum_client(asked) if secure else None
+        if isinstance(sums, Reply):
+            reply = sums
+        elif sums is not None and is_sum_message(question):
+            reply = answer_step(sums, question)
+        else:
+            reply = _update(asked, question, sums, stated)
     if reply.frame is None:
         return asked.declined(reply.reason or "no reason", **stated)
     logger.info("client %d sends %d bytes", asked.node.client, len(reply.frame))
     return pack(bytes(reply.frame), kind=FRAME, **stated)
 
 
-def _step(asked: _Asked, question: bytes) -> Reply:
-    """Answer a step of a secure sum that needs no data, nor anything else of the task but its size."""
-    known = asked.memory.get(_DIMENSION)
-    if known is None:
-        dimension = message_dimension(asked.config.run.method, asked.task().make_model())
-    else:
-        dimension = int(known["dimension"])
-    sums = _sum_client(asked, dimension)
-    return sums if isinstance(sums, Reply) else answer_step(sums, question)
-
-
-def _update(asked: _Asked, question: bytes, stated: dict[str, Plain]) -> Reply:
-    """Answer a model; what the client says of itself goes into `stated`."""
-    config, node, memory, task = asked.config, asked.node, asked.memory, asked.task()
+def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict[str, Plain]) -> Reply:
+    """Answer a model. What the client states about itself goes into `stated`."""
+    config, node, memory, task = asked.config, asked.node, asked.memory, asked.task
     model = task.make_model()
-    sums = _sum_client(asked, message_dimension(config.run.method, model)) if config.secure.on else None
-    if isinstance(sums, Reply):
-        return sums
     with node.ledger(config, run=asked.run) or nullcontext() as ledger:
         client = Client(
             client=node.client,
@@ -165,17 +178,22 @@ def _update(asked: _Asked, question: bytes, stated: dict[str, Plain]) -> Reply:
             config=config,
             ledger=ledger,
             run=asked.run,
-            resume=True,  # a round that a restarted server asks for again is counted again
+            resume=True,  # a restarted server may ask for a round again, which is then counted again
             private_log=private_log_at(node.private_path(run=asked.run)) if config.privacy.private_metrics else None,
             limits=node.limits,
             sums=sums,
         )
-        if sums is None:
-            _plan(client, memory)
+        if sums is None and config.privacy.mechanism is None:
+            with suppress(Infeasible, PlanningTooLong):  # `answer` plans again, and declines with the reason
+                asked.plan_once(
+                    repr(client.terms),
+                    lambda: client.release(0).mechanism.to_dict(),
+                    lambda **plan: keep_plan(config, client.terms, Mechanism.from_dict(plan), client=node.client),
+                )
         record = memory.get(_HELD)
         client.held = None if record is None else read_model(record[MODEL].data, dimension=dimension_of(model))
         reply = client.answer(question)
-        if client.held is not None:  # the next message may be changes of the model that this node was sent last
+        if client.held is not None:  # the next message may be the changes of this model
             held = write_model(client.held.model, round=client.held.round)
             memory[_HELD] = pack(held, kind=MODEL).array_records[MODEL]
         if field_of(asked.message, "report", bool):
@@ -185,50 +203,25 @@ def _update(asked: _Asked, question: bytes, stated: dict[str, Plain]) -> Reply:
     return reply
 
 
-def _plan(client: Client, memory: _Memory) -> None:
-    """Keep what the planner finds in this run's first round with the node, from message to message.
+def _sum_client(asked: _Asked) -> SumClient | Reply:
+    """The client's side of the run's secure sums, as its last answer left it. This process must hold the turn."""
+    config, node, dimension = asked.config, asked.node, asked.dimension
 
-    A fresh process then need not plan again. The ledger has the last word in any case.
-    """
-    config, terms = client.config, client.terms
-    if config.privacy.mechanism is not None:
-        return
-    digest = _digest(config.to_dict(), repr(terms), client.client)
-    kept_plan = memory.get(_PLAN)
-    if kept_plan is not None and kept_plan["digest"] == digest:
-        keep_plan(config, terms, Mechanism.from_dict(json.loads(kept_plan["mechanism"])), client=client.client)
-        return
-    with suppress(Infeasible, PlanningTooLong):  # the client reports it when it is to send
-        mechanism = client.release(0).mechanism
-        memory[_PLAN] = ConfigRecord({"digest": digest, "mechanism": json.dumps(mechanism.to_dict())})
+    def plan() -> dict[str, int]:
+        planned = sum_plan(config, dimension=dimension)
+        return {name: getattr(planned, name) for name in _SUM_PLAN}
 
-
-def _sum_client(asked: _Asked, dimension: int) -> SumClient | Reply:
-    """The client's side of the run's secure sums as it stood after its last answer; its plan is kept as `_plan` does.
-
-    Its turn must be this process's.
-    """
-    config, node, memory = asked.config, asked.node, asked.memory
-    digest = _digest(config.to_dict(), dimension, node.client)
-    kept_plan = memory.get(_PLAN)
-    if kept_plan is not None and kept_plan["digest"] == digest:
-        keep_sum_plan(config, dimension=dimension, **{name: int(kept_plan[name]) for name in _SUM_PLAN})
     try:
         with cpu_seconds(node.limits.planning_seconds):
-            plan = sum_plan(config, dimension=dimension)
+            asked.plan_once(dimension, plan, lambda **figures: keep_sum_plan(config, dimension=dimension, **figures))
+            setup = SumSetup.of(config, run=asked.run, dimension=dimension)
     except (Infeasible, PlanningTooLong) as error:
         return Reply.decline(node.client, f"no plan for the budget: {error}")
-    memory[_PLAN] = ConfigRecord({"digest": digest, **{name: getattr(plan, name) for name in _SUM_PLAN}})
-    setup = SumSetup.of(config, run=asked.run, dimension=dimension)
     assert setup is not None
     try:
         return setup.client(node.client, folder=node.folder(run=asked.run), seed=config.privacy.seed, lasting=False)
     except InvalidParameter as error:
         logger.error("%s", error)
         return Reply.decline(
-            node.client, "what this node kept of the run's secure sums cannot be used; its own log says why"
+            node.client, "this node cannot use what it has stored for the run's secure sums; its own log says why"
         )
-
-
-def _digest(*question: object) -> str:
-    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""What travels: the model down and a frame up, each as opaque bytes of a named kind, and a few plain fields beside.
+"""What travels: a model down and a frame up, each as opaque bytes of a named kind, with a few plain fields beside it.
 
-Flower's own readers are never asked to interpret either (they refuse a foreign `stype`), and nothing is unpickled: the
-bytes go to `read_model` and `read_frame`, which check them whole before using any of them.
+Flower's own readers never interpret these bytes (they refuse a foreign `stype`), and nothing is unpickled: the bytes go
+to `read_model` and `read_frame`, which check all of them before they use any.
 """
 
 from __future__ import annotations
@@ -33,39 +33,35 @@ def pack(data: bytes | bytearray | None, *, kind: str, **fields: Plain) -> Recor
 
 
 def has_data(message: Message, *, kind: str) -> bool:
-    """Whether the message holds bytes of that kind, to be checked by `data_of`."""
+    """Whether the message holds bytes of that kind; `data_of` checks them."""
     return kind in message.content.array_records
 
 
 def data_of(message: Message, *, kind: str) -> bytes:
-    """The bytes of a message; their type, shape and kind must be what `pack` writes."""
+    """The bytes of a message. Raises FrameError unless their type, shape and kind are what `pack` writes."""
     record = message.content.array_records.get(kind)
     if record is None or list(record) != [kind]:
         raise FrameError(f"the message holds no {kind}")
     array = record[kind]
-    found = (array.dtype, tuple(array.shape), array.stype)
-    if found != ("uint8", (len(array.data),), kind):
-        raise FrameError(f"a {kind} is ('uint8', ({len(array.data)},), '{kind}'), got {one_line(str(found))}")
+    declared = (array.dtype, tuple(array.shape), array.stype)
+    if declared != ("uint8", (len(array.data),), kind):
+        raise FrameError(f"a {kind} is ('uint8', ({len(array.data)},), '{kind}'), got {one_line(str(declared))}")
     return array.data
 
 
 def field_of(message: Message, name: str, kind: type) -> Any:
-    """One of the plain fields beside the bytes, of exactly that type; None when it is not there.
-
-    Raises:
-        FrameError: it is there with another type.
-    """
+    """One of the plain fields beside the bytes; None if it is missing. Raises FrameError if it has another type."""
     record = message.content.config_records.get(_FIELDS)
-    found = None if record is None else record.get(name)
-    if found is not None and type(found) is not kind:
-        raise FrameError(f"{name} must be {kind.__name__}, got {type(found).__name__}")
-    return found
+    value = None if record is None else record.get(name)
+    if value is not None and type(value) is not kind:  # not isinstance: True is an int too
+        raise FrameError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
+    return value
 
 
 class Answer(NamedTuple):
-    """An answer with what Flower knows of the message it answers, and when it came.
+    """An answer, what Flower knows about the message that it answers, and when it came.
 
-    An answer belongs to the node its question was sent to, whatever it says of itself. late: it came after the
+    An answer belongs to the node to which its question was sent, whatever the answer says. late: it came after the
     `send_and_receive` that sent its question.
     """
 
@@ -81,44 +77,40 @@ def _frames(answers: Iterable[Answer]) -> int:
 
 
 class TrackedGrid:
-    """Flower's grid, which knows to whom each message went, when each answer came, and fetches late answers."""
+    """Flower's grid, with a note of whom each message was sent to and when its answer came. It fetches late answers."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.waiting: dict[str, Metadata] = {}
-        """Messages that have no answer yet."""
+        """Messages that have no answer yet, by their ids."""
         self.batches = 0
         """How many times messages were sent."""
-        self.kept: list[Answer] = []
-        """Answers put back because they are for somebody else: the next `send_and_receive` returns them."""
 
     def send_and_receive(
-        self, messages: Sequence[Message], *, timeout: float | None = None, enough: int | None = None
+        self, messages: Sequence[Message], *, timeout: float, enough: int | None = None
     ) -> list[Answer]:
-        """Send, then wait until all of these are answered, `enough` of them with a frame, or `timeout` seconds are
-        over.
+        """Send, then wait until all are answered, `enough` of them with a frame, or `timeout` seconds have passed.
 
-        Returns, with their answers, those to earlier messages that have come in the meantime. Without messages it
-        returns what has come, and does not wait.
+        Also returns answers to earlier messages that came meanwhile. Without messages it does not wait.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        own = set[str]()
+        end = time.monotonic() + timeout
+        sent = set[str]()
         if messages:
             self.batches += 1
-            own = set(self.grid.push_messages(messages))  # one that the SuperLink would not take is not among them
-            self.waiting |= {m.metadata.message_id: m.metadata for m in messages if m.metadata.message_id in own}
-        answers, self.kept = self.kept, []
+            sent = set(self.grid.push_messages(messages))  # without those that the SuperLink did not accept
+            self.waiting |= {m.metadata.message_id: m.metadata for m in messages if m.metadata.message_id in sent}
+        answers: list[Answer] = []
         while True:
             for reply in self.grid.pull_messages(list(self.waiting)):
                 question = self.waiting.pop(reply.metadata.reply_to_message_id, None)
                 if question is not None:
-                    late = question.message_id not in own
+                    late = question.message_id not in sent
                     answers.append(Answer(question, reply, time.monotonic(), late))
-            left = _POLL_SECONDS if end is None else end - time.monotonic()
-            if not own & self.waiting.keys() or left <= 0 or (enough is not None and _frames(answers) >= enough):
+            left = end - time.monotonic()
+            if not sent & self.waiting.keys() or left <= 0 or (enough is not None and _frames(answers) >= enough):
                 return answers
             time.sleep(min(_POLL_SECONDS, left))
 
     def get_node_ids(self) -> set[int]:
-        """The nodes that the SuperLink has heard of lately."""
+        """The nodes that the SuperLink has heard from lately."""
         return set(self.grid.get_node_ids())

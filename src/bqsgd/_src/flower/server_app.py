@@ -1,4 +1,4 @@
-"""The ServerApp: a run over Flower's grid, in the server's own folder."""
+"""The ServerApp: a run over Flower's grid, recorded in a folder on the server."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from bqsgd._src.tasks.task import Task
 
 logger = logging.getLogger("flwr.bqsgd")
 _ROSTER_DIGEST = "roster_digest"
-"""Of the roster that the run began with; the run itself compares it."""
+"""The digest of the roster that the run began with. The run itself compares it, with a better message."""
 
 
 def server_app(make_task: MakeTask) -> ServerApp:
     """A ServerApp that trains with private clients.
 
     Args:
-        make_task: (settings, None, options) -> the server's task: the initial model and public test data, no share. The
-            same function as the clients'.
+        make_task: (settings, None, options) -> the server's task: the initial model and public test data, no share. It
+            is the same function as for `client_app`.
     """
     app = ServerApp()
 
@@ -40,11 +40,11 @@ def server_app(make_task: MakeTask) -> ServerApp:
 
 
 def serve(grid: Grid, config: Config, service: Service, task: Task) -> Run:
-    """Run what is left of the run, over any Flower grid."""
+    """Run the rounds that are left, over any Flower grid."""
     tracked = TrackedGrid(grid)
     engine = flower(tracked, join_seconds=service.join_seconds, round_seconds=service.round_seconds)
     if config.privacy.seed is not None:
-        logger.warning("seeded noise: no privacy claim")
+        logger.warning("the noise is seeded: this run makes no privacy claim")
     with _opened(task, config, service, engine) as run:
         clients, joined = len(run.engine.samples), tracked.batches
         logger.info(
@@ -67,7 +67,7 @@ def serve(grid: Grid, config: Config, service: Service, task: Task) -> Run:
 
 
 def _opened(task: Task, config: Config, service: Service, engine: MakeEngine) -> Run:
-    """A new run, or the one in the server's folder where its name and settings are these."""
+    """A new run, or the run in the server's folder, if it has this name and these settings."""
     folder = service.folder
     if folder is None or not (folder / CONFIG).exists():
         return Run.start(task, with_simulated_keys(named(config)), folder=folder, engine=engine, force=service.force)
@@ -75,11 +75,11 @@ def _opened(task: Task, config: Config, service: Service, engine: MakeEngine) ->
     name = stored.run.name
     if config.run.name is None:
         raise InvalidParameter(f"{folder} holds run {name!r}; set `run` to that name to continue it, or another folder")
-    given = with_simulated_keys(config).flat()
+    asked = with_simulated_keys(config).flat()
     for setting, value in stored.flat().items():
-        if given[setting] != value and setting != _ROSTER_DIGEST:
+        if asked[setting] != value and setting != _ROSTER_DIGEST:
             raise InvalidParameter(
-                f"{folder} holds a run with {setting}={value!r}, not {given[setting]!r}; name another folder"
+                f"{folder} holds a run with {setting}={value!r}, not {asked[setting]!r}; name another folder"
             )
     run = Run.resume(task, folder=folder, engine=engine)
     logger.warning("resumed from the checkpoint: %d rounds were done", run.round)

@@ -1,14 +1,15 @@
 """The two configurations that Flower carries: a node's own, which no server can change, and the run's.
 
-A node's comes from `flower-supernode --node-config`:
+A node's configuration comes from `flower-supernode --node-config`:
 
     --node-config 'client=3 ledger-folder="/var/lib/bqsgd" epsilon=3.0 delta=1e-5'
 
-In a simulation Flower gives `partition-id` instead. Simulated clients belong to the user who runs the simulation: they
-agree to any settings, and their ledgers begin anew with every run. Their identity keys for secure sums are made by the
-server, beside those ledgers; a real client has its own (`roster="..." identity="..."`).
+In a simulation Flower sets `partition-id` instead. Simulated clients belong to the user who runs the simulation: they
+agree to any settings, and every run has new ledgers. The server makes their identity keys for secure sums, beside those
+ledgers; a real client has its own (`roster="..." identity="..."`).
 
-A run's is flat, with "" for an option that is not set: Flower lets `--run-config` change only keys that exist.
+A run's configuration is flat, with "" for an option that is not set: Flower lets `--run-config` change only keys that
+exist.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ logger = logging.getLogger("flwr.bqsgd")
 LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"
 _DEFAULT_FOLDER = "~/.bqsgd/ledgers"
 MakeTask = Callable[[Config, "Node | None", Mapping[str, Any]], Task]
-"""(settings, node, options) -> the task: with a node's share of the data, or, where node is None, the server's, with
-test data and no share. options: what the app's configuration holds besides the run's settings."""
+"""(settings, node, options) -> the task: a node's, with its share of the data, or, if node is None, the server's, with
+test data and no share. options: the keys of the app's configuration that are not settings of the run."""
 _MAX_BUDGETS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ROSTER = "roster.toml"
@@ -68,7 +69,7 @@ class Node:
         number = node_config.get("partition-id" if simulated else "client")
         if number is None:
             raise InvalidParameter(
-                "start the SuperNode with --node-config 'client=N ...', N being this client's number"
+                "the node configuration has no client number: start the SuperNode with --node-config 'client=N ...'"
             )
         limits = NodeLimits.unlimited() if simulated else NodeLimits.of(node_config)
         folder = limits.ledger_folder
@@ -81,75 +82,75 @@ class Node:
         )
 
     def refusal(self, config: Config, *, run: str, roster: str | None) -> str | None:
-        """Why this client does not take part in the run, or None; `roster` is the digest of the server's."""
+        """Why this client does not take part in the run, or None; `roster` is the digest of the server's roster."""
         refusal = self.limits.refusal(config, client=self.client)
         if refusal is not None or not config.secure.on:
             return refusal
-        found, identity = self._key_files(run=run)
-        if found is None or identity is None:
+        roster_file, identity_file = self._key_files(run=run)
+        if roster_file is None or identity_file is None:
             return "the run has secure sums, and this node has no roster or no identity key (roster, identity)"
         try:
-            own, key = read_roster(found), public_key(read_identity(identity))
+            trusted, key = read_roster(roster_file), public_key(read_identity(identity_file))
         except InvalidParameter as error:
             logger.error("%s", error)
             return "this node cannot read its roster or its identity key; its own log says why"
-        if own.digest.hex() != roster:
+        if trusted.digest.hex() != roster:
             return (
-                f"this node's roster has the digest {own.digest.hex()}, the server's {short_repr(roster)}: all clients "
-                "and the server need the same roster, and a run keeps the one it began with"
+                f"this node's roster has the digest {trusted.digest.hex()}, the server's {short_repr(roster)}: all "
+                "clients and the server need the same roster, and a run keeps the one it began with"
             )
-        if own.clients != tuple(range(config.clients.count)):
-            return f"the roster names {len(own.clients)} clients, the run has 0 to {config.clients.count - 1}"
-        if own.keys[self.client] != key:
+        if trusted.clients != tuple(range(config.clients.count)):
+            return f"the roster names {len(trusted.clients)} clients, the run has 0 to {config.clients.count - 1}"
+        if trusted.keys[self.client] != key:
             return f"the roster has another key for client {self.client} than this node's identity"
         return None
 
     def _key_files(self, *, run: str) -> tuple[str | None, str | None]:
+        """(roster, identity) of this client; None for what its operator has not set."""
         if self.simulated:
             folder = self.folder(run=run)
             return str(folder / _ROSTER), str(identity_path(folder, self.client))
-        given = (self.options.get("roster"), self.options.get("identity"))
-        roster, identity = (None if each is None else str(Path(str(each)).expanduser()) for each in given)
+        paths = (self.options.get("roster"), self.options.get("identity"))
+        roster, identity = (None if path is None else str(Path(str(path)).expanduser()) for path in paths)
         return roster, identity
 
     def own_settings(self, config: Config, *, run: str) -> Config:
-        """The run's settings with what is this client's own in them.
-
-        One process per message: a reservation could not outlive it. Whose keys are whose is for no server to say.
-        """
+        """The run's settings with those that each client decides for itself."""
+        # The server must not decide which key belongs to which client, so roster and identity are the node's own files.
         roster, identity = self._key_files(run=run) if config.secure.on else (None, None)
+        # A reservation would not outlive this process, which answers one message.
         return config.but(reserve_rounds=1, roster=roster, identity=identity, roster_digest=None)
 
     def folder(self, *, run: str) -> Path:
-        """A real client's ledger continues from run to run; a simulated one's holds one run."""
+        """Where its ledger is. A real client's ledger continues from run to run; a simulated one's holds one run."""
         return self.ledger_folder / _simulated(run) if self.simulated else self.ledger_folder
 
     def turn(self, *, run: str) -> AbstractContextManager[None]:
-        """Let no two processes of this client answer at once: Flower starts one for every message that arrives."""
+        """A lock: no two processes of this client answer at once. Flower starts one for every message that arrives."""
         folder = self.folder(run=run)
         private_folder(folder)
         return one_at_a_time(folder / f"client-{self.client:04}.turn")
 
     def private_path(self, *, run: str) -> Path:
-        """Where its private figures go, beside its ledger."""
+        """Where its private metrics go, beside its ledger."""
         return self.folder(run=run) / f"client-{self.client:04}.private.jsonl"
 
     def ledger(self, config: Config, *, run: str) -> Ledger | None:
-        """This client's ledger, made on first use; None when the messages have no noise and so nothing to count."""
+        """This client's ledger, made on first use; None if the messages have no noise, so that there is no claim."""
         folder = self.folder(run=run)
         if self.simulated and config.clients.count > FEW and not config.privacy.noiseless:
             path = register_path(folder)
-            made_register(config, path).close()
+            made_register(config, path).close()  # the first of the clients that get here makes it
             return Ledger(path, client=self.client)
-        there = ledger_path(folder, self.client).exists()
+        exists = ledger_path(folder, self.client).exists()
         limits = replace(self.limits, ledger_folder=folder)
-        return client_ledger(config, None, number=self.client, resuming=there, limits=limits)
+        return client_ledger(config, None, number=self.client, resuming=exists, limits=limits)
 
 
 def with_simulated_keys(config: Config) -> Config:
-    """The settings of a named run on the server, with a roster of made keys where they have secure sums and no roster.
+    """The server's settings of a named run; with secure sums and no roster, they get a roster of keys made here.
 
-    That is for clients of a simulation, which look for their keys in the same place. A real client trusts no such key.
+    The clients of a simulation look for their keys in the same place. A real client does not trust such a key.
     """
     if not config.secure.on or config.secure.roster is not None:
         return config
@@ -159,18 +160,19 @@ def with_simulated_keys(config: Config) -> Config:
 
 
 def write_identities(config: Config, folder: Path) -> Path:
-    """Make identity keys for all clients of a run, and their roster, which is written last; returns its path."""
+    """Make identity keys for all clients of a run, and their roster; returns the roster's path."""
     private_folder(folder)
     identities, roster = made_identities(config)
     for client, identity in identities.items():
-        identity_path(folder, client).unlink(missing_ok=True)  # of a server that was stopped here
+        identity_path(folder, client).unlink(missing_ok=True)  # left by a server that was stopped here
         write_identity(identity_path(folder, client), identity)
+    # Last: whoever finds the roster finds all of its keys.
     write_atomic(folder / _ROSTER, roster.to_toml().encode())
     return folder / _ROSTER
 
 
 def identity_path(folder: Path, client: int) -> Path:
-    """Where `write_identities` puts a client's key."""
+    """The file in which `write_identities` puts a client's key."""
     return folder / f"client-{client:04}.key"
 
 
@@ -179,17 +181,17 @@ def _simulated(run: str) -> str:
 
 
 def _usual_folder() -> Path:
-    """Where ledgers are unless a node says otherwise."""
+    """The folder of ledgers, unless a node's configuration names one."""
     return Path(os.environ.get(LEDGER_FOLDER_VARIABLE, _DEFAULT_FOLDER)).expanduser().resolve()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the server needs besides the run's own settings.
+    """What the server needs besides the run's settings.
 
     folder: on the server's disk, for the checkpoint and the records; None keeps nothing.
-    join_seconds: how long to wait for all clients before the first round; then it begins with those that are there.
-    round_seconds: how long a round waits when the run has no deadline.
+    join_seconds: how long to wait for all clients; after that the run begins with those that have joined.
+    round_seconds: how long a round waits for replies, if the run has no deadline.
     force: begin even if the plans say that nothing can be learnt.
     """
 
@@ -206,25 +208,25 @@ class Service:
 
 
 def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[str, Any]]:
-    """The run's settings, the server's own, and what is left for the app's task.
+    """The run's settings, the server's own, and the options that are left for the app's task.
 
     Raises:
-        InvalidParameter: a value that its setting does not take; the message names both and the valid ones.
+        InvalidParameter: a setting has an invalid value; the message names the setting, the value and the valid ones.
     """
-    given = {name: value for name, value in run_config.items() if value != ""}
-    if "optimiser" in given:  # as apps made by earlier versions spell it
-        given["optimizer"] = given.pop("optimiser")
+    options = {name: value for name, value in run_config.items() if value != ""}
+    if "optimiser" in options:  # the spelling of apps that earlier versions made
+        options["optimizer"] = options.pop("optimiser")
     known = Config().flat()
-    if "budgets" in given:
-        given["budgets"] = _read_budgets(given["budgets"])
-    settings = {name: given.pop(name) for name in list(given) if name in known}
-    service = {field.name: given.pop(field.name) for field in fields(Service) if field.name in given}
+    if "budgets" in options:
+        options["budgets"] = _read_budgets(options["budgets"])
+    settings = {name: options.pop(name) for name in list(options) if name in known}
+    service = {field.name: options.pop(field.name) for field in fields(Service) if field.name in options}
     if "folder" in service:
         service["folder"] = Path(str(service["folder"])).expanduser()
     config = Config.of(**settings)
     if config.run.name is not None:
         check_name(config.run.name)
-    return config, Service(**service), given
+    return config, Service(**service), options
 
 
 def _read_budgets(text: object) -> list[Any]:
@@ -234,34 +236,48 @@ def _read_budgets(text: object) -> list[Any]:
     [{'client': 2, 'epsilon': 1.0}]
     """
     try:
+        # One line: a second line could set other keys.
         if not isinstance(text, str) or len(text) > _MAX_BUDGETS or "\n" in text:
             raise ValueError
-        found = tomllib.loads(f"budgets = {text}")["budgets"]
-    except (ValueError, RecursionError):  # tomllib's own error is a ValueError
-        found = None
-    if not isinstance(found, list) or not all(isinstance(change, dict) for change in found):
+        budgets = tomllib.loads(f"budgets = {text}")["budgets"]
+    except (ValueError, RecursionError):  # tomllib's own error is a ValueError; deep nesting raises RecursionError
+        budgets = None
+    if not isinstance(budgets, list) or not all(isinstance(change, dict) for change in budgets):
         raise InvalidParameter(
             "budgets must be a list of tables on one line, such as '[{client = 2, epsilon = 1.0}, "
             f"{{client = 2, from_round = 300, epsilon = 1.5}}]', got {short_repr(text)}"
         )
-    return found
+    return budgets
 
 
-def check_overrides(app_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise InvalidParameter, with key, value and the valid ones, where Flower or the run would refuse an override."""
+def check_overrides(app: Path, run_config: str) -> None:
+    """Check what `--run-config` changes in the configuration of an app's pyproject.toml, as Flower reads both.
+
+    Raises:
+        InvalidParameter: Flower or the run would refuse it. The message names the key, the value and the valid ones.
+    """
+    from flwr.common.config import flatten_dict, get_project_config, parse_config_args
+
+    try:
+        configuration = flatten_dict(get_project_config(app)["tool"]["flwr"]["app"].get("config", {}))
+        overrides = parse_config_args([run_config] if run_config else None)
+    except (OSError, KeyError, ValueError, SystemExit) as error:  # Flower's readers may call sys.exit
+        raise InvalidParameter(
+            f"{app} and {run_config!r} cannot be read as a Flower app and settings: {error}"
+        ) from error
     for key in overrides:
-        if key not in app_config:
-            near = get_close_matches(key, app_config, n=1)
+        if key not in configuration:
+            near = get_close_matches(key, configuration, n=1)
             raise InvalidParameter(
                 f"{short_repr(key)} is not in the app's configuration"
                 + (f"; did you mean {near[0]!r}? " if near else "; ")
-                + f"Known: {', '.join(app_config)}"
+                + f"Known: {', '.join(configuration)}"
             )
-    read_settings({**app_config, **overrides})
+    read_settings({**configuration, **overrides})
 
 
 def check_name(run: object) -> str:
-    """A run's name is part of file names on the clients, so it holds nothing that could lead elsewhere."""
+    """The name of a run, if it is safe: it is part of file names on the clients, so no path may hide in it."""
     if not isinstance(run, str) or not _NAME.fullmatch(run):
         raise InvalidParameter(
             f"run must be 1 to 100 of A-Z a-z 0-9 . _ - and begin with a letter or digit, got {run!r}"
