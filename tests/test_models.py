@@ -18,17 +18,8 @@ def test_parameter_counts_for_28_by_28(name, parameters):
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
-def test_original_alexnet_has_its_published_size_and_shape():
-    with torch.device("meta"):
-        model = models.AlexNet227()
-        assert model(torch.zeros(1, 3, 227, 227)).shape == (1, 1000)
-    assert size(model) == 60_965_224
-
-
-@pytest.mark.parametrize("kind", [models.AlexNet28, models.AlexNet227])
-def test_alexnets_have_five_convolutions_and_three_dense_layers(kind):
-    with torch.device("meta"):
-        layers = list(kind())
+def test_alexnet_has_five_convolutions_and_three_dense_layers():
+    layers = list(models.AlexNet28())
     assert sum(isinstance(layer, torch.nn.Conv2d) for layer in layers) == 5
     assert sum(isinstance(layer, torch.nn.Linear) for layer in layers) == 3
 

@@ -147,44 +147,16 @@ class AlexNet28(_Network):
         )
 
 
-class AlexNet227(_Network):
-    """The original AlexNet (Krizhevsky et al. 2012) for (3, 227, 227): 60,965,224 parameters with a thousand classes.
-
-    Grouped convolutions and local response normalisation are as published. Dropout is left out, because each client
-    would draw its own.
-    """
-
-    def __init__(self, *, classes: int = 1000, activation: str = "relu") -> None:
-        super().__init__(
-            activation,
-            nn.Conv2d(3, 96, 11, stride=4),
-            nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(96, 256, 5, padding=2, groups=2),
-            nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(256, 384, 3, padding=1),
-            nn.Conv2d(384, 384, 3, padding=1, groups=2),
-            nn.Conv2d(384, 256, 3, padding=1, groups=2),
-            nn.MaxPool2d(3, stride=2),
-            nn.Flatten(),
-            nn.Linear(9216, 4096),
-            nn.Linear(4096, 4096),
-            nn.Linear(4096, classes),
-        )
-
-
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "lenet5": LeNet5,
     "cnn": TanhCNN,
     "alexnet28": AlexNet28,
-    "alexnet227": AlexNet227,
     "mlp": MLP,
     "linear": Linear,
     "pooled": Pooled,
 }
-_INPUT_SHAPES = dict.fromkeys(("lenet5", "cnn", "alexnet28"), (1, 28, 28)) | {"alexnet227": (3, 227, 227)}
-"""The models that take inputs of one shape only; all others adapt to the data."""
+_INPUT_SHAPES = dict.fromkeys(("lenet5", "cnn", "alexnet28"), (1, 28, 28))
+"""The models that take inputs of one shape only; the others adapt to the data."""
 
 
 def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, activation: str = "tanh") -> nn.Module:

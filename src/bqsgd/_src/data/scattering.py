@@ -27,7 +27,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd._src.data._pixels import check_pixels, in_chunks
+from bqsgd._src.data._pixels import check_pixels, transformed
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
 
@@ -51,8 +51,6 @@ to it and to each other. The differences are twice as large as a rotation would 
 less in colour than in brightness."""
 _MARGIN = REDUCTION
 _MOST_PIXELS = 1 << 20
-_CHUNK = 32
-"""Number of images that a thread takes at a time."""
 
 _Floats = npt.NDArray[np.float32]
 _Real = npt.NDArray[np.float64]
@@ -138,7 +136,6 @@ def features(
     Raises:
         NonFiniteInput, InvalidParameter: the images or a setting are invalid; nothing has been computed.
     """
-    check_int("threads", threads, 1, 1024)
     planes = images[:, None] if images.ndim == 3 else images
     if planes.ndim != 4 or planes.shape[1] not in IMAGE_CHANNELS or planes.dtype != np.float32:
         raise InvalidParameter(
@@ -150,27 +147,28 @@ def features(
     transform = transform_for(*planes.shape[2:])
     height, width = transform.shape
     means, deviations = constants(channels)
-    out = np.empty((len(planes), CHANNELS * channels, height // REDUCTION, width // REDUCTION), dtype=np.float32)
 
     def normalised(padded: Tensor) -> Tensor:
         # One plane at a time: with one shape and alignment, a library takes the same path for every image.
         parts = [transform.coefficients(padded[plane : plane + 1]) for plane in range(channels)]
         return each_position((torch.cat(parts, dim=1) - means) / deviations)
 
-    def work(start: int) -> None:
-        part = planes[start : start + _CHUNK] * np.float32(deviation) + np.float32(mean)
-        part = opponents(part) if channels == 3 else part
-        views = [part, part[..., ::-1]] if channels == 3 else [part]
+    def of_chunk(pixels: _Floats) -> _Floats:
+        pixels = opponents(pixels) if channels == 3 else pixels
+        views = [pixels, pixels[..., ::-1]] if channels == 3 else [pixels]
         padded_views = [
             transform.padded(torch.from_numpy(np.ascontiguousarray(view).reshape(-1, height, width))) for view in views
         ]
-        for row in range(len(part)):
+        rows = []
+        for row in range(len(pixels)):
             sides = [normalised(view[row * channels : (row + 1) * channels]) for view in padded_views]
-            out[start + row] = (sides[0] if channels == 1 else each_position(sides[0] + sides[1]))[0].numpy()
-        progress(len(part))
+            rows.append(sides[0] if channels == 1 else each_position(sides[0] + sides[1]))
+        return torch.cat(rows).numpy()
 
-    in_chunks(work, len(planes), chunk=_CHUNK, threads=threads)
-    return out
+    shape = (CHANNELS * channels, height // REDUCTION, width // REDUCTION)
+    return transformed(
+        planes, of_chunk, shape=shape, mean=mean, deviation=deviation, threads=threads, progress=progress
+    )
 
 
 def kinds() -> list[int]:

@@ -23,12 +23,9 @@ from bqsgd._src.settings.group import Group, by_group, file_setting, read_tables
 from bqsgd._src.wire.model_change import FEWEST_BITS, MOST_BITS
 
 LEAST_SQUARES = "least-squares"
-METHODS = ("sgd", LEAST_SQUARES)
-OPTIMIZERS = ("sgd", "adam")
 SCHEDULES = ("constant", "linear", "cosine")
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum")
 """The server's aggregation rules. Only the mean can be computed from a running sum."""
-WEIGHTS = ("equal", "size")
 
 
 def smallest_quorum(rule: str, *, byzantine: int) -> int:
@@ -234,7 +231,7 @@ class ServerSettings(Group):
     """How the server aggregates and steps."""
 
     title = "Server"
-    optimizer: str = setting("sgd", "The server's optimizer: sgd or adam.", key="optimiser", choices=OPTIMIZERS)
+    optimizer: str = setting("sgd", "The server's optimizer: sgd or adam.", key="optimiser", choices=("sgd", "adam"))
     learning_rate: float = setting(LEARNING_RATE, "Learning rate. Default: fitted to the noise.", positive=True)
     momentum: float = setting(0.9, "Momentum of sgd.")
     subtract_noise: bool = file_setting(False, "adam: subtract the known noise from its second moment.")
@@ -242,7 +239,7 @@ class ServerSettings(Group):
     average: float = file_setting(0.0, "Decay of the model's exponential average; 0 for none.")
     aggregation: str = file_setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES)
     weights: str | None = file_setting(
-        None, "Weights in the mean: equal or size. Default: size in one process, else equal.", choices=WEIGHTS
+        None, "Weights in the mean: equal or size. Default: size in one process, else equal.", choices=("equal", "size")
     )
     sizes: str | None = file_setting(
         None, "TOML file of the clients' sizes, written by the server's operator; clients not in it are refused."
@@ -321,7 +318,7 @@ class RunSettings(Group):
     method: str = setting(
         "sgd",
         "sgd: rounds of gradients. least-squares: one message per client, and the server solves for a linear model.",
-        choices=METHODS,
+        choices=("sgd", LEAST_SQUARES),
     )
     rounds: int = setting(
         ROUNDS, "Rounds to train. Default: 300; 60 for fewer than 10,000 samples.", between=(1, 2**40)

@@ -51,9 +51,7 @@ class NamedTask(Group):
         "none; scattering: fixed wavelet features; or imagenet: features of a network trained on ImageNet.",
         choices=FEATURES,
     )
-    model: str | None = setting(
-        None, "lenet5, cnn, alexnet28, alexnet227, mlp, linear or pooled. Default: one that fits the data."
-    )
+    model: str | None = setting(None, "lenet5, cnn, alexnet28, mlp, linear or pooled. Default: one that fits the data.")
     activation: str = file_setting("tanh", "tanh or relu.")
     concentration: float | None = setting(
         None,
