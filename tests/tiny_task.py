@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from bqsgd._src.client.client import Client
+from bqsgd._src.client.client import Client, client_sender
+from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.samples import reader_of
 from bqsgd._src.settings.config import Config
 
 torch.set_num_threads(1)
@@ -40,6 +42,12 @@ def points(samples, seed):
     return inputs, (inputs[:, 0] > inputs[:, 1]).astype(np.int64)
 
 
+def client_of(config, model, loss_fn, data, *, client=0, ledger=None, sample=None, resume=False, **options):
+    """A client that trains `model` on `data`."""
+    objective, reader = objective_of(config, model, loss_fn), reader_of(data, sample)
+    return Client(config, objective, reader, client_sender(config, client, ledger, resume=resume), **options)
+
+
 @pytest.fixture
 def settings():
     """Settings of the tiny task, with changes."""
@@ -50,16 +58,7 @@ def settings():
 def make_client():
     """A client of the tiny task."""
 
-    def make(config, client=0, *, samples=60, ledger=None, **options):
-        inputs, targets = points(samples, client)
-        return Client(
-            client=client,
-            model=linear(),
-            loss_fn=LOSS,
-            samples=(inputs, targets),
-            config=config,
-            ledger=ledger,
-            **options,
-        )
+    def make(config, client=0, *, samples=60, **options):
+        return client_of(config, linear(), LOSS, points(samples, client), client=client, **options)
 
     return make

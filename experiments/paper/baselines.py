@@ -16,6 +16,7 @@ from experiments.lab import provenance, read_json, write_json
 from experiments.paper.runs import EVALUATIONS, Job, simulation, task
 
 from bqsgd._src.client.draws import Purpose, draw_batch, seed_for
+from bqsgd._src.client.objective import Objective
 from bqsgd._src.models import load_vector
 from bqsgd._src.persample import L2, BatchMean
 from bqsgd._src.release import Scheme
@@ -60,6 +61,16 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
     clip = NO_CLIP if clip_norm is None else L2(clip_norm)
     deviation = noise_multiplier * (clip_norm or 0.0) / config.privacy.batch_size
     with simulation(task(job), config) as (server, engine, evaluate):
+        objectives = {
+            number: Objective(
+                client.model,
+                client.objective.loss_fn,
+                clip=clip,
+                batch_size=config.privacy.batch_size,
+                forward=client.objective.forward,
+            )
+            for number, client in engine.clients.items()
+        }
         model, optimizer = server.model, optimizer_of(config.server)
         state = optimizer.init(model.size)
         for round in range(config.run.rounds):
@@ -72,9 +83,7 @@ def _train(job: Job, noise_multiplier: float, clip_norm: float | None) -> dict[s
                     dataset_size=len(client.samples),
                     rng=client.sources.at(Purpose.BATCH, round),
                 )
-                mean, _ = client.objective.mean(
-                    client.samples.read(rows), clip=clip, batch_size=config.privacy.batch_size
-                )
+                mean, _ = objectives[client.client].mean(client.samples.read(rows))
                 mean = mean.astype(np.float32)
                 if deviation:
                     seed = seed_for(int(config.privacy.seed or 0), Purpose.NOISE, client=client.client, round=round)

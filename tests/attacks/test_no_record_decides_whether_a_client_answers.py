@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import bqsgd
-from bqsgd._src.client.client import Client
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.settings.config import Config
+from tiny_task import client_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SAMPLE = (torch.zeros(4), 0)
@@ -145,7 +145,7 @@ def client(samples, **settings):
     """One client; what it is given besides its data is the same for all."""
     made_up = {"sample": SAMPLE} if isinstance(samples, Dataset) else {}
     config = Config.of(**SETTINGS | settings)
-    return Client(client=0, model=linear(), loss_fn=LOSS, samples=samples, config=config, ledger=None, **made_up)
+    return client_of(config, linear(), LOSS, samples, **made_up)
 
 
 @pytest.mark.parametrize("unit", ["sample", "client"])
@@ -265,9 +265,7 @@ def test_after_a_real_interrupt_the_program_stops_and_the_next_step_works(privat
 def test_after_a_real_interrupt_a_client_answers_the_next_round(tmp_path):
     config = Config.of(**SETTINGS | {"sampling": "none", "seed": None, "trials": 2000, "epsilon": 1e4})
     with bqsgd.Ledger.open(tmp_path / "a", client=0, budget_epsilon=1e4, budget_delta=1e-5) as ledger:
-        asked = Client(
-            client=0, model=linear(), loss_fn=LOSS, samples=Interrupted(), config=config, ledger=ledger, sample=SAMPLE
-        )
+        asked = client_of(config, linear(), LOSS, Interrupted(), ledger=ledger, sample=SAMPLE)
         with pytest.raises(KeyboardInterrupt):
             asked.update(MODEL, 0)
         assert isinstance(asked.update(MODEL, 0).frame, bytearray)  # the round that was interrupted

@@ -2,12 +2,14 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from bqsgd._src.client.outlet import FrameOutlet, MaskedOutlet
+from bqsgd._src.client.sums import check_noise
+from bqsgd._src.codec import encode_frame
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.models import to_vector
@@ -43,8 +45,8 @@ def hook(tmp_path):
         state = BQHookState(Mechanism(levels=2, trials=400), range=1.0, rng=privacy_rng(), private=private)
 
         def frame():
-            outlet = FrameOutlet(client=0, range=state.range)
-            return private.frame(list(private.model.parameters()), 0, state.mechanism, outlet, round=0)
+            outlet = partial(encode_frame, client=0, range=state.range)
+            return private.frame(list(private.model.parameters()), 0, state, outlet, round=0)
 
         yield state, frame, ledger
 
@@ -100,15 +102,13 @@ def test_ctrl_c_while_a_bucket_is_encoded_is_raised_when_its_bytes_are_kept(hook
     state.supply(BATCH, indices=NUMBERS)
     drawn = []
 
-    class Interrupting(FrameOutlet):
-        def encode(self, *given, **asked):
-            press()
-            drawn.append(super().encode(*given, **asked))
-            return drawn[-1]
+    def interrupting(*given, **asked):
+        press()
+        drawn.append(encode_frame(*given, client=0, range=state.range, **asked))
+        return drawn[-1]
 
-    outlet = Interrupting(client=0, range=state.range)
     with pytest.raises(KeyboardInterrupt):
-        state.private.frame(list(state.private.model.parameters()), 0, state.mechanism, outlet, round=0)
+        state.private.frame(list(state.private.model.parameters()), 0, state, interrupting, round=0)
     assert [frame()] == drawn
     assert ledger.spent_rounds == 1
 
@@ -127,7 +127,7 @@ def test_a_private_log_that_fails_on_some_data_does_not_decide_whether_there_is_
 
 @pytest.fixture
 def sums(settings, make_client):
-    """(trials, seed) -> the outlet of a client whose sums have so many trials, and the release with 3,000 of them."""
+    """(trials, seed) -> the sums of a client with so many trials, and the release with 3,000 of them."""
     rule = thresholds(clients=3, dropouts=0, colluders=0)
     keys = [Ed25519PrivateKey.generate() for _ in range(3)]
     roster = Roster({number: public_key(key) for number, key in enumerate(keys)})
@@ -135,25 +135,25 @@ def sums(settings, make_client):
 
     def of(trials, seed=None):
         agreed = Agreement(roster=roster, run="a", rule=rule, dimension=6, width=16, trials=trials)
-        outlet = MaskedOutlet(sums=SumClient(agreed, identity=keys[0], number=0, seed=seed), range=1.0)
-        return outlet, Release(mechanism=Mechanism(levels=4, trials=3000), terms=terms)
+        client = SumClient(agreed, identity=keys[0], number=0, seed=seed)
+        return client, Release(mechanism=Mechanism(levels=4, trials=3000), terms=terms)
 
     return of
 
 
 def test_a_sum_with_the_noise_that_is_counted_is_taken(sums):
     for seed, seeded in ((None, False), (None, True), (1, True)):
-        outlet, release = sums(3000, seed)
-        outlet.check(release, seeded=seeded)
+        client, release = sums(3000, seed)
+        check_noise(client, release, seeded=seeded)
 
 
 def test_a_sum_with_less_noise_than_the_ledger_would_count_is_refused(sums):
-    outlet, release = sums(30)
+    client, release = sums(30)
     with pytest.raises(InvalidParameter, match=r"agreed on 30 trials .* would count 3000"):
-        outlet.check(release, seeded=False)
+        check_noise(client, release, seeded=False)
 
 
 def test_a_sum_with_seeded_noise_that_the_ledger_would_count_as_private_is_refused(sums):
-    outlet, release = sums(3000, 1)
+    client, release = sums(3000, 1)
     with pytest.raises(InvalidParameter, match="are seeded"):
-        outlet.check(release, seeded=False)
+        check_noise(client, release, seeded=False)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bqsgd._src.audit.bound import audit  # noqa: E402
-from bqsgd._src.audit.client import (  # noqa: E402  # noqa: E402
+from bqsgd._src.audit.client import (  # noqa: E402
     ClientRuns,
     canary_runs,
     canary_worlds,
@@ -16,7 +16,7 @@ from bqsgd._src.audit.client import (  # noqa: E402  # noqa: E402
     linear_client,
 )
 from bqsgd._src.audit.encoder import EncoderRuns  # noqa: E402
-from bqsgd._src.client.client import Client  # noqa: E402
+from bqsgd._src.client.client import Client, client_sender  # noqa: E402
 from bqsgd._src.errors import InvalidParameter  # noqa: E402
 from bqsgd._src.ledger import Ledger  # noqa: E402
 from bqsgd._src.noise import seeded_rng  # noqa: E402
@@ -99,14 +99,7 @@ def test_a_client_with_a_ledger_is_audited_with_the_noise_of_the_operating_syste
         )
         made.append(ledger)
         plain = linear_client(settings.but(seed=1), data)  # type: ignore[arg-type]
-        return Client(
-            client=0,
-            model=plain.model,
-            loss_fn=plain.objective.loss_fn,
-            samples=plain.samples,
-            config=settings,
-            ledger=ledger,
-        )
+        return Client(settings, plain.objective, plain.samples, client_sender(settings, 0, ledger))
 
     worlds = canary_worlds(config, dimension=DIMENSION, dataset_size=4)
     source = ClientRuns(make, config, worlds=worlds, model=np.zeros(DIMENSION, np.float32))

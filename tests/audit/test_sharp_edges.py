@@ -95,7 +95,7 @@ def flushed_denormals() -> None:
     try:
         form = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
         loss = torch.nn.CrossEntropyLoss(reduction="none")
-        Objective(torch.nn.Linear(3, 2), loss).check(form, clip=L2(1.0), batch_size=16)
+        Objective(torch.nn.Linear(3, 2), loss, clip=L2(1.0), batch_size=16).check(form)
     finally:
         torch.set_flush_denormal(False)
 
@@ -166,17 +166,11 @@ def with_secure_sums(**settings: str) -> None:
 
 def training_loss(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    from bqsgd._src.client.client import Client
     from bqsgd._src.settings.config import Config
+    from tiny_task import client_of
 
-    Client(
-        client=0,
-        model=torch.nn.Linear(2, 2),
-        loss_fn=torch.nn.CrossEntropyLoss(reduction="none"),
-        samples=(np.zeros((8, 2), np.float32), np.zeros(8, np.int64)),
-        config=Config.of(batch_size=4, private_metrics=True),
-        ledger=None,
-    )
+    config, loss_fn = Config.of(batch_size=4, private_metrics=True), torch.nn.CrossEntropyLoss(reduction="none")
+    client_of(config, torch.nn.Linear(2, 2), loss_fn, (np.zeros((8, 2), np.float32), np.zeros(8, np.int64)))
 
 
 def raw_gradients(folder: Path) -> None:

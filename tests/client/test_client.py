@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from bqsgd._src.client.client import Client
 from bqsgd._src.client.draws import Purpose
 from bqsgd._src.client.values import clip_update
 from bqsgd._src.codec import decode_frame
@@ -17,6 +16,7 @@ from bqsgd._src.release import Assumption, Relation, Release, Scheme, Unit
 from bqsgd._src.settings.config import BudgetChange
 from bqsgd._src.wire.frame import read_frame
 from bqsgd._src.wire.model_message import write_model
+from tiny_task import client_of
 
 MODEL = np.array([0.1, -0.2, 0.3, 0.0, 0.0, 0.0], np.float32)
 
@@ -239,7 +239,7 @@ def test_nothing_of_the_data_stays_in_the_model_and_known_seeds_tell_no_masks(se
     config = settings(seed=None, trials=0, levels=100_000, unit=unit, sampling="none", batch_size=60)
     model, share = Remembering(), (torch.rand(60, 2), torch.arange(60) % 2)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
-    client, found = Client(client=0, model=model, loss_fn=loss, samples=share, config=config, ledger=None), []
+    client, found = client_of(config, model, loss, share), []
     for round in range(2):
         torch.manual_seed(0)
         found.append(decode_frame(client.update(MODEL, round).frame, range=0.5))

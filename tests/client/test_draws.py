@@ -216,10 +216,11 @@ def test_a_check_within_a_step_gives_the_masks_back():
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
         middle = states()
         form = torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)
-        masked, plain = (Objective(model, torch.nn.CrossEntropyLoss(reduction="none")) for _ in range(2))
-        masked.check(form, clip=L2(1.0), batch_size=16)
+        loss_fn = torch.nn.CrossEntropyLoss(reduction="none")
+        masked, plain = (Objective(model, loss_fn, clip=L2(1.0), batch_size=16) for _ in range(2))
+        masked.check(form)
         assert masked.draws
         assert states() == middle != before
         model.eval()
-        plain.check(form, clip=L2(1.0), batch_size=16)
+        plain.check(form)
         assert not plain.draws

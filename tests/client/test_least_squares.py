@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from bqsgd._src.client.client import Client
 from bqsgd._src.client.least_squares import LeastSquares, message_dimension, objective_of
 from bqsgd._src.client.samples import Part
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
@@ -20,6 +19,7 @@ from bqsgd._src.settings.fit import Sizes, fit
 from bqsgd._src.settings.outlook import foresee
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.frame import read_frame
+from tiny_task import client_of as client_with
 
 FEATURES, CLASSES, EACH = 12, 4, 2000
 ONE = {"clients": 3, "method": "least-squares", "rounds": 1, "rate": 1.0, "batch_size": EACH, "range": 0.05}
@@ -125,8 +125,8 @@ def test_inputs_without_a_row_per_sample_are_refused_before_anything_is_spent(tm
 def test_a_part_without_samples_adds_nothing():
     objective = objective_of(Config.of(**ONE), model(), LOSS)
     nobody = torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64)
-    objective.check(nobody, clip=L2(1.0), batch_size=4)
-    values, lost = objective.mean([Part(data=nobody, numbers=np.arange(0))], clip=L2(1.0), batch_size=4)
+    objective.check(nobody)
+    values, lost = objective.mean([Part(data=nobody, numbers=np.arange(0))])
     assert not values.any()
     assert lost == 0
 
@@ -153,7 +153,7 @@ def test_one_message_of_each_client_makes_the_model(tmp_path, changes):
 
 def client_of(inputs, labels, **changes):
     config = Config.of(**ONE | {"seed": 1, "levels": 50, "trials": 100, "epsilon": 50.0} | changes)
-    return Client(client=0, model=model(), loss_fn=LOSS, samples=(inputs, labels), config=config, ledger=None)
+    return client_with(config, model(), LOSS, (inputs, labels))
 
 
 def test_a_frame_comes_whatever_the_data_are():

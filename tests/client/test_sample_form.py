@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
-from bqsgd._src.client.client import Client
 from bqsgd._src.client.samples import Fetched, reader_of
 from bqsgd._src.engines.engine import Setup
 from bqsgd._src.engines.in_process import in_process
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.run import Run
 from bqsgd._src.tasks.task import Task
+from tiny_task import client_of
 
 MODEL = np.array([0.1, -0.2, 0.3, 0.0, 0.0, 0.0], np.float32)
 SAMPLE = torch.zeros(2), torch.tensor(0)
@@ -86,7 +86,7 @@ def test_the_form_of_tensors_in_memory_is_known(share):
 def test_a_made_up_record_says_the_form_of_any_other_data_set_and_its_values_are_not_used():
     records = Records()
     made_up = torch.full((2,), float("nan")), 7
-    assert described(reader_of(DataLoader(records, batch_size=4)).form(made_up)) == WANTED
+    assert described(reader_of(DataLoader(records, batch_size=4), made_up).form()) == WANTED
     assert records.asked == []
 
 
@@ -110,9 +110,7 @@ def test_a_damaged_record_costs_itself_whichever_it_is(settings, error):
 
     def frame(*damaged):
         records = Records(damaged=damaged, error=error)
-        client = Client(
-            client=0, model=linear(), loss_fn=LOSS, samples=records, sample=SAMPLE, config=config, ledger=None
-        )
+        client = client_of(config, linear(), LOSS, records, sample=SAMPLE)
         return len(client.update(MODEL, 0).frame), records.asked
 
     assert frame(0) == frame(5) == frame()
@@ -136,7 +134,7 @@ def whole(settings, **changes):
 def test_a_whole_client_answers_however_many_samples_it_holds(settings, make_client, sampling):
     """Before, one with 7 samples raised where one with 8 answered."""
     clients = [make_client(whole(settings, sampling=sampling), samples=count) for count in (0, 1, 7, 8, 60)]
-    assert len({(client.terms, client.release(0)) for client in clients}) == 1
+    assert len({(client.terms, client.charge(0)) for client in clients}) == 1
     assert len({len(client.update(MODEL, 0).frame) for client in clients}) == 1
 
 
@@ -179,9 +177,7 @@ def test_ctrl_c_is_raised_when_the_frame_is_made_and_the_frame_is_there(settings
     config = settings(trials=50, unit=unit, sampling="none")
 
     def client(records):
-        return Client(
-            client=0, model=linear(), loss_fn=LOSS, samples=records, sample=SAMPLE, config=config, ledger=None
-        )
+        return client_of(config, linear(), LOSS, records, sample=SAMPLE)
 
     interrupted, other = client(Pressing()), client(Records())
     with pytest.raises(KeyboardInterrupt):

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from bqsgd._src.client.client import Client
 from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.persample.clips import Dual
 from bqsgd._src.settings.config import Config
+from tiny_task import client_of
 
 CLIP = Dual(norm=0.5, bound=0.1)
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -74,9 +74,9 @@ def test_a_sample_that_collates_to_many_rows_moves_the_mean_by_no_more_than_one(
 
     def mean(record):
         share = Shares([rows(1), record, *(rows(-1, 7) for _ in range(10))])
-        reader = reader_of(DataLoader(share, collate_fn=collate))
-        objective.check(reader.form(rows(1)), clip=CLIP, batch_size=1)
-        return objective.mean(reader.read(range(len(share))), clip=CLIP, batch_size=1)[0]
+        reader = reader_of(DataLoader(share, collate_fn=collate), rows(1))
+        objective.check(reader.form())
+        return objective.mean(reader.read(range(len(share))))[0]
 
     moved, stated = mean(rows(1, 7)) - mean(None), CLIP.sensitivity(batch_size=1, range=1.0)
     assert np.linalg.norm(moved) <= stated.l2
@@ -103,8 +103,7 @@ def test_a_sample_that_collates_to_many_rows_moves_the_mean_by_no_more_than_one(
 def test_a_sample_of_another_form_counts_as_zero_and_a_frame_comes(method, record):
     def frame(record):
         share = DataLoader(Shares([rows(1), record, rows(-1)]), collate_fn=untouched)
-        settings = {"config": config(method), "sample": rows(1)}
-        client = Client(client=0, model=model(), loss_fn=LOSS, samples=share, ledger=None, **settings)
+        client = client_of(config(method), model(), LOSS, share, sample=rows(1))
         return client.update(np.zeros(8, np.float32), 0).frame
 
     assert frame(record) == frame(None)
@@ -112,9 +111,10 @@ def test_a_sample_of_another_form_counts_as_zero_and_a_frame_comes(method, recor
 
 def mean(made, samples, loss=LOSS, forward=None, first=0):
     """The mean of all samples but those before `first`; sample 0 has the shapes for which the model is tried."""
-    objective, reader = Objective(made, loss, forward), reader_of(Shares(samples))
-    objective.check(reader.form(samples[0]), clip=CLIP, batch_size=1)
-    return objective.mean(reader.read(range(first, len(samples))), clip=CLIP, batch_size=1)[0]
+    objective = Objective(made, loss, clip=CLIP, batch_size=1, forward=forward)
+    reader = reader_of(Shares(samples), samples[0])
+    objective.check(reader.form())
+    return objective.mean(reader.read(range(first, len(samples))))[0]
 
 
 def points(count, width=3, scale=1.0):

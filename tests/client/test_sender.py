@@ -4,15 +4,15 @@ import os
 import signal
 import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from bqsgd._src.client.draws import GivenSources, Purpose, Sources
-from bqsgd._src.client.outlet import FrameOutlet
 from bqsgd._src.client.sender import Sender
-from bqsgd._src.codec import decode_frame
+from bqsgd._src.codec import decode_frame, encode_frame
 from bqsgd._src.errors import BudgetExhausted
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.spending import Charge, Spending
@@ -22,7 +22,7 @@ from bqsgd._src.release import Release
 from bqsgd._src.runtime.modes import silence
 
 DIMENSION = 6
-OUTLET = FrameOutlet(client=3, range=0.5)
+OUTLET = partial(encode_frame, client=3, range=0.5)
 MEAN = np.linspace(-1, 1, DIMENSION)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
-from bqsgd._src.client.client import Client
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.engines.torch_distributed.hook import BQHookState, PrivateSteps
 from bqsgd._src.ledger import Ledger
@@ -18,6 +17,7 @@ from bqsgd._src.noise import privacy_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import L2
 from bqsgd._src.tasks.task import Task
+from tiny_task import client_of
 
 SAMPLES = torch.full((64, 3), 2.0), torch.zeros(64, dtype=torch.int64)
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -51,7 +51,7 @@ def client_of_a_run(ledger):
     task = Task(make_model=Watching, shares=[SAMPLES], test=None, loss_fn=LOSS)
     config = bqsgd.Config.of(clients=1, rounds=3, batch_size=32, levels=8, trials=4000, epsilon=50)
     model = task.make_model()
-    client = Client(client=0, model=model, loss_fn=LOSS, samples=SAMPLES, config=config, ledger=ledger)
+    client = client_of(config, model, LOSS, SAMPLES, ledger=ledger)
     client.update(np.zeros(dimension_of(model), np.float32), 0)
 
 
@@ -90,6 +90,6 @@ class Broken(L2):
 
 
 def test_a_fault_of_a_clip_is_raised_before_the_spend():
-    objective, clip = Objective(nn.Linear(3, 2), LOSS), Broken(norm=1.0)
+    objective = Objective(nn.Linear(3, 2), LOSS, clip=Broken(norm=1.0), batch_size=32)
     with pytest.raises(UnboundLocalError):
-        objective.check(tuple(part[:1] for part in SAMPLES), clip=clip, batch_size=32)
+        objective.check(tuple(part[:1] for part in SAMPLES))

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from distributed_worker import linear, points
 
-from bqsgd._src.client.sum_setup import _made, _seed
+from bqsgd._src.client.sums import made_identities
 from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
 from bqsgd._src.run import Run
 from bqsgd._src.secure.messages import is_sum_message, message_kind
-from bqsgd._src.secure.roster import Roster, public_key, write_identity
+from bqsgd._src.secure.roster import write_identity
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd.distributed import join, torch_distributed
@@ -34,10 +34,9 @@ def small_task(clients):
 def write_keys(folder, clients, *, generation=0):
     """Identity keys and their roster, as one process with this seed would make them (generation 0)."""
     folder.mkdir(parents=True, exist_ok=True)
-    identities = {client: _made(SEED + generation, client) for client in range(clients)}
+    identities, roster = made_identities(Config.of(clients=clients, seed=SEED + generation))
     for client, identity in identities.items():
         write_identity(folder / f"{generation}-{client}.key", identity)
-    roster = Roster({client: public_key(identity) for client, identity in identities.items()}, _seed(SEED + generation))
     path = folder / f"roster-{generation}.toml"
     path.write_text(roster.to_toml())
     return {"roster": str(path), "identity": str(folder / f"{generation}-{{client}}.key")}

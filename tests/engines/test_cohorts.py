@@ -123,9 +123,9 @@ def test_the_plan_is_for_the_turns_of_a_client(tmp_path):
     planned = {**BASE, "levels": None, "trials": None, "epsilon": 8.0, "rounds": 12, "bits": 12}
     run, _ = done(Config.of(**planned), tmp_path)
     every, _ = done(Config.of(**{**planned, "rounds": 2, "cohort": None}))
-    mechanism = run.engine.clients[0].release(0).mechanism
+    mechanism = run.engine.clients[0].charge(0).release.mechanism
     assert run.config.turns == 2
-    assert mechanism == every.engine.clients[0].release(0).mechanism
+    assert mechanism == every.engine.clients[0].charge(0).release.mechanism
     assert 7 < run.summary.guarantee.epsilon <= 8
 
 

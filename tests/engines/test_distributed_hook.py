@@ -4,13 +4,14 @@ import json
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from distributed_processes import run_ranks
 
-from bqsgd._src.client.outlet import FrameOutlet
+from bqsgd._src.codec import encode_frame
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import privacy_rng, seeded_rng
@@ -204,7 +205,7 @@ def test_trained_parameters_that_a_forward_writes_are_refused_before_a_frame_is_
     state.supply(BATCH, indices=NUMBERS)
     model(BATCH[0])
     with pytest.raises(InvalidParameter, match="changed its parameters"):
-        state.private.frame(list(model.parameters()), 0, state.mechanism, FrameOutlet(client=0, range=1.0), round=0)
+        state.private.frame(list(model.parameters()), 0, state, partial(encode_frame, client=0, range=1.0), round=0)
 
 
 def test_a_step_that_was_interrupted_twice_can_be_supplied_again_and_is_counted_again(tmp_path, monkeypatch):

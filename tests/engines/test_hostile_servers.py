@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,9 @@ from hostile_servers import (
 )
 from torch import nn
 
-from bqsgd._src.client.client import Client
 from bqsgd._src.client.objective import Objective
-from bqsgd._src.client.outlet import FrameOutlet
 from bqsgd._src.client.samples import Part
-from bqsgd._src.codec import decode_frame
+from bqsgd._src.codec import decode_frame, encode_frame
 from bqsgd._src.engines.in_process import InProcess
 from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInput
 from bqsgd._src.ledger import Ledger
@@ -43,6 +42,7 @@ from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_grad
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply
 from bqsgd.distributed import BQHookState, PrivateSteps
+from tiny_task import client_of
 
 every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
 WORKER = Path(__file__).parent / "hostile_server_worker.py"
@@ -51,7 +51,7 @@ WORKER = Path(__file__).parent / "hostile_server_worker.py"
 def make_client(network, unit, clip, data, *, ledger=None, model=None, **changes):
     config = settings(unit, clip, **changes)
     model = shared_network(network) if model is None else model
-    return Client(client=0, model=model, loss_fn=LOSS, samples=data, config=config, ledger=ledger)
+    return client_of(config, model, LOSS, data, ledger=ledger)
 
 
 def told_apart(network, unit, clip, models, capfd, caplog):
@@ -157,7 +157,7 @@ def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
     model, data = nn.Linear(3, 2), data_sets()
     inputs, wrong = (torch.as_tensor(part) for part in data["a label beyond"])
     part = Part(numbers=np.arange(SAMPLES), data=(inputs, wrong))
-    mean, dropped = Objective(model, LOSS).mean([part], clip=clip, batch_size=4)
+    mean, dropped = Objective(model, LOSS, clip=clip, batch_size=4).mean([part])
     others = torch.arange(SAMPLES) != 3
     expected = clipped_gradients(
         model, LOSS, (inputs[others], wrong[others]), indices=np.arange(SAMPLES)[others], clip=clip, batch_size=4
@@ -181,10 +181,7 @@ def test_private_figures_are_written_whatever_the_data(tmp_path):
     for name, data in data_sets().items():
         kept = []
         config = settings("sample", "dual", private_metrics=True)
-        client = Client(
-            client=0, model=nn.Linear(3, 2), loss_fn=LOSS, samples=data, config=config, ledger=None,
-            private_log=kept.append,
-        )  # fmt: skip
+        client = client_of(config, nn.Linear(3, 2), LOSS, data, private_log=kept.append)
         assert seen(client.answer(message(np.full(8, 3e38), round=0)))[0] == "frame"
         assert kept[0]["outside_the_guarantee"] is True, name
 
@@ -213,8 +210,8 @@ def test_the_ddp_hook_has_a_frame_for_every_step(clip, network):
             batch = (torch.as_tensor(inputs), torch.as_tensor(targets))
             with Watch():
                 state.supply(batch, indices=np.arange(len(batch[0])))
-            outlet = FrameOutlet(client=0, range=0.1)
-            frame = private.frame(list(model.parameters()), 0, mechanism, outlet, round=state.step)
+            outlet = partial(encode_frame, client=0, range=0.1)
+            frame = private.frame(list(model.parameters()), 0, state, outlet, round=state.step)
             private.used()
             state.step += 1
             assert seen(Reply(client=0, frame=frame))[2].dimension == dimension(network)

@@ -10,7 +10,7 @@ from distributed_processes import lines, run_ranks
 from secure_worker import SEED, Mischief, small_task, write_keys
 from test_exchange import Rank
 
-from bqsgd._src.client.sum_setup import SumSetup
+from bqsgd._src.client.sums import SumSetup
 from bqsgd._src.engines.engine import Setup, make_client
 from bqsgd._src.engines.in_process import in_process
 from bqsgd._src.engines.torch_distributed.engine import TorchDistributed
@@ -117,7 +117,7 @@ def test_a_roster_that_changed_is_refused(tmp_path):
 
 
 def test_no_message_is_longer_than_what_a_rank_reads():
-    from bqsgd._src.client.sum_setup import most_sum_bytes
+    from bqsgd._src.client.sums import most_sum_bytes
 
     for dropouts, colluders, key_rounds in ((0, 0, 1), (1, 0, 7), (1, 1, 3)):
         config = Config.of(

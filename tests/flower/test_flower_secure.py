@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 from flwr.app import Context, Message, MessageType, RecordDict
 from torch import nn
 
-from bqsgd._src.client.sum_setup import SumSetup, made_identities
+from bqsgd._src.client.sums import SumSetup, made_identities
 from bqsgd._src.errors import InvalidParameter, NotWritten
 from bqsgd._src.flower.engine import NoQuorum
 from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, has_data, pack

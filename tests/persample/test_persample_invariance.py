@@ -409,13 +409,13 @@ CALLS: list[int] = []
 @pytest.mark.parametrize("packed", [False, True])
 def test_training_runs_the_program_that_was_checked(batch_size: int, smooth: bool, packed: bool) -> None:
     """Also where the batch size is no power of two, which sums over several parts divide by."""
-    objective = Objective(Counting(smooth=smooth), LOSS)
     data, clip = (torch.randn(40, 4), torch.arange(40) % 3), Clamp(0.01)
+    objective = Objective(Counting(smooth=smooth), LOSS, clip=clip, batch_size=batch_size, packed=packed)
     CALLS.clear()
-    objective.check(data, clip=clip, batch_size=batch_size, packed=packed)
+    objective.check(data)
     assert set(CALLS) == {1}
     CALLS.clear()
-    mean, _ = objective.mean([Part(numbers=np.arange(40), data=data)], clip=clip, batch_size=batch_size, packed=packed)
+    mean, _ = objective.mean([Part(numbers=np.arange(40), data=data)])
     assert CALLS == []
     alone = clipped_gradients(
         objective.model, LOSS, data, indices=None if packed else torch.arange(40), clip=clip, batch_size=batch_size

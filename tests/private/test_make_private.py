@@ -128,10 +128,11 @@ def test_a_sample_has_the_same_gradient_to_the_last_bit_in_every_batch(private, 
 
     model = nn.Sequential(nn.Linear(4, 33), nn.Tanh(), nn.Linear(33, 2))
     for forward in (None, lambda model, batch: (model(batch[0]), batch[1])):
-        objective, reader = Objective(model, LOSS, forward), Reader(TensorDataset(*points))
+        objective = Objective(model, LOSS, clip=L2(0.3), batch_size=32, forward=forward)
+        reader = Reader(TensorDataset(*points))
 
         def mean(numbers, objective=objective, reader=reader):
-            return objective.mean(reader.read(numbers), clip=L2(0.3), batch_size=32)[0]
+            return objective.mean(reader.read(numbers))[0]
 
         whole = mean(range(40))
         for one in (0, 13, 39):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from bqsgd._src.client.sum_setup import SumSetup
+from bqsgd._src.client.sums import SumSetup
 from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.params import Mechanism
@@ -233,7 +233,7 @@ def test_settings_that_no_sum_can_have(changes, reason):
         ({"rate": None, "levels": None, "trials": None}, "their sampling rate must be known to all"),
         ({"rate": None, "sampling": "fixed", "levels": None, "trials": None}, "one plan"),
         ({"roster": "/nowhere/roster.toml"}, "no such file"),
-        ({"identity": "/nowhere/one.key"}, "without the roster"),
+        ({"identity": "/nowhere/one.key"}, "without roster"),
     ],
 )
 def test_runs_that_are_refused_before_anything_is_spent(changes, reason, tmp_path):

@@ -18,6 +18,7 @@ from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds, make_plan
 from bqsgd._src.release import Terms
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits, key_of
+from tiny_task import client_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 STRICT = NodeLimits()
@@ -110,10 +111,8 @@ def client(path: Path, limits: NodeLimits, **settings: object) -> Client:
     ledger = Ledger.open(
         path, client=0, budget_epsilon=limits.epsilon or 3.0, budget_delta=1e-5, change_reason="the client's own limits"
     )
-    return Client(
-        client=0, model=nn.Linear(3, 2), loss_fn=nn.CrossEntropyLoss(reduction="none"),
-        samples=(inputs, (inputs[:, 0] > 0).astype(np.int64)), config=config, ledger=ledger, limits=limits, resume=True,
-    )  # fmt: skip
+    data, loss_fn = (inputs, (inputs[:, 0] > 0).astype(np.int64)), nn.CrossEntropyLoss(reduction="none")
+    return client_of(config, nn.Linear(3, 2), loss_fn, data, ledger=ledger, limits=limits, resume=True)
 
 
 @pytest.mark.parametrize("value", [1.0001e4, -3e38, np.inf, np.nan])
@@ -140,11 +139,11 @@ def test_a_client_of_a_large_model_or_a_foreign_run_is_never_made(tmp_path: Path
 def test_a_schedule_of_budgets_does_not_touch_the_clients_own(tmp_path: Path) -> None:
     changes = ({"client": 0, "from_round": 1, "epsilon": 4.0},)
     made = client(tmp_path / "a", STRICT, levels=None, trials=None, budgets=changes, batch_size=20, epsilon=2.0)
-    made._enter(made.budget(1))
+    made._follow_schedule(made.charge(1))
     assert made.spending.ledger is not None
     assert made.spending.ledger.budget.epsilon == 10.0
     run_own = client(tmp_path / "b", NodeLimits.unlimited(), levels=None, trials=None, budgets=changes, batch_size=20)
-    run_own._enter(run_own.budget(1))
+    run_own._follow_schedule(run_own.charge(1))
     assert run_own.spending.ledger is not None
     assert run_own.spending.ledger.budget.epsilon == 4.0
 
@@ -156,7 +155,7 @@ def test_planning_ends_when_its_cpu_seconds_are_used_up(tmp_path: Path) -> None:
     made = client(tmp_path / "a", NodeLimits(planning_seconds=1e-9), levels=None, trials=None)
     answer = made.update(np.zeros(8, np.float32), 0)
     assert answer.declined
-    assert answer.reason == "planning takes more than the 1e-09 CPU seconds that this client allows"
+    assert answer.reason.endswith("planning takes more than the 1e-09 CPU seconds that this client allows")
     assert made.spending.ledger is not None
     assert made.spending.ledger.spent_rounds == 0
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from bqsgd import __version__
 from bqsgd._src.client.least_squares import LeastSquares
-from bqsgd._src.client.sum_setup import SumSetup, with_roster
+from bqsgd._src.client.sums import SumSetup, with_roster
 from bqsgd._src.engines.engine import Engine, MakeEngine, Setup
 from bqsgd._src.engines.in_process import in_process
 from bqsgd._src.errors import InvalidParameter

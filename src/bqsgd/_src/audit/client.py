@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from bqsgd._src.audit.bound import Scores
 from bqsgd._src.audit.encoder import CANARY_SIZE, Inputs, LikelihoodRatio
-from bqsgd._src.client.client import Client
+from bqsgd._src.client.client import Client, client_sender
+from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.samples import reader_of
 from bqsgd._src.codec import codes_of, decode_frame
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
@@ -118,14 +120,8 @@ def _frame(client: Client, model: npt.NDArray[np.float32], round: int) -> Buffer
 def linear_client(config: Config, data: Data) -> Client:
     """A client with one linear output and the logistic loss. At the zero model, a record x has the gradient -x / 2."""
     features = data[0].shape[1]
-    return Client(
-        client=0,
-        model=nn.Linear(features, 1, bias=False),
-        loss_fn=_logistic,
-        samples=data,
-        config=config,
-        ledger=None,
-    )
+    objective = objective_of(config, nn.Linear(features, 1, bias=False), _logistic)
+    return Client(config, objective, reader_of(data), client_sender(config, 0, None))
 
 
 def _logistic(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ the model, the settings and the public form of a sample is refused, and that bef
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -23,15 +22,13 @@ from bqsgd._src.client.samples import Part
 from bqsgd._src.client.values import Values
 from bqsgd._src.models import dimension_of, trainable
 from bqsgd._src.persample import BatchMean, Clip, clipped_gradients
-from bqsgd._src.persample.gradients import ClippedGradients, Road, road_of
+from bqsgd._src.persample.gradients import Road, road_of
 from bqsgd._src.persample.program import Form, Forward, LossFunction, fails_on_made_up, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.generators import alone, generators_kept, states
-from bqsgd._src.runtime.interrupts import StopNow
+from bqsgd._src.runtime.interrupts import errors_dropped
 from bqsgd._src.runtime.threads import check_ieee
-
-_log = logging.getLogger("bqsgd.samples")
 
 
 class Objective:
@@ -40,23 +37,42 @@ class Objective:
     Args:
         model: the module that is trained.
         loss_fn: (outputs, targets) -> one loss per sample.
+        clip: what one sample's gradient is clipped to.
+        batch_size: the public batch size, which the sum of the clipped gradients is divided by.
         forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
+        unit: CLIENT if the loss may be a mean over samples, because the update is clipped as a whole.
+        packed: run samples in any row of a pass; see `indices` of `clipped_gradients`.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, forward: Forward | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        clip: Clip,
+        batch_size: int,
+        forward: Forward | None = None,
+        unit: Unit = Unit.SAMPLE,
+        packed: bool = False,
+    ) -> None:
         self.model, self.loss_fn, self.forward = model, loss_fn, forward
+        self.clip, self.batch_size, self.unit, self.packed = clip, batch_size, unit, packed
+        # A power of two gives the same rows as the batch size and divides without rounding, so that parts of a batch
+        # add up exactly. A batch mean is clamped, so it must be divided by the batch size itself.
+        self._divisor = batch_size if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
+        self._clipped = partial(clipped_gradients, model, loss_fn, clip=clip, forward=forward, batch_size=self._divisor)
         self.draws = False
-        """Whether model or loss draw random numbers, as far as was seen."""
+        """Whether model or loss draw random numbers, as far as `check` has seen."""
         self._assumes: set[str] = set()
-        self._tried: set[object] = set()
-        """What `_try_clip` has run."""
+        self._tried: set[Form] = set()
+        """Forms of which a made-up sample was clipped."""
 
     @property
     def dimension(self) -> int:
         """Coordinates of what a sample adds."""
         return dimension_of(self.model)
 
-    def check(self, data: Any, *, clip: Clip, batch_size: int, unit: Unit = Unit.SAMPLE, packed: bool = False) -> None:
+    def check(self, data: Any) -> None:
         """Find out how samples of the form of `data` go through model and loss. The values of `data` are not read.
 
         Raises:
@@ -64,41 +80,26 @@ class Objective:
                 process does not keep IEEE arithmetic.
         """
         check_ieee()
-        if unit is Unit.CLIENT:
-            self._check_whole(data)
-        else:
-            road = self._road(Form.of(data), batch_size, packed)
-            self.draws |= road.draws
-            # Only here, of the public form: what a guarantee says must not depend on the records that were drawn.
-            self._assumes |= {road.assumes} - {""}
-            self._try_clip(data, clip, batch_size, packed)
-
-    def _try_clip(self, data: Any, clip: Clip, batch_size: int, packed: bool) -> None:
-        """Clip a made-up sample, once per setting. After the spend an error in a clip would cost every sample of every
-        round, and nobody would be told."""
-        setting = Form.of(data), repr(clip), batch_size, packed
-        if setting not in self._tried:
+        form = Form.of(data)
+        if self.unit is Unit.CLIENT:
+            self._check_whole(data, form)
+            return
+        road = self._road(form)
+        self.draws |= road.draws
+        # Only here, from the public form: what a guarantee says must not depend on the records that were drawn.
+        self._assumes |= {road.assumes} - {""}
+        if form not in self._tried:
+            # After the spend an error in a clip would cost every sample of every round, and nobody would be told.
             zeros = tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), data)
             with alone, generators_kept():
-                self._clipped(zeros, None if packed else np.zeros(1, np.int64), clip, batch_size)
-            self._tried.add(setting)
+                self._clipped(zeros, indices=None if self.packed else np.zeros(1, np.int64))
+            self._tried.add(form)
 
-    def _clipped(
-        self, data: Any, numbers: npt.NDArray[np.int64] | None, clip: Clip, batch_size: int
-    ) -> ClippedGradients:
-        return clipped_gradients(
-            self.model, self.loss_fn, data, indices=numbers, clip=clip, batch_size=batch_size, forward=self.forward
-        )
+    def _road(self, form: Form) -> Road:
+        divisor, packed = self._divisor, self.packed
+        return road_of(self.model, self.loss_fn, self.forward, form, batch_size=divisor, packed=packed)
 
-    def _road(self, form: Form, batch_size: int, packed: bool) -> Road:
-        return road_of(self.model, self.loss_fn, self.forward, form, batch_size=_power(batch_size), packed=packed)
-
-    def stated(self, guarantee: Guarantee) -> Guarantee:
-        """The guarantee with what keeping this model's samples apart rests on; nothing for most models."""
-        known = [guarantee.assumption] if guarantee.assumption else []
-        return replace(guarantee, assumption="; ".join([*known, *sorted(self._assumes)]))
-
-    def _check_whole(self, data: Any) -> None:
+    def _check_whole(self, data: Any, form: Form) -> None:
         """A whole update may do with a loss that is a mean, so model and loss are tried on two made-up samples."""
         zeros = tree_map(lambda leaf: torch.zeros((2, *leaf.shape[1:]), dtype=leaf.dtype), data)
         model = copy.deepcopy(self.model)
@@ -109,83 +110,56 @@ class Objective:
                 assert mean is not None
                 torch.autograd.grad(mean, trainable(model), allow_unused=True)
             except Exception as error:
-                raise fails_on_made_up(error, Form.of(data).shapes) from error
+                raise fails_on_made_up(error, form.shapes) from error
             self.draws |= states() != before
 
-    def mean(self, parts: Iterable[Part], *, clip: Clip, batch_size: int, packed: bool = False) -> tuple[Values, int]:
+    def stated(self, guarantee: Guarantee) -> Guarantee:
+        """The guarantee with the assumptions under which this model's samples are kept apart; most models need none."""
+        known = [guarantee.assumption] if guarantee.assumption else []
+        return replace(guarantee, assumption="; ".join([*known, *sorted(self._assumes)]))
+
+    def mean(self, parts: Iterable[Part]) -> tuple[Values, int]:
         """The clipped gradients of all parts over the public batch size, and how many samples count as zero.
 
         The mean is the same to the last bit however the samples are divided into parts: whole steps of the clip's grid
         are added, and divided once. How many count as zero depends on the data: keep it private.
         """
-        # A power of two gives the same rows as the batch size and divides without rounding; a batch mean is clamped,
-        # so it must be divided by the batch size itself.
-        is_batch_mean = isinstance(clip, BatchMean)
-        power = batch_size if is_batch_mean else _power(batch_size)
+        is_batch_mean = isinstance(self.clip, BatchMean)
         total, lost = np.zeros(self.dimension), 0
         for part in parts:
-            if not self._fits(part.data, power, packed):
-                lost += len(part)
-                continue
-            for mean, dropped in self._means(part, clip, power, packed):
-                total += mean if is_batch_mean else mean * power
-                lost += dropped
-        if isinstance(clip, BatchMean):
-            return total.clip(-clip.bound, clip.bound), lost
-        return total / batch_size, lost
+            waiting = [part]
+            while waiting:
+                samples = waiting.pop()
+                gradients = None
+                with errors_dropped("samples could not be differentiated"):
+                    numbers = None if self.packed else samples.numbers
+                    gradients = self._clipped(samples.data, indices=numbers)
+                if gradients is not None:
+                    mean = gradients.mean.numpy()
+                    total += mean if is_batch_mean else mean * self._divisor
+                    lost += gradients.dropped
+                elif len(samples) > 1 and self._takes(samples.data):
+                    waiting += reversed(samples.singly())  # one of them failed, or all together need too much memory
+                else:
+                    lost += len(samples)
+        if isinstance(self.clip, BatchMean):
+            return total.clip(-self.clip.bound, self.clip.bound), lost
+        return total / self.batch_size, lost
 
-    def _means(self, part: Part, clip: Clip, batch_size: int, packed: bool) -> Iterator[tuple[Values, int]]:
-        """The mean over a part; if that fails, as for want of memory, the same from each sample by itself."""
-        whole = self._mean(part, slice(None), clip, batch_size, packed)
-        if whole is not None:
-            yield whole
-            return
-        for n in range(len(part)):
-            yield self._mean(part, slice(n, n + 1), clip, batch_size, packed) or (np.zeros(self.dimension), 1)
-
-    def _mean(self, part: Part, span: slice, clip: Clip, batch_size: int, packed: bool) -> tuple[Values, int] | None:
-        """The mean over some samples of a part, and how many count as zero; None if an error was raised."""
-        try:
-            data, numbers = tree_map(lambda leaf: leaf[span], part.data), None if packed else part.numbers[span]
-            gradients = self._clipped(data, numbers, clip, batch_size)
-        except StopNow:
-            raise
-        except BaseException:
-            return None
-        return gradients.mean.numpy(), gradients.dropped
-
-    def _fits(self, data: Any, batch_size: int, packed: bool) -> bool:
-        """Whether samples could be read and can go through the model: the latter is a matter of their form alone."""
-        if data is None:
-            return False
-        try:
-            self._road(Form.of(data), batch_size, packed)
-        except StopNow:
-            raise
-        except BaseException:
-            _log.debug("samples of a form that the model cannot take count as zero (keep this line private)")
-            return False
-        return True
+    def _takes(self, data: Any) -> bool:
+        """Whether samples of this form can go through the model at all; otherwise none needs to be tried by itself."""
+        with errors_dropped("samples of a form that the model cannot take count as zero"):
+            self._road(Form.of(data))
+            return True
+        return False
 
     def mean_loss(self, parts: Iterable[Part], model: nn.Module | None = None) -> Tensor | None:
-        """The mean loss of all samples that could be read, to be differentiated; None without any.
+        """The mean loss of all samples that could be read, to be differentiated; None if there are none.
 
-        model: what it is computed with, and may be changed by its own forward; a copy of the model unless given.
+        model: computes the loss, and its forward may change it; by default a copy of the objective's model.
         """
         model = copy.deepcopy(self.model) if model is None else model
-        losses = []
-        for part in parts:
-            if part.data is not None:
-                outputs, targets = (self.forward or inputs_then_target)(model, part.data)
-                losses.append(self.loss_fn(outputs, targets).reshape(-1))  # a whole update may do with a mean
+        forward = self.forward or inputs_then_target
+        # Flat, because the loss may be one per sample or, for a whole client's update, a mean.
+        losses = [self.loss_fn(*forward(model, part.data)).reshape(-1) for part in parts if part.data is not None]
         return torch.cat(losses).mean() if losses else None
-
-    def outputs(self, data: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, targets and losses of some samples, as the model stands."""
-        outputs, targets = (self.forward or inputs_then_target)(self.model, data)
-        return outputs, targets, self.loss_fn(outputs, targets)
-
-
-def _power(batch_size: int) -> int:
-    """The power of two below a batch size."""
-    return 1 << (batch_size.bit_length() - 1)

@@ -4,16 +4,15 @@ A sample is read and collated by itself, whatever else is in its batch: a `colla
 of a batch, or mixes samples, sees one sample. Samples whose tensors have the same shapes then go through the model
 together, and what each adds to the sum is exact, so nothing depends on how they were put together.
 
-Shapes and types of a sample are public, so they never come from a record: of tensors in memory they are known, and of
-any other data set a made-up record says them (`Reader.form`).
+Shapes and types of a sample are public, so they never come from a record: tensors in memory have them, and for any
+other data set the user gives a made-up record (`Reader.form`).
 
-What is assumed of a data set: reading sample i depends on i, on the data set and on random numbers of its own, not on
-which other samples are read. Random augmentation is fine; a data set that remembers what it has read is not.
+A data set must keep one promise: reading sample i depends on i, on the data set and on random numbers, not on which
+other samples are read. Random augmentation is fine; a data set that remembers what it has read is not.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,9 +37,8 @@ from torch.utils.data import (
 )
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.runtime.interrupts import StopNow, interrupts_deferred
+from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 
-_log = logging.getLogger("bqsgd.samples")
 _Collate = Callable[[list[Any]], Any]
 _STRUCTURE = "give tuples, lists or dicts of tensors whose first dimension is the sample"
 
@@ -49,7 +47,7 @@ _STRUCTURE = "give tuples, lists or dicts of tensors whose first dimension is th
 class Part:
     """Samples of one shape, collated together.
 
-    numbers: of each sample in the data; it decides the row in which the sample goes through the model.
+    numbers: the number of each sample in the data; it decides the row in which the sample goes through the model.
     data: as the collate_fn made it, the samples along the first dimension of every tensor; None if they could not be
         read, and then they count as zero.
     """
@@ -59,6 +57,19 @@ class Part:
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def singly(self) -> list[Part]:
+        """The same samples, each in a part of its own."""
+
+        def one(row: int) -> Part:
+            span = slice(row, row + 1)
+            return Part(numbers=self.numbers[span], data=tree_map(lambda leaf: leaf[span], self.data))
+
+        return [one(row) for row in range(len(self))]
+
+
+def _unreadable(numbers: Sequence[int]) -> Part:
+    return Part(numbers=np.asarray(numbers, np.int64), data=None)
 
 
 class Reader:
@@ -70,50 +81,45 @@ class Reader:
 
     Args:
         dataset: anything with `len` and `[number]`.
-        collate: makes a batch of a list of samples; only lists of one sample are given to it, unless it is torch's own
+        collate: makes a batch of a list of samples; it gets only lists of one sample, unless it is torch's own
             `default_collate`, which is known to keep samples apart.
+        sample: a made-up record as the data set returns one, for its shapes and types. Not needed for tensors in
+            memory (TensorDataset, and Subset, random_split or ConcatDataset of such).
     """
 
     draws = True
     """Whether reading may draw random numbers."""
 
-    def __init__(self, dataset: Any, collate: _Collate = default_collate) -> None:
-        self.dataset, self.collate_fn = dataset, collate
+    def __init__(self, dataset: Any, collate: _Collate = default_collate, sample: Any = None) -> None:
+        self.dataset, self.collate_fn, self.sample = dataset, collate, sample
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
-        try:
+        with errors_dropped("a sample could not be read and counts as zero"):
             return number, (self.dataset[number],)
-        except StopNow:
-            raise
-        except BaseException:
-            _log.debug("a sample could not be read and counts as zero (keep this line private)", exc_info=True)
-            return number, None
+        return number, None
 
     def collate(self, read: Sequence[tuple[int, Any]]) -> list[Part]:
-        """The samples read, in as few parts as their shapes allow; those that were lost are a part without data."""
+        """The samples that were read, in as few parts as their shapes allow; the lost ones are a part without data."""
         groups: dict[object, tuple[list[int], list[Any]]] = {}
-        lost = [number for number, found in read if found is None]
-        together = self.collate_fn is default_collate
-        for number, found in read:
-            if found is None:
-                continue
-            try:
-                made = found[0] if together else self.collate_fn([found[0]])
-                numbers, members = groups.setdefault(_key(made), ([], []))
-            except StopNow:
-                raise
-            except BaseException:
-                _log.debug("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
+        lost = []
+        is_default = self.collate_fn is default_collate
+        for number, record in read:
+            group = None
+            if record is not None:
+                with errors_dropped("a sample could not be collated and counts as zero"):
+                    collated = record[0] if is_default else self.collate_fn([record[0]])
+                    group = groups.setdefault(_key(collated), ([], []))
+            if group is None:
                 lost.append(number)
-                continue
-            numbers.append(number)
-            members.append(made)
-        join = default_collate if together else _joined
+            else:
+                group[0].append(number)
+                group[1].append(collated)
+        join = default_collate if is_default else _joined
         parts = [part for numbers, members in groups.values() for part in _parts(numbers, members, join)]
-        return parts + ([Part(numbers=np.asarray(lost, np.int64), data=None)] if lost else [])
+        return parts + ([_unreadable(lost)] if lost else [])
 
     def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
         """The samples of these numbers."""
@@ -121,18 +127,15 @@ class Reader:
             return self.collate([self[int(number)] for number in numbers])
 
     def rest(self) -> None:
-        """Let go of what can be had again."""
+        """Free the memory of data that can be fetched again."""
 
-    def form(self, sample: Any = None) -> Any:
+    def form(self) -> Any:
         """Zeros in the form of one collated sample; no record of the data set is read.
 
-        sample: a made-up record as the data set gives one; not needed for tensors in memory (TensorDataset, and Subset,
-            random_split or ConcatDataset of such).
-
         Raises:
-            InvalidParameter: the form is unknown, or the record is not of tensors with a row per sample.
+            InvalidParameter: the form is unknown, or the made-up record is not of tensors with a row per sample.
         """
-        record = _made_up_record(self.dataset) if sample is None else sample
+        record = _made_up_record(self.dataset) if self.sample is None else self.sample
         if record is None:
             raise InvalidParameter(
                 f"the form of a sample of {type(self.dataset).__name__} is unknown, and no record is read to find out, "
@@ -150,7 +153,7 @@ class Reader:
 
 
 def _made_up_record(dataset: Any) -> Any:
-    """A record of zeros in the shapes and types of tensors in memory; None where the data set is of another kind."""
+    """A record of zeros in the shapes and types of tensors in memory; None for a data set of another kind."""
     if type(dataset) is TensorDataset:
         return tuple(tensor.new_zeros(tensor.shape[1:]) for tensor in dataset.tensors)
     if type(dataset) is Subset:
@@ -162,24 +165,20 @@ def _made_up_record(dataset: Any) -> Any:
 
 def _parts(numbers: list[int], members: list[Any], join: Callable[[list[Any]], Any]) -> list[Part]:
     """The samples in one part; each by itself if that fails, so that only the one that cannot be joined is lost."""
-    try:
+    with errors_dropped("samples could not be joined; one that fails by itself counts as zero"):
         data = _with_a_row_each(join(members), len(numbers))
         return [Part(numbers=np.asarray(numbers, np.int64), data=data)]
-    except StopNow:
-        raise
-    except BaseException:
-        if len(members) > 1:
-            pairs = zip(numbers, members, strict=True)
-            return [part for number, member in pairs for part in _parts([number], [member], join)]
-        _log.debug("a sample could not be collated and counts as zero (keep this line private)", exc_info=True)
-        return [Part(numbers=np.asarray(numbers, np.int64), data=None)]
+    if len(members) == 1:
+        return [_unreadable(numbers)]
+    pairs = zip(numbers, members, strict=True)
+    return [part for number, member in pairs for part in _parts([number], [member], join)]
 
 
 def _with_a_row_each(data: Any, samples: int) -> Any:
-    """`data` as plain tensors, where each has one row per sample: a sample of several would count as several.
+    """`data` as plain tensors, each with one row per sample: a sample with several rows would count several times.
 
     Raises:
-        InvalidParameter: a tensor has not, or there is none.
+        InvalidParameter: a tensor has no batch dimension or another number of rows, or there are no tensors.
     """
     leaves, spec = tree_flatten(data)
     if not leaves:
@@ -189,28 +188,29 @@ def _with_a_row_each(data: Any, samples: int) -> Any:
             tensor = isinstance(leaf, Tensor)
             got = f"{tuple(leaf.shape)} ({leaf.layout}, {leaf.device})" if tensor else type(leaf).__name__
             raise InvalidParameter(f"collate_fn gives {got} and not one row per sample; {_STRUCTURE}")
-    # One sample's tensor that belongs to a graph would make the whole batch part of it, and stay in a worker process.
+    # Detached: one sample's tensor that belongs to an autograd graph would make the whole batch part of that graph, and
+    # would keep it alive in a worker process.
     return tree_unflatten([leaf.detach().as_subclass(Tensor) for leaf in leaves], spec)
 
 
 def _is_dense(leaf: Any) -> bool:
-    """Whether it is a tensor whose values lie in memory; subclasses may add to that, not replace it."""
-    own = isinstance(leaf, Tensor) and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own and leaf.layout is torch.strided and not leaf.is_meta
+    """Whether it is a tensor with its values in memory. A subclass may add to torch's operators, not replace them."""
+    ordinary = isinstance(leaf, Tensor) and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return ordinary and leaf.layout is torch.strided and not leaf.is_meta
 
 
-def _key(made: Any) -> object:
-    """What samples must share to be put together: structure, kinds, shapes and types.
+def _key(collated: Any) -> object:
+    """What samples must have in common to be joined: structure, kinds, shapes and types.
 
-    Torch looks into more containers than are known here. One of those shares with nothing: joined with others, a sample
-    of another type would change theirs.
+    Torch also collates containers that are unknown here. Such a sample stays by itself (`object()` equals nothing
+    else): joined with others, a sample of another type would change their type.
     """
-    if isinstance(made, (tuple, list)):
-        return type(made), tuple(map(_key, made))
-    if isinstance(made, dict):
-        return type(made), tuple((name, _key(value)) for name, value in made.items())
-    if isinstance(made, (Tensor, np.ndarray, np.generic, int, float)):
-        return type(made), getattr(made, "dtype", None), getattr(made, "shape", None)
+    if isinstance(collated, (tuple, list)):
+        return type(collated), tuple(map(_key, collated))
+    if isinstance(collated, dict):
+        return type(collated), tuple((name, _key(value)) for name, value in collated.items())
+    if isinstance(collated, (Tensor, np.ndarray, np.generic, int, float)):
+        return type(collated), getattr(collated, "dtype", None), getattr(collated, "shape", None)
     return object()
 
 
@@ -222,12 +222,12 @@ def _joined(members: list[Any]) -> Any:
 
 
 class _Arrays(Reader):
-    """Inputs and targets in memory, a row per sample: the same, a slice at a time."""
+    """Inputs and targets in memory, a row per sample: read by indexing, without collating sample by sample."""
 
     draws = False
 
     def __init__(self, inputs: Tensor | npt.NDArray[Any], targets: Tensor | npt.NDArray[Any]) -> None:
-        with warnings.catch_warnings():  # features kept in a file are read only, and nobody here writes
+        with warnings.catch_warnings():  # features mapped from a file are read-only, and nothing here writes to them
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
         if len(self.inputs) != len(self.targets):
@@ -241,22 +241,24 @@ class _Arrays(Reader):
         rows = np.asarray(numbers, np.int64)
         return [Part(numbers=rows, data=(self.inputs[rows], self.targets[rows]))] if len(rows) else []
 
-    def form(self, sample: Any = None) -> Any:
+    def form(self) -> Any:
         """A row of zeros of each."""
         return tuple(rows.new_zeros(1, *rows.shape[1:]) for rows in (self.inputs, self.targets))
 
 
 class Fetched(Reader):
-    """A share that is fetched when it is read and let go by `rest`: of thousands of clients only those at work have
-    their data in memory."""
+    """A data share that is fetched when it is read, and freed by `rest`.
 
-    def __init__(self, fetch: Callable[[], Any], *, size: int) -> None:
-        self._fetch, self._size = fetch, size
+    With thousands of clients in one process, only those at work have their data in memory.
+    """
+
+    def __init__(self, fetch: Callable[[], Any], *, size: int, sample: Any = None) -> None:
+        self._fetch, self._size, self.sample = fetch, size, sample
         self._held: Reader | None = None
 
     def _reader(self) -> Reader:
         if self._held is None:
-            self._held = reader_of(self._fetch())
+            self._held = reader_of(self._fetch(), self.sample)
             if len(self._held) != self._size:
                 raise InvalidParameter(f"a share of {self._size} samples now holds {len(self._held)}")
         return self._held
@@ -271,38 +273,41 @@ class Fetched(Reader):
         """The samples of these numbers."""
         return self._reader().read(numbers)
 
-    def form(self, sample: Any = None) -> Any:
+    def form(self) -> Any:
         """Zeros in the form of one collated sample."""
-        return self._reader().form(sample)
+        return self._reader().form()
 
     def rest(self) -> None:
-        """Let go of the data."""
+        """Free the data."""
         self._held = None
 
 
-def reader_of(share: Any) -> Reader:
-    """What reads a share: inputs and targets as arrays or tensors, a map-style Dataset, or a DataLoader of one.
+def reader_of(share: Any, sample: Any = None) -> Reader:
+    """What reads a data share: inputs and targets as arrays or tensors, a map-style Dataset, or a DataLoader of one.
 
-    A loader lends its data set and its collate_fn; which samples are drawn is for the one who draws to say, so a loader
-    that draws them in a way of its own is refused.
+    Only the data set and the collate_fn of a loader are used. A loader with a sampler of its own is refused, because
+    batches are drawn here.
+
+    sample: a made-up record as the data set returns one; see `Reader`.
     """
     if isinstance(share, Reader):
         return share
-    if isinstance(share, (tuple, list)) and len(share) == 2 and all(_is_array(part) for part in share):
+    if isinstance(share, (tuple, list)) and share and all(_is_array(part) for part in share):
+        if len(share) != 2:
+            raise InvalidParameter(
+                f"a share of {len(share)} arrays: give (inputs, targets), or torch.utils.data.TensorDataset(...) for "
+                "more"
+            )
         return _Arrays(share[0], share[1])
     if isinstance(share, DataLoader):
         check_loader(share)
-        return Reader(share.dataset, cast(_Collate, share.collate_fn))
-    if isinstance(share, (tuple, list)) and share and all(_is_array(part) for part in share):
-        raise InvalidParameter(
-            f"a share of {len(share)} arrays: give (inputs, targets), or torch.utils.data.TensorDataset(...) for more"
-        )
+        return Reader(share.dataset, cast(_Collate, share.collate_fn), sample)
     if isinstance(share, IterableDataset) or not (hasattr(share, "__len__") and hasattr(share, "__getitem__")):
         raise InvalidParameter(
             f"{type(share).__name__} cannot be read by sample number: give (inputs, targets), a map-style Dataset or "
             "its DataLoader; Poisson sampling draws every sample independently"
         )
-    return Reader(share)
+    return Reader(share, sample=sample)
 
 
 def _is_array(part: Any) -> bool:
@@ -313,7 +318,7 @@ def check_loader(loader: DataLoader[Any]) -> int:
     """The batch size of a loader whose batches may be replaced by Poisson batches of the same mean size.
 
     Raises:
-        InvalidParameter: its sampler says something about the samples that Poisson sampling would ignore.
+        InvalidParameter: it has no sample numbers, or a sampler or batch size that Poisson sampling would ignore.
     """
     dataset, batches = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -6,7 +6,7 @@ check that their messages are private, check three things here:
 1. The spend is durable in the ledger before gradients are computed. A client of a run reads no sample before it; the
    loader of a private loop and the caller of the DDP hook have drawn and read their batch by then.
 2. After the spend nothing depends on the data except through the mechanism: no error, no warning, no order of random
-   draws, no Ctrl-C. What model and settings alone would raise is raised by the caller before `send`.
+   draws, no Ctrl-C. The caller raises what the model and the settings alone would raise before it calls `send`.
 3. What is encoded is the clipped mean (its sensitivity is in the release that was counted), clamped to the range, with
    noise from the source of that round.
 """
@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bqsgd._src.client.draws import Purpose, Sources
-from bqsgd._src.client.outlet import Outlet
 from bqsgd._src.client.values import Values
 from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.params import Mechanism
 from bqsgd._src.runtime.interrupts import interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision, silence
+
+Outlet = Callable[..., bytearray]
+"""(values, mechanism, round=, rng=, clamp=) -> the bytes of a message: `codec.encode_frame` makes a frame for the
+server, `client.sums.masked_vector` a vector that only a secure sum can open. The two trust models differ in nothing
+else."""
 
 
 class Sender:
@@ -31,7 +35,7 @@ class Sender:
 
     Args:
         spending: the client's side of its ledger.
-        sources: where every random draw of this client comes from.
+        sources: where every random draw of this client comes from; they know the client's number.
     """
 
     def __init__(self, spending: Spending, sources: Sources) -> None:
@@ -46,32 +50,37 @@ class Sender:
 
         The first Ctrl-C is raised when the message is complete, a second one at once.
 
+        values: draws, reads, clips and adds up. It returns values for any data whatever: see `client.objective`.
+        draws: whether model or data draw at random. If not, clients in other threads need not wait for their turn.
+
         Raises:
-            BudgetExhausted: the message would pass the budget. Nothing was recorded, and `values` was not called.
+            BudgetExhausted: the message would exceed the budget. Nothing was recorded, and `values` was not called.
         """
         with interrupts_deferred():
-            mean = self.mean(charge, values, draws=draws)
+            with self.counted(charge, draws=draws):
+                mean = values()
             return self.encode(mean, charge.release.mechanism, outlet, round=charge.round)
 
-    def mean(self, charge: Charge, values: Callable[[], Values], *, draws: bool = True) -> Values:
-        """Record the spend, then call `values` for the clipped mean. Its result is for `encode`, and for nothing else.
-
-        values: draws, reads, clips and adds up. It gives values for any data whatever: see `client.objective`.
-        draws: whether model or data draw at random. If not, clients of other threads need not wait for their turn.
-        """
-        # Firm: not even a second Ctrl-C may separate the ledger's entry from the note that the round is taken.
+    @contextmanager
+    def counted(self, charge: Charge, *, draws: bool = True) -> Iterator[None]:
+        """Record the spend; the block then computes the clipped mean, which is for `encode` and for nothing else."""
+        # Firm: not even a second Ctrl-C may come between the ledger's entry and the note that the round is taken.
         with self.timed("ledger"), interrupts_deferred(firm=True):
             self.spending.spend(charge)
             self.next_round = charge.round + 1
         # What dropout and augmentation draw is secret too: with known masks, one sample would move all the others.
         lent = self.sources.lent(Purpose.FORWARD, charge.round, shared=not draws)
+        # A warning that a filter turns into an error would cost the sample that caused it, so warnings are off.
         with self.timed("gradients"), full_precision(), silence, lent:
-            return values()
+            yield
 
     def encode(self, mean: Values, mechanism: Mechanism, outlet: Outlet, *, round: int) -> bytearray:
-        """What may leave: the clamped mean as codes, with the noise of that round."""
+        """What may leave: the mean as codes with the noise of that round."""
+        rng = self.sources.at(Purpose.NOISE, round)
+        # A Poisson batch can be larger than the public batch size, and its mean then larger than the range. The clamp
+        # is 1-Lipschitz, so the sensitivity that the accountant was given still holds.
         with self.timed("encode"):
-            return outlet.encode(mean, mechanism, round=round, rng=self.sources.at(Purpose.NOISE, round))
+            return outlet(mean, mechanism, round=round, rng=rng, clamp=True)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The clipped update of a whole client: several local steps, made on a copy of the model, and one clip at the end.
 
-Once a round is recorded there is an update whatever the data are: where the steps cannot be made it is zero.
+Once a round is recorded there is an update whatever the data are. If the steps fail, it is zero.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bqsgd._src.models import dimension_of, to_vector, trainable
-from bqsgd._src.params import check_int, check_positive
 from bqsgd._src.persample.clips import Clip
-from bqsgd._src.runtime.interrupts import StopNow
+from bqsgd._src.runtime.interrupts import errors_dropped
 
 Values = npt.NDArray[np.floating]
 
@@ -29,47 +28,28 @@ def client_values(
     learning_rate: float,
     clip: Clip,
 ) -> Values:
-    """The clipped update after several local steps; zero when the steps cannot be made.
-
-    The steps are made on a copy: whatever they and the forward leave there (parameters, frozen ones too, buffers,
-    attributes) goes with it, and nothing of it is released but the clipped update.
-    """
-    try:
-        own = copy.deepcopy(model)
-        return _local_update(own, mean_loss, steps=steps, learning_rate=learning_rate, clip=clip)
-    except StopNow:
-        raise
-    except BaseException:  # a SystemExit that a record raises is no reason to end, either
-        return np.zeros(dimension_of(model), np.float32)
-
-
-def _local_update(
-    model: nn.Module,
-    mean_loss: Callable[[nn.Module], Tensor | None],
-    *,
-    steps: int,
-    learning_rate: float,
-    clip: Clip,
-) -> npt.NDArray[np.float32]:
     """The clipped difference (received model - model after `steps` steps of SGD): a step for the server to subtract.
 
-    mean_loss: draws a batch and gives its mean loss with the model it is given, None for an empty one.
+    The steps are made on a copy: whatever they and the forward leave there (parameters, frozen ones too, buffers,
+    attributes) goes with it, and only the clipped update is released. The update is zero if the steps fail.
+
+    mean_loss: draws a batch and returns its mean loss with the model it is given, None for an empty batch.
     """
-    check_int("steps", steps, 1, 2**31)
-    check_positive("learning_rate", learning_rate)
-    received = to_vector(model)
-    parameters = trainable(model)
-    for _ in range(steps):
-        loss = mean_loss(model)
-        if loss is None:
-            continue
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    parameter.sub_(gradient, alpha=learning_rate)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return clip_update(received - to_vector(model), clip)
+    with errors_dropped("the local steps failed, and the update is zero"):
+        working = copy.deepcopy(model)
+        received, parameters = to_vector(working), trainable(working)
+        for _ in range(steps):
+            loss = mean_loss(working)
+            if loss is None:
+                continue
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        parameter.sub_(gradient, alpha=learning_rate)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return clip_update(received - to_vector(working), clip)
+    return np.zeros(dimension_of(model), np.float32)
 
 
 def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.float32]:
@@ -81,5 +61,5 @@ def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.f
     """
     values = np.asarray(update, dtype=np.float64)
     if not bool(np.isfinite(values).all()):
-        values = np.zeros_like(values)  # an error would tell the server something of the data, without noise
+        values = np.zeros_like(values)  # an error would tell the server something about the data, without noise
     return clip.clipped(values).astype(np.float32)

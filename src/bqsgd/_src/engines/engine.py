@@ -13,10 +13,12 @@ from typing import Protocol
 
 from torch import nn
 
-from bqsgd._src.client.client import Client
+from bqsgd._src.client.client import Client, client_sender
 from bqsgd._src.client.files import client_folder, client_ledger, client_log
+from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.objective import Objective
-from bqsgd._src.client.sum_setup import SumSetup
+from bqsgd._src.client.samples import reader_of
+from bqsgd._src.client.sums import SumSetup
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger, Register
 from bqsgd._src.params import short_repr
@@ -170,19 +172,13 @@ def make_client(
     sums = None
     if setup.sums is not None:
         sums = setup.sums.client(number, folder=client_folder(folder, limits), seed=config.privacy.seed)
+    task = setup.task
     return Client(
-        client=number,
-        model=model,
-        loss_fn=setup.task.loss_fn,
-        samples=share,
-        forward=setup.task.forward,
-        sample=setup.task.sample,
-        config=config,
-        ledger=ledger,
-        run=setup.run,
-        resume=setup.resuming,
-        private_log=client_log(config, folder, number=number),
-        limits=limits,
+        config,
+        objective or objective_of(config, model, task.loss_fn, task.forward),
+        reader_of(share, task.sample),
+        client_sender(config, number, ledger, run=setup.run, resume=setup.resuming),
         sums=sums,
-        objective=objective,
+        limits=limits,
+        private_log=client_log(config, folder, number=number),
     )

@@ -16,7 +16,7 @@ from bqsgd._src.client.client import Client
 from bqsgd._src.client.files import run_register
 from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.samples import Fetched
-from bqsgd._src.engines.engine import FEW, Engine, Setup, check_known, make_client
+from bqsgd._src.engines.engine import FEW, Engine, Setup, make_client
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Register
 from bqsgd._src.ledger.spending import ledger_guarantee
@@ -62,7 +62,9 @@ def in_process(setup: Setup) -> InProcess:
             setup,
             number=number,
             model=models[number % workers],
-            share=Fetched(lambda: task.shares[number], size=sizes[number]) if many else task.shares[number],
+            share=Fetched(lambda: task.shares[number], size=sizes[number], sample=task.sample)
+            if many
+            else task.shares[number],
             register=register,
             objective=objectives[number % workers],
         )
@@ -122,27 +124,36 @@ class InProcess(Engine):
 
         If fewer are enough, this asks the first of `messages` and then one more for each that sends nothing.
         """
-        check_known(messages, self.samples)
         self._seconds = Counter()
         left, frames = list(messages), 0
         wanted = len(left) if enough is None else enough
         while left and frames < wanted:
-            asked, left = left[: wanted - frames], left[wanted - frames :]
-            for reply in self._replies([self.clients[number] for number in sorted(asked)], messages, round):
+            clients = [self.clients[number] for number in sorted(left[: wanted - frames])]
+            left = left[wanted - frames :]
+            if self._register is not None:
+                # All spends of the round in one write, before any client reads its data: a write each is far slower.
+                with self._register.together():
+                    for client in clients:
+                        client.reserve(round)
+            from_threads = None if self._pool is None else self._replies(self._pool, clients, messages)
+            for client in clients:
+                if from_threads is None:  # in this thread: only the main thread can defer a Ctrl-C
+                    reply = client.answer(messages[client.client])
+                    self._let_go(client)
+                else:
+                    reply = next(from_threads)
+                self._seconds.update(client.sender.seconds)
                 frames += reply.frame is not None
                 yield reply
         for number in sorted(left):
             yield Reply(client=number, reason=f"not asked: {wanted} others had sent a frame")
 
-    def _replies(self, clients: Sequence[Client], messages: Mapping[int, bytes], round: int) -> Iterator[Reply]:
-        if self._register is not None:
-            # All spends of the round in one write, before any client reads its data: a write each would be far slower.
-            with self._register.together():
-                for client in clients:
-                    client.reserve(round)
-        at_once = 1 if self._pool is None else _AT_ONCE
-        for start in range(0, len(clients), at_once):
-            batch = clients[start : start + at_once]
+    def _replies(
+        self, pool: ThreadPoolExecutor, clients: Sequence[Client], messages: Mapping[int, bytes]
+    ) -> Iterator[Reply]:
+        """The replies of these clients in order, made in the threads of the pool."""
+        for start in range(0, len(clients), _AT_ONCE):
+            batch = clients[start : start + _AT_ONCE]
             by_model: dict[int, list[Client]] = {}
             for client in batch:
                 by_model.setdefault(id(client.model), []).append(client)
@@ -153,11 +164,8 @@ class InProcess(Engine):
                     replies[client.client] = client.answer(messages[client.client])
                     self._let_go(client)
 
-            # Without a pool the work stays in this thread: only the main thread can defer a Ctrl-C.
-            run = map if self._pool is None else self._pool.map
-            list(run(work, by_model.values()))  # one task per model: two threads must not use the same model
+            list(pool.map(work, by_model.values()))  # one task per model: two threads must not use the same model
             for client in batch:
-                self._seconds.update(client.seconds)
                 yield replies[client.client]
 
     def _let_go(self, client: Client) -> None:

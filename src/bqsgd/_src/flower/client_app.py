@@ -19,10 +19,11 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from bqsgd._src.client.client import Client, answer_step
+from bqsgd._src.client.client import Client, client_sender
 from bqsgd._src.client.files import private_log_at
-from bqsgd._src.client.least_squares import message_dimension
-from bqsgd._src.client.sum_setup import SumSetup
+from bqsgd._src.client.least_squares import message_dimension, objective_of
+from bqsgd._src.client.samples import reader_of
+from bqsgd._src.client.sums import SumSetup, answer_step
 from bqsgd._src.errors import BqsgdError, Infeasible, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, MODEL, Plain, data_of, field_of, pack
 from bqsgd._src.flower.processes import keep_ray_on_loopback
@@ -169,25 +170,20 @@ def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict
     model = task.make_model()
     with node.ledger(config, run=asked.run) or nullcontext() as ledger:
         client = Client(
-            client=node.client,
-            model=model,
-            loss_fn=task.loss_fn,
-            samples=task.shares[0],
-            forward=task.forward,
-            sample=task.sample,
-            config=config,
-            ledger=ledger,
-            run=asked.run,
-            resume=True,  # a restarted server may ask for a round again, which is then counted again
-            private_log=private_log_at(node.private_path(run=asked.run)) if config.privacy.private_metrics else None,
-            limits=node.limits,
+            config,
+            objective_of(config, model, task.loss_fn, task.forward),
+            reader_of(task.shares[0], task.sample),
+            # Resumed: a restarted server may ask for a round again, which is then counted again.
+            client_sender(config, node.client, ledger, run=asked.run, resume=True),
             sums=sums,
+            limits=node.limits,
+            private_log=private_log_at(node.private_path(run=asked.run)) if config.privacy.private_metrics else None,
         )
         if sums is None and config.privacy.mechanism is None:
             with suppress(Infeasible, PlanningTooLong):  # `answer` plans again, and declines with the reason
                 asked.plan_once(
                     repr(client.terms),
-                    lambda: client.release(0).mechanism.to_dict(),
+                    lambda: client.charge(0).release.mechanism.to_dict(),
                     lambda **plan: keep_plan(config, client.terms, Mechanism.from_dict(plan), client=node.client),
                 )
         record = memory.get(_HELD)

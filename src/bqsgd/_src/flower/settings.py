@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bqsgd._src.client.files import client_ledger, made_register
-from bqsgd._src.client.sum_setup import made_identities
+from bqsgd._src.client.sums import made_identities
 from bqsgd._src.engines.engine import FEW
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger

@@ -45,9 +45,9 @@ class PoissonLoader:
     guarantee: a printed training loss, or skipping batches for what is in them.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources) -> None:
+    def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources, sample: Any = None) -> None:
         self._batch_size = check_loader(loader)
-        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn))
+        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn), sample)
         self._samples = len(self._reader)
         if self.batch_size > self.samples:
             raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
@@ -80,9 +80,9 @@ class PoissonLoader:
         """The data set of the loader."""
         return self._reader.dataset
 
-    def form(self, sample: Any) -> Any:
+    def form(self) -> Any:
         """Zeros in the form of one sample; see `Reader.form`."""
-        return self._reader.form(sample)
+        return self._reader.form()
 
     def __len__(self) -> int:
         """Steps in an epoch."""

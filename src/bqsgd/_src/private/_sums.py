@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.client.client import answer_step
+from bqsgd._src.client.sums import answer_step, identity_of, roster_of
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, MessageKind
 from bqsgd._src.errors import InvalidParameter, TooFewClients
 from bqsgd._src.planner.sums import SumPlan
@@ -23,7 +23,6 @@ from bqsgd._src.records.record import one_line
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message, most_bytes
-from bqsgd._src.secure.roster import read_identity, read_roster
 from bqsgd._src.server.sums import SumRounds
 from bqsgd._src.wire.frame import Buffer
 from bqsgd._src.wire.reply import Reply
@@ -61,9 +60,7 @@ class RankSums:
     """
 
     def __init__(self, peers: Peers, *, plan: SumPlan, dimension: int, secure: SecureRanks, seed: int | None) -> None:
-        roster = read_roster(secure.roster)
-        if roster.clients != tuple(range(peers.size)):
-            raise InvalidParameter(f"{secure.roster} must name ranks 0 to {peers.size - 1}, one each")
+        roster = roster_of(secure.roster, peers.size)
         # Every rank adds to the name of the run: one that was restarted is in no sum of before.
         own = (
             secrets.token_hex(16) if seed is None else hashlib.sha256(f"{seed}-{peers.rank}".encode()).hexdigest()[:32]
@@ -73,7 +70,7 @@ class RankSums:
         agreement = Agreement(
             roster=roster, run=run, rule=plan.rule, dimension=dimension, width=plan.width, trials=plan.trials
         )
-        identity = read_identity(str(secure.identity).replace("{client}", str(peers.rank)))
+        identity = identity_of(secure.identity, peers.rank)
         self._peers, self._plan, self._dimension = peers, plan, dimension
         self.client = SumClient(agreement, identity=identity, number=peers.rank, seed=seed)
         self._rounds = SumRounds(agreement, rounds=_NO_END, key_rounds=_KEY_ROUNDS) if peers.rank == SERVER else None

@@ -8,7 +8,7 @@ import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 
 from bqsgd._src.client.draws import Sources
 from bqsgd._src.client.objective import Objective
-from bqsgd._src.client.outlet import FrameOutlet, MaskedOutlet
 from bqsgd._src.client.samples import Part
-from bqsgd._src.client.sender import Sender
+from bqsgd._src.client.sender import Outlet, Sender
+from bqsgd._src.client.sums import check_noise, masked_vector
 from bqsgd._src.client.values import Values
-from bqsgd._src.codec import Accumulator
+from bqsgd._src.codec import Accumulator, encode_frame
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, SecureSumError
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.spending import Charge, Spending
@@ -127,31 +127,38 @@ def make_private(
     >>> print(private.guarantee().trust)
     the training process is trusted with the data; what it releases is protected
     """
+    clip = L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound)
     wanted = _Wanted(
         budget=Budget(bits=bits, epsilon=epsilon, delta=delta),
         epochs=check_int("epochs", epochs, 1, 2**31),
-        clip=L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound),
+        clip_norm=clip.norm,
         range=None if range is None else check_positive("range", range),
-        micro_batch=check_int("micro_batch", micro_batch, 1, 2**31),
         mechanism=mechanism,
         secure=secure,
-        seed=seed,
+        ledger=ledger,
     )
-    return Private(Objective(model, loss_fn, forward), optimizer, loader, wanted=wanted, ledger=ledger, sample=sample)
+    check_int("micro_batch", micro_batch, 1, 2**31)
+    _check_model(model, optimizer)
+    peers = Peers.met()
+    if secure is not None and peers.size == 1:
+        raise InvalidParameter("secure sums are between the ranks of torchrun; this process is alone")
+    sources = Sources(seed=seed, client=peers.rank)
+    batches = PoissonLoader(loader, micro_batch=micro_batch, sources=sources, sample=sample)
+    objective = Objective(model, loss_fn, clip=clip, batch_size=batches.batch_size, forward=forward)
+    return Private(objective, optimizer, batches, peers, sources, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The settings of `make_private`, checked; the names are its own."""
+    """Settings of `make_private`, checked, under the names that they have there."""
 
     budget: Budget
     epochs: int
-    clip: L2 | Dual
+    clip_norm: float
     range: float | None
-    micro_batch: int
     mechanism: Mechanism | None
     secure: SecureRanks | None
-    seed: int | None
+    ledger: str | Path | Ledger | None
 
 
 class Private:
@@ -161,27 +168,20 @@ class Private:
         self,
         objective: Objective,
         optimizer: Optimizer,
-        loader: DataLoader[Any],
-        *,
+        loader: PoissonLoader,
+        peers: Peers,
+        sources: Sources,
         wanted: _Wanted,
-        ledger: str | Path | Ledger | None,
-        sample: Any,
     ) -> None:
-        model, budget, epochs, secure = objective.model, wanted.budget, wanted.epochs, wanted.secure
-        _check_model(model, optimizer)
-        self.model, self.optimizer, self.budget = model, optimizer, budget
+        model, budget, epochs = objective.model, wanted.budget, wanted.epochs
+        self.model, self.optimizer, self.loader, self.budget = model, optimizer, loader, budget
+        self._objective, self._peers, self._sources = objective, peers, sources
+        self._clip_norm, self._range = wanted.clip_norm, wanted.range
+        self._mechanism, self._secure = wanted.mechanism, wanted.secure
         self._parameters = trainable(model)
         self._shapes = [parameter.shape for parameter in self._parameters]
-        self._clip, self._range, self._mechanism = wanted.clip, wanted.range, wanted.mechanism
-        self._peers = Peers.met()
-        if secure is not None and self._peers.size == 1:
-            raise InvalidParameter("secure sums are between the ranks of torchrun; this process is alone")
-        self._secure, self._seed = secure, wanted.seed
         self._sums: RankSums | None = None
-        self._sources = Sources(seed=wanted.seed, client=self._peers.rank)
-        self.loader = PoissonLoader(loader, micro_batch=wanted.micro_batch, sources=self._sources)
-        self._objective = objective
-        self._form = self.loader.form(sample)
+        self._form = loader.form()
         self._check_objective()
         told = self._peers.tell({"steps": len(self.loader), "dimension": self.dimension, "epochs": epochs})
         if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
@@ -197,8 +197,8 @@ class Private:
         self._plan: Plan | None = None
         self._settings: list[tuple[Mechanism, float]] | None = None
         """Mechanism and range of every rank."""
-        self._ledger = _opened(ledger, budget, self._peers)
-        if self._ledger is not None and not isinstance(ledger, Ledger):
+        self._ledger = _opened(wanted.ledger, budget, peers)
+        if self._ledger is not None and not isinstance(wanted.ledger, Ledger):
             weakref.finalize(self, self._ledger.close)
         self._sender = self._sending(f"private-{secrets.token_hex(8)}", resume=False)
         if not self._sender.spending.sent:
@@ -280,15 +280,15 @@ class Private:
                 rate=batch_size / self.loader.samples,
                 messages=self.rounds,
             )
-            self._range = min(unit_range, 1.0) * self._clip.norm
+            self._range = min(unit_range, 1.0) * self._clip_norm
         return self._range
 
     def _terms(self) -> Terms:
         loader = self.loader
         terms = clipped_terms(
-            self._clip,
+            self._objective.clip,
             range=self.range,
-            batch_size=loader.batch_size,
+            batch_size=self._objective.batch_size,
             sampling=Sampling.of_batch(Scheme.POISSON, batch_size=loader.batch_size, dataset_size=loader.samples),
             dimension=self.dimension,
         )
@@ -354,7 +354,7 @@ class Private:
 
     def _check_objective(self) -> None:
         with full_precision():
-            self._objective.check(self._form, clip=self._clip, batch_size=self.loader.batch_size)
+            self._objective.check(self._form)
 
     def _summed(self, samples: Iterator[Part], step: int) -> npt.NDArray[np.float32]:
         """The mean of all ranks from a secure sum.
@@ -364,7 +364,7 @@ class Private:
         """
         self._settle()
         assert self._sums is not None
-        MaskedOutlet(sums=self._sums.client, range=self.range).check(self.plan.release, seeded=self._sources.seeded)
+        check_noise(self._sums.client, self.plan.release, seeded=self._sources.seeded)
         try:
             return self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
         except SecureSumError as error:
@@ -376,11 +376,9 @@ class Private:
         """Record the step, then encode its clipped mean; None when the budget is spent."""
         self._settle()
         charge = Charge(release=self.plan.release, round=step, last_round=max(self.rounds - 1, step))
-        outlet = (
-            FrameOutlet(client=self._peers.rank, range=self.range)
-            if self._sums is None
-            else MaskedOutlet(sums=self._sums.client, range=self.range)
-        )
+        outlet: Outlet = partial(encode_frame, client=self._peers.rank, range=self.range)
+        if self._sums is not None:
+            outlet = partial(masked_vector, self._sums.client, range=self.range)
         try:
             return self._sender.send(charge, outlet, lambda: self._mean(samples))
         except BudgetExhausted as reason:
@@ -390,7 +388,7 @@ class Private:
             return None  # the others are told, so that all stop in the same step
 
     def _mean(self, samples: Iterator[Part]) -> Values:
-        mean, lost = self._objective.mean(_until_error(samples), clip=self._clip, batch_size=self.loader.batch_size)
+        mean, lost = self._objective.mean(_until_error(samples))
         self.dropped += lost
         return mean
 
@@ -411,7 +409,11 @@ class Private:
                         "of their samples in a batch or the same mechanism"
                     )
                 self._sums = RankSums(
-                    self._peers, plan=self.sum_plan, dimension=self.dimension, secure=self._secure, seed=self._seed
+                    self._peers,
+                    plan=self.sum_plan,
+                    dimension=self.dimension,
+                    secure=self._secure,
+                    seed=self._sources.seed,
                 )
 
     def _frames_of(self, rank: int, note: dict[str, Any]) -> tuple[Mechanism, float]:
@@ -426,7 +428,7 @@ class Private:
             raise InvalidParameter(f"rank {rank} sent something that is not a note of make_private") from error
         if self._secure is not None:
             return mechanism, reach  # must be this rank's own
-        most, bits = max(self.range, self._clip.norm), (mechanism.code_count - 1).bit_length()
+        most, bits = max(self.range, self._clip_norm), (mechanism.code_count - 1).bit_length()
         if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
             raise InvalidParameter(
                 f"rank {rank} sends {bits} bits per coordinate within +-{reach:g}; at most {self.budget.bits} bits "

@@ -3,16 +3,12 @@
 A record whose code raises KeyboardInterrupt or SystemExit costs that record alone, so everything it raises is caught. A
 real Ctrl-C must not be caught there: it would cost a record, and the program would go on. Inside `interrupts_deferred`
 the two are told apart: the first Ctrl-C is raised at the end of the block, and the second one at once, as `StopNow`,
-which everybody who catches a record's errors lets pass:
-
-    except StopNow:
-        raise
-    except BaseException:
-        ...  # the record counts as zero
+which `errors_dropped` lets pass: use it wherever the code of a record runs.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -20,9 +16,26 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+_log = logging.getLogger("bqsgd.samples")
+
 
 class StopNow(KeyboardInterrupt):
     """The user pressed Ctrl-C a second time before the step was complete."""
+
+
+@contextmanager
+def errors_dropped(what_failed: str) -> Iterator[None]:
+    """Drop whatever the block raises, SystemExit and a record's own KeyboardInterrupt included.
+
+    For code that runs on private data after the spend: an error would tell a peer something about the data. The debug
+    log has the error, for this machine only. The user's second Ctrl-C (`StopNow`) is raised.
+    """
+    try:
+        yield
+    except StopNow:
+        raise
+    except BaseException:
+        _log.debug("%s (keep this line private)", what_failed, exc_info=True)
 
 
 class _Deferral:

@@ -18,9 +18,8 @@ from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Reader, reader_of
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import dimension_of, load_vector
-from bqsgd._src.persample.program import Forward, LossFunction
+from bqsgd._src.persample.program import Forward, LossFunction, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
-from bqsgd._src.release import Unit
 from bqsgd._src.settings.fit import Sizes, fit
 
 if TYPE_CHECKING:
@@ -129,13 +128,7 @@ class Task:
         """
         objective = objective_of(config, model, self.loss_fn, self.forward)
         if self.shares:
-            objective.check(
-                reader_of(self.shares[0]).form(self.sample),
-                clip=config.clip.make(),
-                batch_size=config.privacy.batch_size,
-                unit=Unit(config.privacy.unit),
-                packed=config.clients.packed_rows,
-            )
+            objective.check(reader_of(self.shares[0], self.sample).form())
         if self.test is not None:
             try:
                 with _evaluating(model):
@@ -167,7 +160,7 @@ class Task:
         return evaluate
 
     def _evaluate(self, model: nn.Module, test: Reader, *, most: int | None) -> Evaluation:
-        objective = Objective(model, self.loss_fn, self.forward)
+        forward = self.forward or inputs_then_target
         count = len(test) if most is None else min(most, len(test))
         right, total, classes = 0, 0.0, self.metric is None
         kept: list[tuple[Tensor, Tensor]] = []
@@ -175,8 +168,8 @@ class Task:
             for part in test.read(range(start, min(start + _EVALUATION_BATCH, count))):
                 if part.data is None:
                     raise InvalidParameter(f"{len(part)} samples of the test data cannot be read")
-                outputs, targets, losses = objective.outputs(part.data)
-                total += float(losses.sum())
+                outputs, targets = forward(model, part.data)
+                total += float(self.loss_fn(outputs, targets).sum())
                 classes = classes and _are_classes(outputs, targets)
                 if classes:
                     right += int((outputs.argmax(dim=1) == targets).sum())

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from bqsgd._src.client.client import Client
 from bqsgd._src.client.least_squares import message_dimension
-from bqsgd._src.client.sum_setup import SumSetup, most_sum_bytes, with_roster
+from bqsgd._src.client.sums import SumSetup, most_sum_bytes, with_roster
 from bqsgd._src.engines.engine import Setup, make_client
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup
 from bqsgd._src.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from bqsgd._src.client.client import Client
-from bqsgd._src.client.sum_setup import most_sum_bytes
+from bqsgd._src.client.sums import most_sum_bytes
 from bqsgd._src.engines.engine import Engine, MakeEngine, Setup, check_known, make_client, read_guarantee
 from bqsgd._src.engines.torch_distributed.client import MOST_BYTES, Message, greeting, read_reply, share_of
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup, as_tensor

@@ -25,6 +25,7 @@ error, because DDP cannot complete a step without one of its ranks.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -36,11 +37,10 @@ from torch._C._distributed_c10d import GradBucket
 
 from bqsgd._src.client.draws import GivenSources
 from bqsgd._src.client.objective import Objective
-from bqsgd._src.client.outlet import FrameOutlet
 from bqsgd._src.client.samples import Part
-from bqsgd._src.client.sender import Sender
+from bqsgd._src.client.sender import Outlet, Sender
 from bqsgd._src.client.values import Values
-from bqsgd._src.codec import Accumulator
+from bqsgd._src.codec import Accumulator, encode_frame
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.spending import Charge, Spending
@@ -51,7 +51,7 @@ from bqsgd._src.persample.clips import Clip
 from bqsgd._src.persample.program import LossFunction
 from bqsgd._src.persample.rows import Numbers, check_numbers
 from bqsgd._src.privacy.guarantee import Guarantee
-from bqsgd._src.release import Release, Sampling, Scheme, Unit
+from bqsgd._src.release import Release, Sampling, Scheme
 from bqsgd._src.runtime.interrupts import interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.settings.client_plan import clipped_terms
@@ -101,9 +101,9 @@ class PrivateSteps:
         sampling: Scheme = Scheme.POISSON,
         resume: bool = False,
     ) -> None:
-        self.model, self.clip = model, clip
-        self._objective = Objective(model, loss_fn)
-        self.batch_size = check_int("batch_size", batch_size, 1, 2**53)
+        self.model = model
+        # Clip and batch size are kept there alone: what is counted and what is computed cannot differ.
+        self._objective = Objective(model, loss_fn, clip=clip, batch_size=check_int("batch_size", batch_size, 1, 2**53))
         self.dataset_size, self.sampling = dataset_size, Scheme(sampling)
         self._ledger, self._run, self._resume = ledger, run, resume
         self._sender: Sender | None = None
@@ -112,11 +112,12 @@ class PrivateSteps:
 
     def release(self, mechanism: Mechanism, *, range: float) -> Release:
         """What one step of this rank reveals."""
+        clip, batch_size = self._objective.clip, self._objective.batch_size
         terms = clipped_terms(
-            self.clip,
+            clip,
             range=range,
-            batch_size=self.batch_size,
-            sampling=Sampling.of_batch(self.sampling, batch_size=self.batch_size, dataset_size=self.dataset_size),
+            batch_size=batch_size,
+            sampling=Sampling.of_batch(self.sampling, batch_size=batch_size, dataset_size=self.dataset_size),
             dimension=dimension_of(self.model),
         )
         return Release(mechanism=mechanism, terms=terms)
@@ -138,14 +139,10 @@ class PrivateSteps:
         release = self.release(state.mechanism, range=state.range)
         charge = Charge(release=release, round=number, last_round=number)
         trained = _copies(_tensors(self.model, trained=True))
-
-        def values() -> Values:
-            part = Part(numbers=numbers, data=batch)
-            return self._objective.mean([part], clip=self.clip, batch_size=self.batch_size)[0]
-
         with interrupts_deferred():
             try:
-                mean = sender.mean(charge, values)
+                with sender.counted(charge):
+                    mean, _ = self._objective.mean([Part(numbers=numbers, data=batch)])
                 self._step = _Step(mean=_by_parameter(self.model, mean), counted=release, trained=trained)
             except BaseException:
                 # A step that was counted may be supplied again, with new noise, and must then be counted again. If the
@@ -172,11 +169,11 @@ class PrivateSteps:
             )
         form = tuple(part.new_zeros(1, *part.shape[1:]) for part in batch)
         with full_precision():
-            self._objective.check(form, clip=self.clip, batch_size=self.batch_size, unit=Unit.SAMPLE)
+            self._objective.check(form)
         return numbers
 
     def frame(
-        self, parameters: Sequence[Tensor], bucket: int, mechanism: Mechanism, outlet: FrameOutlet, *, round: int
+        self, parameters: Sequence[Tensor], bucket: int, state: "BQHookState", outlet: Outlet, *, round: int
     ) -> bytearray:
         """The frame of this step for these parameters: encoded when it is first asked for, later the same bytes.
 
@@ -191,7 +188,7 @@ class PrivateSteps:
         step = self._step
         if step is None or self._sender is None:
             raise InvalidParameter("call state.supply(batch, indices=...) before every backward: nothing was sent")
-        if self.release(mechanism, range=outlet.range) != step.counted:
+        if self.release(state.mechanism, range=state.range) != step.counted:
             raise InvalidParameter(
                 "mechanism or range have changed since supply counted this step: nothing was sent; change them before "
                 "supply"
@@ -212,7 +209,7 @@ class PrivateSteps:
             values = np.concatenate([step.mean[parameter] for parameter in ids])
             with interrupts_deferred():  # a frame that was encoded and then lost could never be sent
                 step.sent.update(ids)  # before the encoding: if that fails half-way, its noise must not be drawn again
-                step.frames[key] = self._sender.encode(values, mechanism, outlet, round=round)
+                step.frames[key] = self._sender.encode(values, state.mechanism, outlet, round=round)
         return step.frames[key]
 
     def used(self) -> None:
@@ -317,18 +314,19 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
     group = state.process_group if state.process_group is not None else dist.group.WORLD
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
-    outlet = FrameOutlet(client=rank, range=state.range)
+    outlet = partial(encode_frame, client=rank, range=state.range)
     if state.private is None:
         if not state.warned:
             state.warned = True
             warnings.warn(_UNCLIPPED, NoGuaranteeWarning, stacklevel=2)
-        frame = outlet.encode(buffer.detach().cpu().numpy(), state.mechanism, round=round, rng=state.rng)
+        gradient = buffer.detach().cpu().numpy()
+        frame = outlet(gradient, state.mechanism, round=round, rng=state.rng, clamp=True)
     else:
         parameters = bucket.parameters()
         clipped = sum(parameter.numel() for parameter in parameters)
         if clipped != buffer.numel():
             raise InvalidParameter(f"the bucket holds {buffer.numel()} gradients, the clipped mean {clipped}")
-        frame = state.private.frame(parameters, index, state.mechanism, outlet, round=round)
+        frame = state.private.frame(parameters, index, state, outlet, round=round)
     if bucket.is_last():
         state.step += 1
         if state.private is not None:
