@@ -33,15 +33,18 @@ class CheckpointError(BqsgdError, RuntimeError):
 
 def save_checkpoint(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], state: Mapping[str, Any]) -> None:
     """Write the checkpoint of `folder`. When this returns, the checkpoint survives a power cut."""
-    metadata = {"format": _FORMAT, "state": json.dumps(state, allow_nan=False)}
-    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata=metadata)
-    write_atomic(folder / FILE_NAME, content)
+    _write(folder / FILE_NAME, arrays, {"format": _FORMAT, "state": json.dumps(state, allow_nan=False)})
 
 
 def save_model(folder: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the finished model of `folder`, with the names and shapes of its `state_dict`, whole or not at all."""
-    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    write_atomic(folder / MODEL, save(arrays, metadata={"format": "pt"}))
+    _write(folder / MODEL, tensors, {"format": "pt"})
+
+
+def _write(path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: dict[str, str]) -> None:
+    # safetensors takes an array's memory as it lies, so a transposed view must be copied first.
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    write_atomic(path, save(contiguous, metadata=metadata))
 
 
 def load_checkpoint(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:

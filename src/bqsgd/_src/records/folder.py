@@ -13,7 +13,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,10 @@ class RunWriter(Closing):
             raise
 
     def config(self, settings: Mapping[str, Any]) -> None:
-        """Write config.toml, whole or not at all. Settings that are None are left out, because TOML has no null."""
+        """Write config.toml, whole or not at all. `settings` must hold TOML's types; TOML has no null."""
         import tomli_w  # imported here: it is in the `train` extra, and reading a folder must work without it
 
-        write_atomic(self.folder / CONFIG, tomli_w.dumps(_without_none(settings)).encode(), mode=SHOWN)
+        write_atomic(self.folder / CONFIG, tomli_w.dumps(settings).encode(), mode=SHOWN)
 
     def append(self, record: RoundRecord) -> None:
         """Append one round. When this returns, the operating system has it: it survives the death of the process."""
@@ -144,14 +143,6 @@ def _trim(rounds: Appended, keep_through: int | None) -> None:
                 break
             keep += len(line)
     rounds.cut(keep)
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _without_none(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_none(entry) for entry in value if entry is not None]
-    return str(value) if isinstance(value, (Path, StrEnum)) else value
 
 
 _MAX_REASONS = 8
