@@ -180,6 +180,7 @@ class Accumulator:
         checked = _checked(
             frame, dimension=self.total.size, mechanism=mechanism, range=range, client=client, round=round
         )
+        # `codes_of` checks every code before the first is added, so a refused frame leaves the sum unchanged.
         add_decoded(self.total, codes_of(checked), checked.header.mechanism, range=range, weight=weight)
         self.weight += weight
         self.frames += 1

@@ -56,7 +56,8 @@ class Agreement:
             raise TooFewClients(f"the cohort has {len(self.cohort)} clients, but {taking_part} were agreed on")
         if not 1 <= len(self.run.encode()) <= 255:
             raise InvalidParameter(f"the run's name must take 1 to 255 bytes, got {len(self.run.encode())}")
-        self.noise.parts  # noqa: B018  (raises now if the trials are out of range)
+        # Raises now, not in the middle of a sum, if the trials are out of range.
+        self.noise.parts  # noqa: B018
 
     def of(self, cohort: Iterable[int]) -> Agreement:
         """The agreement for one cohort.
@@ -69,7 +70,8 @@ class Agreement:
         if self.rule.clients == len(self.roster.keys) and chosen == self.roster.clients:
             return self
         named = replace(self, cohort=chosen)
-        named.members  # noqa: B018  (raises now if a member is not in the roster)
+        # Raises now if a member is not in the roster.
+        named.members  # noqa: B018
         return named
 
     @cached_property

@@ -175,16 +175,19 @@ class SumClient:
             raise BadSecureMessage(f"keys for {header.rounds} rounds at once; at most {most} are allowed")
         state, batch, epoch = self._state, self._state.batch, header.epoch
         asked = (epoch, header.round, header.rounds)
+        # A request that is repeated, after a lost answer, gets the same answer: fresh secrets need a fresh epoch.
         if batch is not None and (batch.epoch, batch.first_round, batch.count) == asked:
             if batch.agreement.session != agreed.session:
                 raise ReplacedKeys(f"another cohort for epoch {epoch}; the client keeps to the first")
             return batch.keys
         if self._last_epoch is not None:
-            state.epoch = max(state.epoch, self._last_epoch())  # another process of this client may have begun one
+            # Another process of this client may have begun a batch since this one read the file.
+            state.epoch = max(state.epoch, self._last_epoch())
         if epoch <= state.epoch:
             raise WrongRound(f"epoch {epoch} is not above {state.epoch}, the last one that client {self.number} saw")
         if self._last_epoch is not None:
-            self._last_epoch(epoch)  # stored before any secret of the epoch exists: after a crash it counts as used
+            # Stored before any secret of the epoch exists: after a crash the epoch counts as used.
+            self._last_epoch(epoch)
         state.epoch = epoch
         if not state.cipher:
             state.cipher = self.source("cipher", 0).words(4).tobytes()
@@ -225,7 +228,9 @@ class SumClient:
         peers = {client: keys for client, keys in offered.items() if keys is not None}
         if len(peers) < agreed.rule.share_threshold:
             raise TooFewClients(f"{len(peers)} other clients sent keys, {agreed.rule.share_threshold} are needed")
-        batch.peers, batch.bundle = peers, digest  # from here on, other keys for this batch are refused
+        # From here on other keys for this batch are refused. Otherwise a server could collect shares of the same
+        # secrets under several sets of keys.
+        batch.peers, batch.bundle = peers, digest
         batch.pairs = {client: self._pair_keys(client) for client in agreed.graph.masks(self.number) if client in peers}
         answer = SealedShares(header=self._header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
         batch.shares = messages.write_shares(answer, agreed)
@@ -237,7 +242,9 @@ class SumClient:
         batch, common = self._current(), self._state.common
         keys = messages.read_keys(part, batch.agreement)
         if keys.header.client != client or client not in batch.agreement.graph.holders(self.number):
-            raise ForeignClient(f"keys of client {keys.header.client} in the place of client {client}")
+            raise ForeignClient(
+                f"the part of client {client} holds keys of client {keys.header.client}, or it is not a neighbour"
+            )
         batch.check(keys.header)
         # A client signs its public key for the whole run, so a key that was verified in an earlier batch is not
         # verified again. The secret agreed on with it is kept as well.
@@ -300,8 +307,8 @@ class SumClient:
         """Decrypt the shares that the others sent. Their senders are the partners of this batch.
 
         Shares that decrypt were made by a client that knew this client's fresh nonce, so the server cannot replay keys
-        of an earlier batch. On a sparse graph the answer tells the holders of this client's shares whom it shares masks
-        with; otherwise it is empty.
+        of an earlier batch. On a sparse graph the answer tells the holders of this client's shares with which clients
+        it shares masks; otherwise it is empty.
 
         Raises:
             BadShares: some shares do not decrypt.
@@ -339,7 +346,7 @@ class SumClient:
             raise BadShares(f"the shares of client {client} do not decrypt: made for other keys, or changed") from error
 
     def take_partners(self, bundle: Bytes) -> bytes:
-        """On a sparse graph: learn with whom each client whose shares we hold shares masks. The answer is empty.
+        """On a sparse graph: learn the mask partners of each client whose shares are held here. The answer is empty.
 
         Raises:
             BadShares: a statement was not made by the client that it names.
@@ -354,6 +361,7 @@ class SumClient:
             if client not in batch.held:
                 raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
             expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
+            # In constant time: a forger must not learn how many bytes of a tag were right.
             if not hmac.compare_digest(expected, tag):
                 raise BadShares(f"client {client} did not make this statement of its partners")
             near = batch.agreement.graph.masks(client)
@@ -451,6 +459,7 @@ class SumClient:
         state, rule = self._round(header), agreed.rule
         if state.survivors is None:
             raise WrongRound(f"signatures came before the list of survivors of round {header.round}")
+        # Asked again, the client says the same again, whatever certificate comes with the question.
         if state.unmasking:
             return state.unmasking
         if state.refused:
@@ -462,7 +471,8 @@ class SumClient:
         self._verify(header.round, state, signatures)
         revealed = self._revealed(header.round, state.survivors)
         state.unmasking = messages.write_unmasking(revealed, agreed)
-        del batch.secrets[header.round]  # no longer needed, so somebody who steals the state later does not find them
+        # No longer needed. Somebody who steals the state later does not find them.
+        del batch.secrets[header.round]
         self._remember()
         return state.unmasking
 
@@ -472,6 +482,8 @@ class SumClient:
         agreed, order = batch.agreement, sorted(signatures)
         assert state.survivors is not None
         if agreed.rule.sparse is not None:
+            # `check` was stored with the list, so a restarted client makes the same choice, and the server does not
+            # know it.
             drawn = np.frombuffer(masks.keystream(state.check, 8 * len(order)), dtype="<u8")
             order = [order[index] for index in np.argsort(drawn, kind="stable")]
         statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=round, survivors=state.survivors)
@@ -493,13 +505,16 @@ class SumClient:
         first = (round - batch.first_round) * per_round
         revealed = {}
         for client, text in batch.held.items():
+            # Of this round: a share of the self seed, of the mask seed, and of each noise seed.
             shares = text[first : first + per_round]
             if client not in rank:
+                # Its self mask stays closed, so its vector stays hidden even if the server has received it.
                 revealed[client] = shares[SHARE_BYTES : 2 * SHARE_BYTES]
                 continue
             if batch.strangers is not None:
                 if client not in batch.strangers:
-                    continue  # it has not stated its partners, so it may be cut off: reveal nothing about it
+                    # It has not stated its partners, so it may be cut off: reveal nothing about it.
+                    continue
                 if not batch.strangers[client].isdisjoint(rank):
                     cut = min(batch.strangers[client] & rank.keys())
                     raise ForeignClient(f"client {client} is on the list with client {cut} but shares no mask with it")

@@ -104,6 +104,7 @@ def thresholds(*, clients: int, dropouts: int, colluders: int) -> Thresholds:
             f"be signed, but {f} dropouts leave {n - f}. With {t} colluders at most {n - rule.quorum} dropouts are "
             "possible" + (f", with {f} dropouts at most {n - 2 * f - 1} colluders" if n - 2 * f - 1 > 0 else "")
         )
+    # With a single honest client, the sum without what the colluders know would be its vector alone.
     if rule.honest < 2:
         raise Infeasible(
             f"{n} clients with {f} dropouts and {t} colluders leave {n - f - t} certainly present and honest, so a sum "
@@ -181,4 +182,5 @@ class Graph:
         """A random cyclic order of all places in the roster, which follows from the roster's seed."""
         key = derive(self._roster.seed, "graph", self._roster.digest, index)
         words = np.frombuffer(keystream(key[:16], 8 * len(self._roster.clients)), dtype="<u8")
+        # Stable: all parties must break a tie in the same way.
         return np.argsort(words, kind="stable")

@@ -36,6 +36,7 @@ def lane_type(width: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 def derive(secret: bytes, purpose: str, session: bytes, *context: int | bytes) -> bytes:
     """Derive 32 bytes from a secret, for one purpose in one session; integers in the context take 64 bits."""
+    # The zero byte ends the purpose: no purpose with its context can equal another one with a different context.
     info = f"bqsgd.secure.{purpose}.v2".encode() + b"\x00"
     info += b"".join(item if isinstance(item, bytes) else struct.pack("<Q", item) for item in context)
     return HKDF(algorithm=hashes.SHA256(), length=32, salt=session, info=info).derive(secret)

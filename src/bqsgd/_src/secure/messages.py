@@ -116,7 +116,8 @@ class KeyBatch:
 
 def most_bytes(rule: Thresholds, *, rounds: int) -> int:
     """An upper bound on the length of all messages but masked vectors, for key batches of at most `rounds` rounds."""
-    noise_parts = 2 * (rule.dropouts + 1)  # for each number of survivors, two numbers of trials that a client may keep
+    # For each number of survivors there are two numbers of trials that a client may keep.
+    noise_parts = 2 * (rule.dropouts + 1)
     keys = HEADER_BYTES + _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES
     shares = TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
     statement = TAG_BYTES + (rule.clients + 7) // 8
@@ -289,6 +290,7 @@ def read_parts(
     if len(body) < _COUNT.size:
         raise BadSecureMessage("the message ends before the number of its parts")
     (count,) = _COUNT.unpack_from(body)
+    # The count is only a claim of the sender, so it is bounded before the loop.
     if count > agreement.rule.clients:
         raise BadSecureMessage(f"{count} parts for {agreement.rule.clients} clients")
     parts: dict[int, memoryview] = {}
@@ -386,6 +388,7 @@ def read_partners(message: Bytes, agreement: Agreement) -> tuple[SumHeader, byte
     """A client's statement, and the tags for the holders of its shares."""
     header, parts = read_parts(message, agreement, Kind.PARTNERS)
     bits = bytes(parts.pop(header.client, b""))
+    # Only to refuse malformed bits here, as a bad message. The server compares what they say with what it knows.
     chosen_of(bits, agreement.graph.masks(header.client))
     _check_sizes(parts, TAG_BYTES)
     return header, bits, {client: bytes(tag) for client, tag in parts.items()}

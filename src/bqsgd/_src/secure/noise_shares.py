@@ -90,6 +90,7 @@ class NoiseParts:
         """Add part `part` and all later ones to `total` (or subtract them), in place; `seed` is that of `part`."""
         for offset, part_seed in enumerate(self.seeds(seed, session, count=self.parts - part)):
             index = part + offset
+            # Not `seeded`: the key is secret until the client reveals it, and then the noise is taken out of the sum.
             rng = NoiseSource(derive(part_seed, "noise", session, index), seeded=False)
             add_binomial(total, self.cuts[index + 1] - self.cuts[index], rng, subtract=subtract)
 
@@ -98,6 +99,7 @@ def add_binomial(total: Lanes, trials: int, rng: NoiseSource, *, subtract: bool 
     """Add an exact Bin(trials, 1/2) to every lane of `total` (or subtract it), in place, by counting random bits."""
     for first in range(0, trials, PIECE):
         piece = min(PIECE, trials - first)
+        # The smallest integers that hold the piece, so that no random bytes are wasted.
         size = next(size for size in (1, 2, 4, 8) if 8 * size >= piece)
         words = rng.words(-(-total.size * size // 8))
         bits = words.view(f"<u{size}")[: total.size]

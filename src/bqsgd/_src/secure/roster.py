@@ -55,6 +55,7 @@ class Roster:
             raise InvalidParameter("two clients of the roster have the same identity key; give each its own")
         if len(self.seed) not in (0, _SEED_BYTES):
             raise InvalidParameter(f"the seed of a roster has {_SEED_BYTES} bytes, got {len(self.seed)}")
+        # Sorted once: places, digest and bitmaps all follow this order.
         object.__setattr__(self, "keys", dict(sorted(self.keys.items())))
 
     @cached_property
@@ -172,7 +173,8 @@ def read_identity(path: str | Path) -> Ed25519PrivateKey:
         if file is None:
             raise InvalidParameter(f"{path} is not an identity key: there is no such file")
         with file:
-            if os.fstat(file.fileno()).st_mode & 0o077:  # of the open file: the name could be exchanged meanwhile
+            # Of the open file, not of its name, which somebody could give to another file meanwhile.
+            if os.fstat(file.fileno()).st_mode & 0o077:
                 raise InvalidParameter(f"{path} can be read by other users: chmod 600 it, or make a new key")
             key = serialization.load_pem_private_key(file.read(_MAX_KEY_FILE), password=None)
     except (OSError, UnsafeFile, ValueError, TypeError, UnsupportedAlgorithm) as error:

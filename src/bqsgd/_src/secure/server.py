@@ -84,6 +84,7 @@ class SumServer:
         """Whether clients state their partners, and only a committee signs."""
         self._batch: _Batch | None = None
         self._round: _Round | None = None
+        # Client -> its public key whose signature was verified. A client signs its key once for the whole run.
         self._verified: dict[int, bytes] = {}
 
     def begin(self, *, epoch: int, first_round: int, rounds: int, cohort: Iterable[int] | None = None) -> None:
@@ -173,6 +174,7 @@ class SumServer:
         batch = self._current()
         if batch.partners is None:
             self._enough(len(batch.sealed), "sent shares")
+            # Both must have sent shares to each other: a client adds a mask only for a partner, and masks must cancel.
             batch.partners = {
                 client: frozenset(
                     other for other in shares.sealed if other in batch.sealed and client in batch.sealed[other].sealed
@@ -223,7 +225,8 @@ class SumServer:
         batch = self._current()
         if not batch.first_round <= round < batch.first_round + batch.count:
             raise WrongRound(f"round {round} is not in the batch")
-        self._partners()  # shares that come after the first round has begun would be too late
+        # Closes the exchange of shares: those that come after a round has begun are too late.
+        self._partners()
         agreed = batch.agreement
         self._round = _Round(round, np.zeros(agreed.dimension, lane_type(agreed.width)))
 
@@ -318,6 +321,7 @@ class SumServer:
         # Two seeds for a survivor, one for a missing client: a share of the other kind would give a wrong seed later.
         if any((len(share) == 2 * SHARE_BYTES) != (other in listed) for other, share in revealed.shares.items()):
             raise BadShares(f"client {client} revealed the wrong kind of share")
+        # The first answer counts: a later one could change a sum that was computed already.
         current.unmaskings.setdefault(client, revealed)
 
     def total(self) -> Total:
@@ -328,7 +332,8 @@ class SumServer:
             BadShares: the shares that came contradict each other.
         """
         current, agreed, listed = self._open(), self._current().agreement, self.close()
-        lanes = current.lanes.copy()  # the sum can then be tried again after more shares have come
+        # A copy, so that the sum can be tried again after more shares have come.
+        lanes = current.lanes.copy()
         scratch = scratch_for(lanes)
         for rank, client in enumerate(listed):
             seeds = self._secret(client)

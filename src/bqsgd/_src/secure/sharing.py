@@ -72,8 +72,8 @@ def combine(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
 def _times(word: np.uint64, factor: np.uint64) -> np.uint64:
     """factor * word in GF(2^8), modulo x^8 + x^4 + x^3 + x + 1, for each of the eight bytes of a word.
 
-    Always eight steps, and products in the place of branches: the time does not depend on the secret, and the compiler
-    can handle several words at once.
+    It always takes eight steps, with products instead of branches: the time does not depend on the secret, and the
+    compiler can handle several words at once.
     """
     total = np.uint64(0)
     for bit in range(8):
@@ -107,7 +107,8 @@ def _at_zero(points: _Words, values: _Words) -> _Words:
             if other != row:
                 weight = _times(weight, points[other])
                 under = _times(under, points[other] ^ points[row])
-        for _ in range(7):  # 1 / under = under^254 = under^2 under^4 ... under^128
+        # Divide by `under`: 1 / under = under^254 = under^2 under^4 ... under^128.
+        for _ in range(7):
             under = _times(under, under)
             weight = _times(weight, under)
         for index in range(total.size):

@@ -30,19 +30,19 @@ from bqsgd._src.errors import Infeasible
 FAILURE_BITS = 40
 """A round of a sparse sum is safe except with probability 2^-40."""
 MAX_SPARSE = 10_000
-"""Most clients of a sum."""
+"""The most clients of a sum."""
 _PART = 2.0 ** -(FAILURE_BITS + 2)
 """What each of the three probabilities may contribute; they add up to less than 2^-40."""
 _LOST_CLIENT = 3e-3
 """Fraction of clients that a round may lose because too many of their neighbours are missing."""
 _LOST_SECRET = 1e-6
-"""Probability that the holders of a secret are missing in such numbers that it cannot be opened: the round is lost."""
+"""Probability that too few holders of a secret are left to open it, so that the round is lost."""
 _TILTS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 """Values of `tilt` in the bound of `_cut`; each size takes the best."""
 _EXACT_UP_TO = 48
-"""Sizes of a part up to which runs of gaps are told apart in `_crossings`."""
+"""Up to this size of a part, `_crossings` distinguishes runs of gaps."""
 _COMMITTEE = 240
-"""Clients in the committee, if there are as many."""
+"""Clients in the committee, unless there are fewer clients."""
 _CHECK = 30
 """Cost of verifying one signature, in units of the cost of one more holder."""
 _Logs = npt.NDArray[np.float64]
@@ -53,10 +53,9 @@ class Sparse:
     """The numbers of a sparse graph.
 
     masks: neighbours with which a client shares a mask, counted in slots (two in each order). away: how many of these
-    slots may be missing from a list, for every survivor. holders: slots of neighbours that hold shares, of which
-    `threshold` open a secret. committee: clients that sign a list. quorum: signatures that a list needs. checked: how
-    many of them a client verifies, chosen by its secret randomness. failure: bound on the probability that a round is
-    unsafe.
+    slots may be missing from a list, for every survivor. holders: slots of neighbours that hold shares; `threshold` of
+    them open a secret. committee: clients that sign a list. quorum: signatures that a list needs. checked: how many of
+    them a client verifies, chosen by its secret randomness. failure: bound on the probability that a round is unsafe.
     """
 
     masks: int
@@ -74,39 +73,40 @@ def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
     """The cheapest numbers for which a round is unsafe with probability at most 2^-40.
 
     Raises:
-        Infeasible: there are no such numbers, or too many clients.
+        Infeasible: no numbers reach that, or there are too many clients.
     """
-    from scipy.stats import binom  # imported here because it is slow to import and sums over few clients do not need it
+    # Imported here because it is slow to import, and sums over few clients do not need it.
+    from scipy.stats import binom
 
     n, f, t = clients, dropouts, max(colluders, 1)
     if n > MAX_SPARSE:
-        raise Infeasible(f"a secure sum over {n} clients is not possible: at most {MAX_SPARSE}. Use cohorts")
+        raise Infeasible(f"a secure sum has at most {MAX_SPARSE} clients, got {n}; use cohorts")
     committee, quorum, deceived = _committee(n, f, t)
     masks, away, cut = _masks(n, f, t)
-    best: tuple[int, Sparse] | None = None
+    candidates = []
     for checked in range(2, 13):
         passed = deceived(checked)
         for holders in range(masks, 129, 2):
+            # Safety asks for a high threshold, dropouts for a low one: take the lowest that is safe.
             threshold = next((k for k in range(1, holders + 1) if _opened(n, t, holders, k, passed) <= _PART), None)
             different = _different(n, holders)
             if threshold is None or binom.sf(different - threshold, different, f / n) > _LOST_SECRET:
                 continue
-            if best is None or _CHECK * checked + holders < best[0]:
-                numbers = Sparse(
-                    masks=masks,
-                    away=away,
-                    holders=holders,
-                    threshold=threshold,
-                    committee=committee,
-                    quorum=quorum,
-                    checked=checked,
-                    failure=cut + _PART + _opened(n, t, holders, threshold, passed),
-                )
-                best = (_CHECK * checked + holders, numbers)
-            break
-    if best is None:
+            numbers = Sparse(
+                masks=masks,
+                away=away,
+                holders=holders,
+                threshold=threshold,
+                committee=committee,
+                quorum=quorum,
+                checked=checked,
+                failure=cut + _PART + _opened(n, t, holders, threshold, passed),
+            )
+            candidates.append(numbers)
+            break  # more holders only cost more
+    if not candidates:
         raise _too_many(n, f, t)
-    return best[1]
+    return min(candidates, key=lambda numbers: _CHECK * numbers.checked + numbers.holders)
 
 
 def _too_many(n: int, f: int, t: int) -> Infeasible:
@@ -120,8 +120,8 @@ def _committee(n: int, f: int, t: int) -> tuple[int, int, Callable[[int], float]
     """Size and quorum of the committee, and the probability that a false list passes a given number of checks.
 
     Except with probability `_PART`, at most c members of the committee collude. Of two lists, one has the signatures of
-    at most half of the honest members, so at most (size + c) / 2 with those of the colluders. So many of the signatures
-    that a client receives can be valid, and it verifies some at random.
+    at most half of the honest members, so at most (size + c) / 2 with those of the colluders. At most that many of the
+    signatures that a client receives are valid, and it verifies some at random.
     """
     from scipy.stats import hypergeom
 
@@ -195,7 +195,7 @@ def _crossings(n: int, t: int) -> _Logs:
     probability C(N, j) C(s - 1, j - 1) / C(n - 1, s). The filled gaps form r runs with probability
     N / (N - j) C(N - j, r) C(j - 1, r - 1) / C(N, j). A run touches one client more than it has gaps: the outer two
     once, the inner ones twice. Which of the N clients collude is drawn without replacement, so the expectation of the
-    product is at most the product of expectations. Beyond _EXACT_UP_TO the runs are not told apart: by Cauchy-Schwarz
+    product is at most the product of expectations. Beyond _EXACT_UP_TO runs are not distinguished: by Cauchy-Schwarz
     E[tilt^X] <= E[tilt^(2 X')], where X' counts successors only, which are j different clients of the N.
     """
     factorials: _Logs = gammaln(np.arange(n + 2) + 1.0)

@@ -133,6 +133,7 @@ def read_counts(table: Payload, bins: int, dimension: int) -> _Counts:
     for byte in table.tolist():
         value |= (byte & 127) << shift
         shift += 7
+        # Nine bytes hold 63 bits; a tenth would overflow the counts.
         if byte & 128 and shift < 63:
             continue
         if at == bins or byte & 128 or (byte == 0 and shift > 7):
@@ -199,6 +200,7 @@ def _ans_encode(codes: Codes, binning: _Binning) -> bytes:
 
 
 def _model(counts: _Counts) -> constriction.stream.model.Categorical:
+    # Writer and reader build the model from the same counts, so that both get the same probabilities.
     return constriction.stream.model.Categorical(counts.astype(np.float64), perfect=False)
 
 
@@ -275,7 +277,8 @@ def _ans_pieces(stream: Payload, dimension: int, counts: _Counts) -> Iterator[np
         yield from _chunks(np.zeros(dimension, np.int32))
         return
     words = np.frombuffer(stream.tobytes(), "<u4").astype(np.uint32)
-    if words.size and words[-1] == 0:  # constriction raises ValueError for such words
+    # constriction raises ValueError for a last word of zero, which no writer produces.
+    if words.size and words[-1] == 0:
         raise BadPayload("the last ANS word must not be zero")
     coder, model = constriction.stream.stack.AnsCoder(words), _model(counts)
     seen = np.zeros(counts.size, np.int64)
@@ -293,7 +296,8 @@ def _ans_pieces(stream: Payload, dimension: int, counts: _Counts) -> Iterator[np
 def _zstd_decode(stream: Payload, dimension: int, bins: int) -> npt.NDArray[np.integer]:
     try:
         size = zstandard.get_frame_parameters(stream.data).content_size
-        if size != dimension:  # checked before decompressing, because the library allocates what the frame claims
+        # Before decompressing, because the library allocates what the frame claims.
+        if size != dimension:
             raise BadPayload(f"the zstandard frame must hold {dimension} bytes, it claims {size}")
         data = zstandard.ZstdDecompressor().decompress(stream.data, allow_extra_data=False)
     except zstandard.ZstdError as error:

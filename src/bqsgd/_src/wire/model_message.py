@@ -82,6 +82,7 @@ def read_model(message: bytes | bytearray | memoryview, *, dimension: int) -> Mo
     body = opened(view, MODEL_HEADER_BYTES, 4 * dimension, what=f"{dimension} coordinates")
     if round_ >= 2**63:
         raise ModelMessageError(f"round must be below 2^63, got {round_}")
+    # `astype` copies: the buffer of the message may be reused while the client trains.
     model = np.frombuffer(body, dtype="<f4").astype(np.float32)
     if not bool(np.isfinite(model).all()):
         raise ModelMessageError("the model message holds NaN or infinity")
