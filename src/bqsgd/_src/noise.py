@@ -210,7 +210,7 @@ class _Blocks:
 
     def __init__(self, key: bytes, first: int) -> None:
         self.key, self.first, self.next = key, first, first
-        # A new lock for each process: the parent's may be held, for ever, by a thread that the fork did not copy.
+        # A new lock for each process: a thread that the fork did not copy may hold the parent's lock for ever.
         self.lock = threading.Lock()
 
 
@@ -278,7 +278,7 @@ class NoiseSource:
         self.keystream(block).fill(words)
 
     def words(self, count: int) -> npt.NDArray[np.uint64]:
-        """`count` uniform 64-bit words that nobody was given before. Thread-safe."""
+        """`count` uniform 64-bit words that no other caller gets. Thread-safe."""
         fresh = np.empty(check_int("count", count, 0, 2**40), dtype=np.uint64)
         self.fill(fresh, block=self.reserve((count + 1) // 2))
         return fresh

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ Codes = npt.NDArray[np.unsignedinteger]
 def check_int(name: str, value: object, low: int, high: int) -> int:
     """Return `value` as an int in [low, high]; bools, floats and strings are refused."""
     # A bool is an int in Python: `trials=True` would pass for one trial.
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InvalidParameter(f"{name} must be an integer from {low} to {high}, got {short_repr(value)}")
     if not low <= value <= high:
         raise InvalidParameter(f"{name} must be from {low} to {high}, got {short_repr(value)}")
@@ -48,13 +49,11 @@ def short_repr(value: object) -> str:
 
 def check_positive(name: str, value: object) -> float:
     """Return `value` as a finite float above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidParameter(f"{name} must be a positive finite number, got {short_repr(value)}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer larger than any float
-        number = math.inf
-    if not (math.isfinite(number) and number > 0):
+    number = math.nan
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer larger than any float
+            number = float(value)
+    if not 0 < number < math.inf:  # written so that NaN, which compares false, is refused
         raise InvalidParameter(f"{name} must be a positive finite number, got {short_repr(value)}")
     return number
 

@@ -16,9 +16,10 @@ from bqsgd._src.params import Mechanism, check_int, check_positive
 
 
 class Relation(StrEnum):
-    """Which data sets are neighbours. How many records there are is public under either.
+    """Which data sets are neighbours. The number of records is public under either relation.
 
-    Add/remove: a null record, which adds nothing to any sum, stands in one's place. Replace: any other record does.
+    Add/remove: a null record, which adds nothing to any sum, takes the place of one record. Replace: any other record
+    takes its place.
     """
 
     ADD_REMOVE = "add/remove one"
@@ -26,7 +27,7 @@ class Relation(StrEnum):
 
 
 class Unit(StrEnum):
-    """Whose presence is hidden."""
+    """Whom a guarantee hides."""
 
     SAMPLE = "sample"
     CLIENT = "client"
@@ -70,6 +71,7 @@ class Sampling:
     rate: float = 1.0
 
     def __post_init__(self) -> None:
+        # Files hold the text of the scheme. An unknown text raises here, before anything is accounted.
         object.__setattr__(self, "scheme", Scheme(self.scheme))
         if check_positive("rate", self.rate) > 1:
             raise InvalidParameter(f"rate must be at most 1, got {self.rate}")
@@ -80,6 +82,7 @@ class Sampling:
     def of_batch(cls, scheme: Scheme | str, *, batch_size: int, dataset_size: int) -> Sampling:
         """Rate = batch_size / dataset_size (1 for no sampling)."""
         scheme = Scheme(scheme)
+        # Up to 2^53 integers are exact in float64, so the rate is the true quotient, rounded once.
         check_int("dataset_size", dataset_size, 1, 2**53)
         check_int("batch_size", batch_size, 1, dataset_size)
         return cls(scheme=scheme, rate=1.0 if scheme is Scheme.NONE else batch_size / dataset_size)
@@ -113,8 +116,8 @@ class Terms:
     >>> terms.sampling.rate, terms.sensitivity.linf
     (0.1, 0.25)
 
-    colluders: where the server sees only sums, how many clients may tell it all they know. failure: the probability,
-    whatever the data are, that a round shows more than its sum; it is added to delta.
+    colluders: if the server sees only sums, how many clients may tell it all they know. failure: the probability that a
+    round shows more than its sum. It does not depend on the data, and is added to delta.
     """
 
     dimension: int
@@ -137,6 +140,7 @@ class Terms:
         if self.failure != 0 and (check_positive("failure", self.failure) >= 1 or self.trust is not Trust.SUMS_ONLY):
             raise InvalidParameter(f"failure is the chance, below 1, that a secure sum fails, got {self.failure}")
         scheme, relation = self.sampling.scheme, self.sensitivity.relation
+        # Amplification by sampling is proven for these two combinations only (Claim 3).
         if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
             raise InvalidParameter("Poisson sampling is accounted under add/remove; give the add/remove sensitivity")
         if scheme is Scheme.FIXED_SIZE and relation is not Relation.REPLACE:
@@ -221,10 +225,11 @@ class Release:
     def to_dict(self) -> dict[str, Any]:
         """One flat table of plain JSON types, the inverse of `from_dict`.
 
-        Ledgers and plans store this, so its names and their order never change. A field is left out when nothing is
-        assumed, nobody colludes and a sum cannot fail.
+        Ledgers and plans store this, so its names and their order never change. The fields `assumption`, `colluders`
+        and `failure` are left out if they are empty or 0.
         """
         fields = {"mechanism": self.mechanism.to_dict(), **asdict(self.terms)}
+        # Older files do not have these names, and an older version refuses a file that has them without need.
         for name in ("assumption", "colluders", "failure"):
             if not fields[name]:
                 del fields[name]

@@ -1,8 +1,8 @@
 """Reading and writing files: durable writes, untrusted files, locks. All other modules go through this one.
 
-Any name may have been prepared by somebody else, so readers and writers open regular files only: they do not follow
-links, and a pipe or a device does not block them. A write appears whole or not at all. Files are readable by their
-owner alone (0600, in folders of 0700) unless the caller says otherwise.
+Another user may have put a link, a pipe or a device under any name. So readers and writers open regular files only:
+they do not follow links, and a pipe or a device does not block them. A write appears whole or not at all. Only the
+owner can read the files (0600, in folders of 0700) unless the caller says otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def private_folder(path: Path) -> None:
             path.mkdir(mode=0o700)
     except OSError as error:
         raise NotWritten(f"the folder {path} cannot be made ({error.strerror})") from error
-    # After mkdir, not before: it leaves alone whatever has the name already, a link to another folder included.
+    # After mkdir, not before: mkdir accepts a name that exists already, even if it is a link to another folder.
     if path.is_symlink() or not path.is_dir():
         raise UnsafeFile(f"{path} must be a folder, not a link or a file")
 
@@ -150,7 +150,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class Closing:
-    """What is closed at the end of a `with` block, by its own `close`."""
+    """An object that a `with` block closes at its end by calling `close`."""
 
     def close(self) -> None:
         """Release what is held."""
@@ -166,7 +166,7 @@ class Closing:
 class Appended(Closing):
     """A file that grows by whole pieces. When `append` returns, the piece survives the end of the process.
 
-    It is not synced: a power cut may lose the last pieces. Ledgers, which must not, have a store of their own.
+    The file is not synced, so a power cut may lose the last pieces. Ledgers must not lose any and are SQLite files.
 
     Args:
         mode: permissions of the file; by default only its owner can read it.
@@ -236,7 +236,7 @@ def one_writer(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` until the end of the block, or of the process; waits for whoever holds it now."""
+    """Hold the lock file `path` until the end of the block, or of the process. Waits for the present holder."""
     try:
         handle = _lock(path, wait=True)
     except OSError as error:

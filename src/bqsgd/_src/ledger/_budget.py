@@ -68,7 +68,7 @@ class Headroom:
         """Whether `rounds` more of `release` stay within the budget; asks the accountant if that is not known yet.
 
         Raises:
-            AccountingError: nothing can be proven about so many rounds.
+            AccountingError: nothing can be proven about this number of rounds.
         """
         total, bracket = content.get(release, 0) + rounds, self._bracket(content, release, budget)
         if bracket.fits < total < bracket.exceeds:

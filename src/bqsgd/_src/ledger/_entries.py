@@ -7,8 +7,9 @@ copy that could disagree with them. Rounds are recorded ahead of time and ticked
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -40,7 +41,7 @@ class EntryKind(StrEnum):
 class LedgerEntry:
     """One line of a ledger. What it means depends on its kind:
 
-    budget: from here on the client's budget is `budget`, for the given `reason`.
+    budget: from here on the client's budget is `budget`, because of `reason`.
     spend: rounds first_round .. first_round + rounds - 1 of `run` count as released. `again` marks rounds that were
     counted before and are now counted once more, because a new noise draw is a new release.
     return: these rounds of an earlier spend were certainly not sent, and no longer count.
@@ -81,20 +82,13 @@ class LedgerEntry:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; only the fields this kind uses."""
+        fields: dict[str, Any] = {"kind": str(self.kind), "time": self.time}
         if self.kind is EntryKind.BUDGET:
             assert self.budget is not None
-            return {"kind": str(self.kind), "time": self.time, "budget": asdict(self.budget), "reason": self.reason}
+            return fields | {"budget": asdict(self.budget), "reason": self.reason}
         assert self.release is not None
-        return {
-            "kind": str(self.kind),
-            "time": self.time,
-            "run": self.run,
-            "first_round": self.first_round,
-            "rounds": self.rounds,
-            "seeded": self.seeded,
-            "again": self.again,
-            "release": self.release.to_dict(),
-        }
+        spent = {name: getattr(self, name) for name in ("run", "first_round", "rounds", "seeded", "again")}
+        return fields | spent | {"release": self.release.to_dict()}
 
     def to_json(self) -> str:
         """The stored form: one line, sorted keys, so that equal entries are equal bytes."""
@@ -135,7 +129,7 @@ class LedgerState:
     budget: PrivacyBudget | None = None
     rounds: dict[Release, int] = field(default_factory=dict)
     of_run: dict[str, dict[Release, int]] = field(default_factory=dict)
-    """Run -> the same count for its own rounds."""
+    """Run -> how often the run made each release."""
     seeded_rounds: int = 0
     recorded: dict[str, dict[int, tuple[Release, bool]]] = field(default_factory=dict)
     """Run -> round -> what it last released, and whether with seeded noise."""
@@ -243,12 +237,9 @@ def entries_for(kind: EntryKind, grants: Grants) -> list[LedgerEntry]:
     ]
 
 
-def _stretches(rounds: Iterable[int]) -> list[tuple[int, int]]:
+def _stretches(rounds: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Ascending rounds as stretches without gaps: (first, count)."""
-    stretches: list[tuple[int, int]] = []
-    for number in rounds:
-        if stretches and number == sum(stretches[-1]):
-            stretches[-1] = (stretches[-1][0], stretches[-1][1] + 1)
-        else:
-            stretches.append((number, 1))
-    return stretches
+    # Within a stretch, the difference between a round and its place in the list stays the same.
+    for _, stretch in itertools.groupby(enumerate(rounds), key=lambda placed: placed[1] - placed[0]):
+        numbers = [number for _, number in stretch]
+        yield numbers[0], len(numbers)

@@ -96,17 +96,14 @@ class _Book:
         limits: list[tuple[Mapping[Release, int], PrivacyBudget]] = [(self.state.rounds, self.budget)]
         return limits if within is None else [*limits, (self.state.of_run.get(run, {}), within)]
 
-    def surely_fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> bool:
-        """Whether earlier answers prove that `rounds` more of `release` fit; quick."""
-        return rounds == 0 or all(
-            self._headroom.known_to_fit(content, release, rounds, budget)
-            for content, budget in self._limits(run, within)
-        )
+    def fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None, *, ask: bool) -> bool:
+        """Whether `rounds` more of `release` stay within the budgets.
 
-    def fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> bool:
-        """Whether `rounds` more of `release` stay within the budgets; the accountant may take seconds."""
-        return all(
-            self._headroom.fits(content, release, rounds, budget) for content, budget in self._limits(run, within)
+        Without `ask` the accountant, which may take seconds, is not asked: False if earlier answers do not prove it.
+        """
+        fits = self._headroom.fits if ask else self._headroom.known_to_fit
+        return rounds == 0 or all(
+            fits(content, release, rounds, budget) for content, budget in self._limits(run, within)
         )
 
     def most(self, release: Release, run: str, within: PrivacyBudget | None) -> int:
@@ -181,8 +178,8 @@ class Ledger(Closing):
         Pass create_missing=False wherever a ledger must exist already (a resumed run): a lost ledger would otherwise be
         replaced by an empty one, with a fresh budget.
 
-        change_reason: if the ledger has another budget, change it to this one and record this reason. Without it such a
-        ledger is refused. Only the owner of the ledger may decide this, never a run.
+        change_reason: if the ledger has another budget, change it to this one and record this reason. Without a reason
+        a ledger with another budget is refused. Only the owner of the ledger may decide this, never a run.
 
         Raises:
             LedgerError: the ledger belongs to another client, it has another budget, or the file is damaged or not a
@@ -258,7 +255,7 @@ class Ledger(Closing):
         with self._up_to_date() as book:
             released = Counter(book.state.rounds)
             released.subtract(grant.release for grant in self._unsent.values() if grant.charged)
-            return +released  # drops the releases of which none is left
+            return +released  # drops the releases whose count is 0
 
     def spend(
         self,
@@ -288,6 +285,7 @@ class Ledger(Closing):
                     f"round {round} of run {run!r} was reserved for another release or noise source; reserve it again "
                     "for what will be sent"
                 )
+            # Last: a round that is still in the list when the ledger is closed is given back as not sent.
             del self._unsent[run, round]
 
     def reserve(
@@ -326,7 +324,7 @@ class Ledger(Closing):
                 with self._book.writing() as entries:
                     grants = grants_for(self._book.state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
                     charged = sum(grant.charged for grant in grants.values())
-                    fits = self._book.surely_fits(release, charged, run, within)
+                    fits = self._book.fits(release, charged, run, within, ask=False)
                     if fits:
                         entries += entries_for(EntryKind.SPEND, grants)
                 if fits:
@@ -334,7 +332,7 @@ class Ledger(Closing):
                     return
                 # The accountant is asked outside the transaction, because it may take seconds and other processes want
                 # to write. They may spend meanwhile, so a yes only leads back to the check inside the transaction.
-                if not self._book.fits(release, charged, run, within):
+                if not self._book.fits(release, charged, run, within, ask=True):
                     raise BudgetExhausted(self._refusal(release, charged, run, within))
 
     def headroom(self, release: Release, *, run: str = "", within: PrivacyBudget | None = None) -> int:
@@ -360,7 +358,7 @@ class Ledger(Closing):
             return self._guarantee(book.accountant, delta) if book.state.rounds else None
 
     def guarantees(self, *, delta: float | None = None) -> tuple[Guarantee, ...]:
-        """One guarantee for each kind of message by itself, under its own terms."""
+        """One guarantee for each kind of message (unit, relation, trust), under the terms of that kind."""
         with self._up_to_date() as book:
             return tuple(self._guarantee(kind, delta) for kind in book.accountant.kinds)
 

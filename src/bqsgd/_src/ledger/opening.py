@@ -21,13 +21,13 @@ def register_path(folder: Path) -> Path:
 
 
 def open_ledger(path: Path, *, client: int, budget: PrivacyBudget, own: PrivacyBudget | None, resuming: bool) -> Ledger:
-    """Open a client's ledger; make it if the run begins and there is none.
+    """Open a client's ledger. A run that begins makes the ledger if it does not exist.
 
     Args:
-        path: of the file.
+        path: the ledger's file.
         client: the client to whom the ledger must belong.
         budget: what the run asks for. A new ledger gets this budget, unless the client has set its own.
-        own: the budget that the client has set for itself, if any; the ledger has it from now on.
+        own: the budget that the client has set for itself, if any. The ledger has this budget from now on.
         resuming: whether the run continues. The ledger must exist then: a new one would forget what was spent.
 
     Raises:
@@ -36,15 +36,15 @@ def open_ledger(path: Path, *, client: int, budget: PrivacyBudget, own: PrivacyB
     """
     if not resuming:
         private_folder(path.parent)
-    if own is not None:
-        return Ledger.open(
-            path,
-            client=client,
-            budget_epsilon=own.epsilon,
-            budget_delta=own.delta,
-            create_missing=not resuming,
-            change_reason="the client's own limits",
-        )
-    if not resuming:
-        return Ledger.open(path, client=client, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
-    return Ledger(path, client=client)
+    elif own is None:
+        # The owner may have changed the budget since the run began, so a run that continues takes the one it finds.
+        return Ledger(path, client=client)
+    wanted = budget if own is None else own
+    return Ledger.open(
+        path,
+        client=client,
+        budget_epsilon=wanted.epsilon,
+        budget_delta=wanted.delta,
+        create_missing=not resuming,
+        change_reason=None if own is None else "the client's own limits",
+    )

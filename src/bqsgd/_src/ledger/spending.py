@@ -35,8 +35,8 @@ class Charge:
 class Spending:
     """Records every round in the ledger before its message is sent, `ahead` rounds in one durable write.
 
-    After a crash the ledger may count up to `ahead` rounds that were never sent; it never counts too few. A client may
-    have no ledger only if its noise is seeded or its messages have none, because neither has a privacy claim.
+    After a crash the ledger may count up to `ahead` rounds that were never sent; it never counts too few. A client
+    needs a ledger unless its noise is seeded or its messages have no noise: those have no privacy claim.
     """
 
     def __init__(self, ledger: Ledger | None, *, run: str, seeded: bool, ahead: int = 1, resume: bool = False) -> None:
@@ -45,7 +45,8 @@ class Spending:
         self._reserved: tuple[Release, int] | None = None
         """(release, one past the last round) of the block that was reserved last."""
         self.sent: Counter[Release] = Counter()
-        """How often each release counts as made: earlier processes included, this one's unsent reservations not."""
+        """How often each release counts as made. This includes earlier processes, but not rounds that this process has
+        reserved and not sent."""
         self._recorded: dict[int, tuple[Release, bool]] = {}
         if ledger is not None:
             self.sent = ledger.released

@@ -118,16 +118,13 @@ def position_law(mechanism: Mechanism, position: int) -> npt.NDArray[np.float64]
     return law if mechanism.coarsening is None else coarse_law(mechanism, law)
 
 
-def saturation_bias(mechanism: Mechanism, position: int | None = None) -> float:
-    """E[decoded value] - value at a position, in units of R; without a position, the largest |bias| over all inputs.
+def saturation_bias(mechanism: Mechanism) -> float:
+    """The largest |E[decoded value] - value| over all inputs, in units of R.
 
     Codes that the noise carries beyond the window are cut to its edge, which pulls the mean towards 0. Without
     coarsening the bias is 0. Between two positions it is a weighted mean of theirs, so the largest is at a position.
     """
-    if position is None:
-        return float(np.abs(_moments(mechanism)[0]).max()) / mechanism.levels
-    check_int("position", position, -mechanism.levels, mechanism.levels)
-    return float(_moments(mechanism)[0][mechanism.levels + position]) / mechanism.levels
+    return float(np.abs(_moments(mechanism)[0]).max()) / mechanism.levels
 
 
 def mean_squared_error(mechanism: Mechanism) -> float:

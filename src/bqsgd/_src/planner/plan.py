@@ -86,5 +86,5 @@ class Plan:
                 variance=fields["variance"],
                 guarantee=Guarantee.from_dict(fields["guarantee"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:  # TypeError: a budget with unknown or missing fields
             raise InvalidParameter(f"not a plan: {error}") from error

@@ -56,7 +56,7 @@ class Federation:
     """What the recipe depends on; all of it is public.
 
     samples: of all clients together. dimension: coordinates of a message. cohort: how many clients a round asks (None:
-    all). shares_noise: whether the clients add up to one noise, as in a secure sum, instead of adding one each.
+    all). shares_noise: whether the clients share one noise, as in a secure sum; otherwise each client adds its own.
     """
 
     samples: int
@@ -109,6 +109,7 @@ class Federation:
         """The server's first learning rate, for the default clip."""
         if self.samples < _FEW_SAMPLES:
             return LEARNING_RATE
+        # Two digits, as for the range below: people read these settings, and more digits would not train better.
         return float(f"{min(_LARGEST_STEP, _STEP_TIMES_NOISE / self.least_noise(budget)):.2g}")
 
 
@@ -147,7 +148,7 @@ class Proposal:
 def propose(
     budget: _AnyBudget, federation: Federation, *, batch_size: int | None = None, rounds: int | None = None
 ) -> Proposal:
-    """The settings that `bqsgd train` would use with this budget; `batch_size` and `rounds` are kept if given."""
+    """The settings that `bqsgd train` would use with this budget; a `batch_size` or `rounds` that you pass is kept."""
     rounds = rounds_for(federation.samples) if rounds is None else check_int("rounds", rounds, 1, 2**53)
     if batch_size is None:
         batch_size = federation.batch_size(budget, messages=rounds)

@@ -56,6 +56,8 @@ class PlanningTooLong(BqsgdError, RuntimeError):
 @contextmanager
 def cpu_seconds(allowed: float | None) -> Iterator[None]:
     """Let planning in the block take this many CPU seconds, then raise PlanningTooLong; None sets no limit."""
+    # CPU time, not the clock: on a busy machine a client must not refuse a plan that it accepts on an idle one. The
+    # limit is a context variable, so it holds in this thread only.
     token = _limit.set(None if allowed is None else (time.process_time() + allowed, allowed))
     try:
         yield
@@ -97,6 +99,7 @@ def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
         coarsening = Coarsening(points=points, width=width)
         return Mechanism(levels=fine.levels, trials=fine.trials, coarsening=coarsening)
 
+    # The server refuses frames whose codes reach further than `largest_reach`, so no wider window is tried.
     low, high = 1, min(fine.code_count - 1, int(2 * largest_reach(bits) * fine.levels))
     while True:  # As the width grows the noise falls, then rises, apart from integer effects: zoom in on the least.
         stride = max(1, (high - low) // _TRIED)
@@ -163,6 +166,7 @@ def least_error_mechanism(budget: Budget, terms: Terms, *, rounds: int, spent: A
         return least_error_uncoarsened(replace(budget, bits=bits), terms, rounds=rounds, spent=spent)
 
     try:
+        # More bits than _ENOUGH_BITS would only make the search longer.
         mechanism = fine(min(max(budget.bits, LEAST_FINE_BITS), _ENOUGH_BITS))
     except TooFewBits as error:
         if error.needed is None:
@@ -321,11 +325,13 @@ def least_trials(figure: EpsilonFigure, levels: int, guess: float, target: float
     while high - low > (1 if high > cap else max(1, high // 2000)):
         epsilon = figure(levels, m)
         calls += 1
+        # NaN and infinity fail: the search ends on a number of trials for which the accountant has proven the target.
         if epsilon <= target:
             high = m
         else:
             low = m
         if last and 0 < epsilon < math.inf and 0 < last[1] < math.inf and epsilon != last[1] and m != last[0]:
+            # Within limits, because two figures that are nearly equal give an exponent of any size.
             power = min(3.0, max(0.01, -math.log(epsilon / last[1]) / math.log(m / last[0])))
         last = (m, epsilon)
         if calls >= _POWER_LAW_CALLS:
@@ -347,7 +353,7 @@ def _too_few_bits(proven: EpsilonFigure, budget: Budget, trials: int | None) -> 
 def shortfall(what_reaches: str, budget: Budget | PrivacyBudget, *, least: float, needed: float) -> str:
     """Why a budget cannot be met: the least epsilon that can be reached, and how many bits the budget needs.
 
-    An infinite `least` means that nothing is proven, an infinite `needed` that no number of bits is enough.
+    If `least` is infinite, nothing is proven. If `needed` is infinite, no number of bits is enough.
     """
     asked = as_given(budget.epsilon)
     reach = f"no less than epsilon {rounded_up(least, 3)}" if math.isfinite(least) else "no finite epsilon"

@@ -122,7 +122,8 @@ def width_of(rule: Thresholds, levels: int, trials: int, *, window: float | None
         Infeasible: they would be more than MAX_WIDTH.
     """
     most_trials = _most_in_sum(rule, trials)
-    needed = (2 * rule.clients * levels + most_trials).bit_length()  # never wraps
+    # Room for the sum of all clients, which never wraps: K is the most over all numbers of survivors.
+    needed = (2 * rule.clients * levels + most_trials).bit_length()
     if window is not None:
         # Hoeffding's inequality for all trials and roundings: a sum is further away with a chance of at most _RARE.
         around = math.sqrt((most_trials + rule.clients) * math.log(2 / _RARE) / 2)
@@ -132,7 +133,7 @@ def width_of(rule: Thresholds, levels: int, trials: int, *, window: float | None
             f"a sum over {rule.clients} clients with {levels} levels and {trials} trials needs {needed} bits, but at "
             f"most {MAX_WIDTH} are possible: use fewer levels or fewer clients"
         )
-    return max(2, needed)
+    return max(2, needed)  # the least width that masks have
 
 
 def in_sums(terms: Terms, rule: Thresholds) -> Terms:

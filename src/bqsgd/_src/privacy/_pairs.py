@@ -2,8 +2,8 @@
 
 A `Pair` describes two laws P ("record in") and Q ("record out") by their privacy loss log(P/Q). Grid point i has loss
 l_i = i * step, P-mass p_i and Q-mass q_i = p_i exp(-l_i). `p_only` is the mass of outcomes that only P has (infinite
-loss), `q_only` that of outcomes that only Q has. Of each grid point one mass is stored: the Q-mass if its loss is below
-0, otherwise the P-mass. That is the larger of the two, so that computing the other one shrinks its float error.
+loss), `q_only` that of outcomes that only Q has. A grid point stores one of its masses, the larger one: the Q-mass if
+its loss is below 0, otherwise the P-mass. Computing the smaller mass from it then shrinks the float error.
 
 A pair dominates a mechanism if its hockey-stick curve H_e(P || Q) = sum (p - e^e q)_+ lies on or above that of the
 mechanism for every real e. Dominating pairs compose and can be subsampled ("Dominating pairs" and Claim 3 in

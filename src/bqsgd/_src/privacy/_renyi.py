@@ -394,14 +394,16 @@ def _log_moments(release: Release, tail: float) -> tuple[Floats, float]:
 
 
 def _totals(spent: Spent, delta: float) -> tuple[Floats, float]:
+    """For everything spent: log moments at ORDERS, and the mass moved to delta."""
     coordinates = sum(rounds * release.terms.dimension for release, rounds in spent)
     # A power of ten below the allowed mass, so that similar queries share the cached moments.
     tail = 10.0 ** math.floor(math.log10(TAIL_FRACTION) + math.log10(delta) - math.log10(coordinates))
     tail = min(max(tail, LEAST_TAIL), MOST_TAIL)
-    parts = [(*_log_moments(release, tail), rounds) for release, rounds in spent]
-    return sum((rounds * moments for moments, _, rounds in parts), np.zeros(ORDERS.size)), sum(
-        rounds * edge for _, edge, rounds in parts
-    )
+    moments, edge = np.zeros(ORDERS.size), 0.0
+    for release, rounds in spent:
+        log_moments, left_out = _log_moments(release, tail)
+        moments, edge = moments + rounds * log_moments, edge + rounds * left_out
+    return moments, edge
 
 
 def epsilon(spent: Spent, delta: float) -> float:
@@ -421,5 +423,5 @@ def delta(spent: Spent, epsilon: float) -> float:
 
 
 def delta_floor(spent: Spent, delta: float) -> float:
-    """The mass of the tails that is part of delta if the question is asked at `delta`."""
+    """The mass of the tails that is part of `delta`."""
     return _totals(spent, delta)[1]

@@ -88,7 +88,7 @@ FINE_POINTS, MOST_POINTS = 1 << 17, 1 << 20
 """Fewest points of the grid over the losses that matter, and most. Above MOST_POINTS (from some 10^6 rounds on) the
 grid is made coarser, which raises epsilon but bounds time and memory."""
 MANY_ROUNDS = 1 << 16
-"""From so many rounds on the window that dp-accounting would allocate is checked first."""
+"""With more rounds than this, the window that dp-accounting would allocate is checked first."""
 TAIL = 1e-15
 """Mass that a composition may cut off at the ends; dp-accounting turns it into infinite loss."""
 L2_BINDS = 0.99
@@ -137,7 +137,7 @@ def sampled_message(release: Release, *, attained: int = 0) -> Atoms:
 
 
 def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> bool:
-    """Whether a quick estimate shows that epsilon at `delta` exceeds MEANINGLESS_EPSILON; then none is computed.
+    """Whether a quick estimate shows that epsilon at `delta` exceeds MEANINGLESS_EPSILON; it is then not computed.
 
     If the record moves n coordinates, the loss has mean n KL and variance n Var, and epsilon exceeds
     mean - 10 deviations + log rate, unless the record is drawn too rarely to matter at `delta`. If outcomes that only
@@ -164,29 +164,19 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
     return delta > 0 and drawn * revealed > 2 * delta
 
 
-def _dense(pair: Pair) -> Any:
-    from dp_accounting.pld import pld_pmf  # imported here: it takes a second, and most processes never need it
-
-    return pld_pmf.DensePLDPmf(pair.step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
-
-
-def _check_window(mass: Floats, rounds: int) -> None:
-    """Raise AccountingError if dp-accounting would allocate too large a window for so many rounds."""
-    # Its bound on the window grows with the rounds, not with their square root, so memory must be checked beforehand.
-    from dp_accounting.pld import common
-
-    if rounds > MANY_ROUNDS:
-        low, high = common.compute_self_convolve_bounds(mass, rounds, TAIL)
-        if high - low > 4 * MOST_POINTS:
-            raise AccountingError(f"{rounds} rounds are too many to compose as privacy loss distributions")
-
-
 def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
+    from dp_accounting.pld import common, pld_pmf  # imported here: it takes a second, and most processes never need it
+
     total: Any = None
     try:
         for pair, rounds in parts:
-            one = _dense(pair)
-            _check_window(pair.p, rounds)
+            one = pld_pmf.DensePLDPmf(pair.step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
+            if rounds > MANY_ROUNDS:
+                # dp-accounting allocates a window that grows with the rounds, not with their square root. The rounds
+                # come from the settings of a run, which must not exhaust a client's memory.
+                low, high = common.compute_self_convolve_bounds(pair.p, rounds, TAIL)
+                if high - low > 4 * MOST_POINTS:
+                    raise AccountingError(f"{rounds} rounds are too many to compose as privacy loss distributions")
             many = one if rounds == 1 else one.self_compose(rounds, TAIL)
             total = many if total is None else total.compose(many, TAIL)
     except (ArithmeticError, IndexError, ValueError) as error:  # hardly any finite loss is left, or an overflow

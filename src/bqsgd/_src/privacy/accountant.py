@@ -27,15 +27,15 @@ METHOD_RENYI = "proven upper bound (Renyi moments, L2 and L-infinity)"
 _L2_DECIDES = 0.8
 """With L2 bounds below this fraction of sqrt(d) times L-infinity, the L-infinity route cannot be the better one."""
 _SPREADS = (1, 4, 10, 128)
-"""Data that a lower bound tries under an L2 bound: the norm spread over so many times the fewest coordinates."""
+"""Data that a lower bound tries under an L2 bound: the norm spread over this many times the fewest coordinates."""
 _NEARLY_WHOLE = 0.9
 """Above this rate sampling gains less than two grids may differ by, so the figure without sampling is computed too."""
 _SUM_TRIES = 20
 """Tries to find an epsilon that pays for its own charge; two or three are usual."""
 _MANY_ROUNDS = 1 << 20
-"""Beyond so many rounds the grid of the loss distributions is coarse, and moments may give a smaller figure."""
+"""With more rounds the grid of the loss distributions is coarse, and moments may give a smaller figure."""
 _FEW_TRIALS = 100
-"""Up to so many trials the L2 route charges much to delta, and moments may give a smaller figure."""
+"""Up to this many trials the L2 route charges much to delta, and moments may give a smaller figure."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Accountant:
 
     @property
     def kinds(self) -> tuple[Accountant, ...]:
-        """One tally for each kind of message; each has a guarantee under its own terms."""
+        """One tally for each kind of message (unit, relation, trust), to be accounted under the terms of that kind."""
         parts: dict[tuple[Unit, Relation, Trust], Accountant] = {}
         for release, rounds in self.spent:
             kind = (release.terms.unit, release.terms.sensitivity.relation, release.terms.trust)
