@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,8 +26,28 @@ def printed(notebook: Any) -> str:
     return "".join(output["text"] for output in outputs_of(notebook))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@each_notebook
+def test_the_cells_of_a_notebook_print_what_it_shows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run in this process, which has imported torch already."""
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.read(path, as_version=4)
+    main, found = ModuleType("__main__"), io.StringIO()
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with contextlib.redirect_stdout(found):
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                exec(compile(cell.source, path.name, "exec"), vars(main))
+    assert_prints_as_shown(found.getvalue(), printed(notebook))
+
+
+@pytest.mark.slow
+@each_notebook
+def test_a_notebook_prints_what_it_shows_in_a_kernel_of_its_own(path: Path, tmp_path: Path) -> None:
     shown, again = (nbformat.read(path, as_version=4) for _ in range(2))
     for cell in again.cells:
         if cell.cell_type == "code":

@@ -36,7 +36,7 @@ def cases():
     for unit, clip in UNITS_AND_CLIPS:
         for name, data in few_data_sets().items():
             run = f"{unit}-{clip}-{name}".replace(" ", "-")
-            yield run, settings(unit, clip, run=run, seed=None, reserve_rounds=1), data
+            yield run, settings(unit, clip, run=run, seed=None), data
 
 
 def serve(channel, config):

@@ -28,7 +28,7 @@ BASE = {
     "clip_bound": 0.1,
     "clip_norm": 0.5,
     "levels": 4,
-    "trials": 20_000,
+    "trials": 1_000,
     "seed": 1,
     "epsilon": 1e4,
 }

@@ -160,8 +160,6 @@ def test_own_gradients_stay_inside_where_positions_cancel() -> None:
 
 OTHER_PATHS = {
     "oldest": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
-}
-SLOW_PATHS = {
     "mixed": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "generic numba": {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
@@ -169,16 +167,21 @@ SLOW_PATHS = {
 }
 HERE = Path(__file__).parent
 FEATURES = "test_the_features_of_an_image_depend_on_nothing_but_that_image"
+QUICK = "cancel or wide_linear or conv2d or layer_norm or lstm or group_norm or padded_pooling or attention"
+"""One model of each sort of kernel: products, convolutions, normalisation, a recurrence, pooling, attention."""
 
 
-@pytest.mark.parametrize("path", [*OTHER_PATHS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PATHS)])
-def test_the_same_on_other_code_paths(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "models"),
+    [("oldest", QUICK), *(pytest.param(name, "test", marks=pytest.mark.slow) for name in OTHER_PATHS)],
+)
+def test_the_same_on_other_code_paths(path: str, models: str) -> None:
     """The tests of own gradients and that of the scattering features, in a process that takes other kernels."""
-    environment = {**os.environ, **{**OTHER_PATHS, **SLOW_PATHS}[path], "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **OTHER_PATHS[path], "OMP_NUM_THREADS": "1"}
     if path == "two threads":
         environment["BQSGD_TEST_THREADS"] = "2"
     scattering = HERE.parent / "data" / "test_scattering.py"
-    chosen = [str(Path(__file__)), f"{scattering}::{FEATURES}", "-k", f"own_gradients or {FEATURES}"]
+    chosen = [str(Path(__file__)), f"{scattering}::{FEATURES}", "-k", f"own_gradients and ({models}) or {FEATURES}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *chosen, "-q", "-n", "0", "-p", "no:cacheprovider"],
         env=environment,
