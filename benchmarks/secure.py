@@ -110,19 +110,16 @@ class Federation:
         server, first = self.server, "first " if epoch == 1 else ""
         self.up, self.down = dict.fromkeys(self.up, 0.0), dict.fromkeys(self.down, 0.0)
         server.begin(epoch=epoch, first_round=ROUNDS * (epoch - 1), rounds=ROUNDS)
-        for n, client in self.clients.items():
-            request = server.request(n)
+        for n, request in server.requests().items():
+            client = self.clients[n]
             server.take_keys(self._ask(f"{first}keys", n, request, lambda c=client, m=request: c.answer(m)))
-        for n in server.keyed:
-            bundle = server.key_bundle(n)
+        for n, bundle in server.key_bundles().items():
             server.take_shares(self._ask(f"{first}shares", n, bundle, lambda c=self.clients[n], m=bundle: c.answer(m)))
-        for n in server.shared:
-            bundle = server.share_bundle(n)
+        for n, bundle in server.share_bundles().items():
             said = self._ask("take shares", n, bundle, lambda c=self.clients[n], m=bundle: c.answer(m))
             if said:
                 server.take_partners(said)
-        for n in server.stated if server.sparse else ():
-            bundle = server.partner_bundle(n)
+        for n, bundle in server.partner_bundles().items() if server.sparse else ():
             self._ask("take partners", n, bundle, lambda c=self.clients[n], m=bundle: c.answer(m))
 
     def sum(self, round: int) -> float:
@@ -140,14 +137,12 @@ class Federation:
         for n, client in self.clients.items():
             masked = self._ask("mask", n, b"", lambda c=client: c.mask(round, codes))
             timed(lambda m=masked: server.take_masked(m))
-        for n in timed(server.close):
-            listed = timed(lambda n=n: server.survivors(n))
+        for n, listed in timed(server.survivor_lists).items():
             step = "sign as committee" if n in self.committee else "sign"
             signed = self._ask(step, n, listed, lambda c=self.clients[n], m=listed: c.answer(m))
             if signed:
                 timed(lambda m=signed: server.take_signature(m))
-        for n in timed(lambda: server.signed):
-            certificate = timed(lambda n=n: server.certificate(n))
+        for n, certificate in timed(server.certificates).items():
             said = self._ask("unmask", n, certificate, lambda c=self.clients[n], m=certificate: c.answer(m))
             timed(lambda m=said: server.take_unmasking(m))
         total = timed(server.total)

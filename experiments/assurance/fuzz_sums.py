@@ -58,27 +58,27 @@ class Sums:
     def _run(self) -> None:
         server = SumServer(self.agreement)
         server.begin(epoch=3, first_round=6, rounds=2)
-        for number in server.asked:
-            server.take_keys(self._ask(number, server.request(number)))
-        for number in server.keyed:
-            server.take_shares(self._ask(number, server.key_bundle(number)))
-        for number in server.shared:
-            statement = self._ask(number, server.share_bundle(number))
+        for number, request in server.requests().items():
+            server.take_keys(self._ask(number, request))
+        for number, bundle in server.key_bundles().items():
+            server.take_shares(self._ask(number, bundle))
+        for number, bundle in server.share_bundles().items():
+            statement = self._ask(number, bundle)
             if statement:
                 server.take_partners(statement)
-        for number in server.stated if server.sparse else ():
-            self._ask(number, server.partner_bundle(number))
+        for number, bundle in server.partner_bundles().items() if server.sparse else ():
+            self._ask(number, bundle)
         server.open(6)
         for number in range(11):
             masked = bytes(self.clients[number].mask(6, np.zeros(5, dtype=np.uint8)))
             self.said[Kind.MASKED].append(masked)
             server.take_masked(masked)
-        for number in server.close():
-            signature = self._ask(number, server.survivors(number))
+        for number, listed in server.survivor_lists().items():
+            signature = self._ask(number, listed)
             if signature:
                 server.take_signature(signature)
-        for number in server.signed:
-            server.take_unmasking(self._ask(number, server.certificate(number)))
+        for number, certificate in server.certificates().items():
+            server.take_unmasking(self._ask(number, certificate))
         server.total()
 
     def _ask(self, number: int, message: bytes) -> bytes:

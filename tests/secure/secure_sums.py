@@ -75,17 +75,18 @@ class Federation:
         cohort: Collection[int] | None = None,
     ) -> None:
         self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds, cohort=cohort)
-        for number in self.server.asked if keys is None else keys:
-            self.server.take_keys(self.clients[number].answer(self.server.request(number)))
-        for number in self.server.keyed:
+        for number, request in self.server.requests().items():
+            if keys is None or number in keys:
+                self.server.take_keys(self.clients[number].answer(request))
+        for number, bundle in self.server.key_bundles().items():
             if shares is None or number in shares:
-                self.server.take_shares(self.clients[number].shares(self.server.key_bundle(number)))
-        for number in self.server.shared:
-            statement = self.clients[number].take_shares(self.server.share_bundle(number))
+                self.server.take_shares(self.clients[number].shares(bundle))
+        for number, bundle in self.server.share_bundles().items():
+            statement = self.clients[number].take_shares(bundle)
             if self.server.sparse and (stated is None or number in stated):
                 self.server.take_partners(statement)
-        for number in self.server.stated if self.server.sparse else ():
-            self.clients[number].take_partners(self.server.partner_bundle(number))
+        for number, bundle in self.server.partner_bundles().items() if self.server.sparse else ():
+            self.clients[number].take_partners(bundle)
 
     def sum(
         self,
@@ -98,18 +99,18 @@ class Federation:
     ) -> Total:
         server = self.server
         server.open(round)
-        for number in server.stated if server.sparse else server.shared:
+        for number in server.partner_bundles() if server.sparse else server.share_bundles():
             if masked is None or number in masked:
                 self.masked[round, number] = bytes(self.clients[number].mask(round, codes[number]))
                 server.take_masked(self.masked[round, number])
-        for number in server.close():
+        for number, listed in server.survivor_lists().items():
             if signed is None or number in signed:
-                signature = self.clients[number].sign(server.survivors(number))
+                signature = self.clients[number].sign(listed)
                 if signature:
                     server.take_signature(signature)
-        for number in server.signed:
+        for number, certificate in server.certificates().items():
             if unmasked is None or number in unmasked:
-                message = self.clients[number].unmask(server.certificate(number))
+                message = self.clients[number].unmask(certificate)
                 self._note(round, message)
                 server.take_unmasking(message)
         return server.total()

@@ -176,8 +176,8 @@ def sealed_for_client(federation):
     server.begin(epoch=1, first_round=0, rounds=1)
     for message in key_messages(federation).values():
         server.take_keys(message)
-    for number in server.keyed:
-        server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
+    for number, keys in server.key_bundles().items():
+        server.take_shares(federation.clients[number].shares(keys))
     return {number: server._batch.sealed[number].sealed[CLIENT] for number in range(N) if number != CLIENT}
 
 

@@ -50,17 +50,17 @@ def one_of_each(graph: str) -> dict[str, bytes]:
     federation.sum(codes, round=6, masked=[other for other in federation.clients if other != 3])
     batch = client._state.batch
     said = {
-        "batch": server.request(number),
+        "batch": server.requests()[number],
         "keys": batch.keys,
-        "key_bundle": server.key_bundle(number),
+        "key_bundle": server.key_bundles()[number],
         "shares": batch.shares,
-        "share_bundle": server.share_bundle(number),
+        "share_bundle": server.share_bundles()[number],
         "partners": batch.statement,
-        "partner_bundle": server.partner_bundle(number),
+        "partner_bundle": server.partner_bundles()[number] if graph == "sparse" else b"",
         "masked": federation.masked[6, number],
-        "survivors": server.survivors(number),
+        "survivors": server.survivor_lists()[number],
         "signature": batch.rounds[6].signature,
-        "certificate": server.certificate(number),
+        "certificate": server.certificates()[number],
         "unmasking": batch.rounds[6].unmasking,
     }
     return {kind: message for kind, message in said.items() if (graph, kind) in CASES}
@@ -187,10 +187,10 @@ def test_server_and_client_survive_mutations(written, graph, kind):
             takers[kind](mutated(written[graph][kind], rng, list(written[graph].values())))
         except SecureSumError:
             continue
-    for each in server.close():
-        signature = federation.clients[each].sign(server.survivors(each))
+    for each, listed in server.survivor_lists().items():
+        signature = federation.clients[each].sign(listed)
         if signature:
             server.take_signature(signature)
-    for each in server.signed:
-        server.take_unmasking(federation.clients[each].unmask(server.certificate(each)))
+    for each, certificate in server.certificates().items():
+        server.take_unmasking(federation.clients[each].unmask(certificate))
     assert server.total().survivors == federation.agreement.members.clients

@@ -217,7 +217,7 @@ def federation():
 
 def masked(federation):
     codes = some_codes(federation.agreement)
-    for number in federation.server.stated:
+    for number in federation.server.partner_bundles():
         federation.clients[number].mask(0, codes[number])
 
 
@@ -288,18 +288,17 @@ def cut_off(federation, one, other):
     """The server holds the shares of two mask neighbours back from each other."""
     server, agreed = federation.server, federation.agreement
     server.begin(epoch=1, first_round=0, rounds=1)
-    for number in range(N):
-        server.take_keys(federation.clients[number].answer(server.request(number)))
-    for number in server.keyed:
-        server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
-    assert server.shared
-    partners = server._batch.partners
+    for number, request in server.requests().items():
+        server.take_keys(federation.clients[number].answer(request))
+    for number, keys in server.key_bundles().items():
+        server.take_shares(federation.clients[number].shares(keys))
+    partners = server._partners()
     partners[one] -= {other}
     partners[other] -= {one}
-    for number in range(N):
-        server.take_partners(federation.clients[number].take_shares(server.share_bundle(number)))
-    for number in range(N):
-        federation.clients[number].take_partners(server.partner_bundle(number))
+    for number, sealed in server.share_bundles().items():
+        server.take_partners(federation.clients[number].take_shares(sealed))
+    for number, statements in server.partner_bundles().items():
+        federation.clients[number].take_partners(statements)
     masked(federation)
     return agreed
 
@@ -323,14 +322,14 @@ def test_two_neighbours_that_were_cut_off_from_each_other_are_not_listed_togethe
 def test_statements_that_were_changed_exchanged_or_held_back(federation):
     server, agreed = federation.server, federation.agreement
     server.begin(epoch=1, first_round=0, rounds=1)
-    for number in range(N):
-        server.take_keys(federation.clients[number].answer(server.request(number)))
-    for number in server.keyed:
-        server.take_shares(federation.clients[number].shares(server.key_bundle(number)))
-    for number in server.shared:
-        server.take_partners(federation.clients[number].take_shares(server.share_bundle(number)))
+    for number, request in server.requests().items():
+        server.take_keys(federation.clients[number].answer(request))
+    for number, keys in server.key_bundles().items():
+        server.take_shares(federation.clients[number].shares(keys))
+    for number, sealed in server.share_bundles().items():
+        server.take_partners(federation.clients[number].take_shares(sealed))
     client = federation.clients[0]
-    true = messages.read_partner_bundle(server.partner_bundle(0), agreed)[1]
+    true = messages.read_partner_bundle(server.partner_bundles()[0], agreed)[1]
     header = SumHeader(kind=Kind.PARTNER_BUNDLE, epoch=1, round=0, client=0)
     first, second = sorted(true)[:2]
     stranger = next(c for c in range(1, N) if c not in agreed.graph.holders(0)) if len(true) < N - 1 else None

@@ -2,16 +2,17 @@
 
     server = SumServer(agreement)
     server.begin(epoch=1, first_round=0, rounds=20)
-    for message in ...: server.take_keys(message)
-    for client in server.keyed: send(client, server.key_bundle(client))
-    for message in ...: server.take_shares(message)
-    for client in server.shared: send(client, server.share_bundle(client))
-    for message in ...: server.take_masked(message)           # each round
-    for client in server.close(): send(client, server.survivors(client))
-    for message in ...: server.take_signature(message)
-    for client in server.signed: send(client, server.certificate(client))
-    for message in ...: server.take_unmasking(message)
+    for answer in send(server.requests()): server.take_keys(answer)
+    for answer in send(server.key_bundles()): server.take_shares(answer)
+    send(server.share_bundles())
+    server.open(round)                                        # each round
+    for vector in receive(): server.take_masked(vector)
+    for answer in send(server.survivor_lists()): server.take_signature(answer)
+    for answer in send(server.certificates()): server.take_unmasking(answer)
     total = server.total()
+
+`requests`, `key_bundles` and the others each return the messages of one exchange by receiver, and close the exchange
+before it: what comes too late is refused.
 
 A message that is refused raises a `SecureSumError` and changes nothing. Its client then counts as missing from that
 exchange on, like a client that did not answer. No guarantee rests on this code: the clients do not trust it.
@@ -19,7 +20,7 @@ exchange on, like a client that did not answer. No guarantee rests on this code:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,11 +99,6 @@ class SumServer:
         self._batch, self._round = _Batch(agreed, epoch, first_round, rounds), None
 
     @property
-    def asked(self) -> tuple[int, ...]:
-        """The clients of the batch: the whole roster, or the cohort."""
-        return self._current().agreement.members.clients
-
-    @property
     def last_round(self) -> int:
         """The last round of the batch, -1 before the first."""
         return -1 if self._batch is None else self._batch.first_round + self._batch.count - 1
@@ -115,10 +111,13 @@ class SumServer:
 
     # Keys and shares.
 
-    def request(self, client: int) -> bytes:
-        """The request for a client's keys."""
+    def requests(self) -> dict[int, bytes]:
+        """The request for keys to each client of the batch: the whole roster, or the cohort."""
         batch = self._current()
-        return messages.write_batch(batch.header(Kind.BATCH, client), batch.agreement)
+        return {
+            client: messages.write_batch(batch.header(Kind.BATCH, client), batch.agreement)
+            for client in batch.agreement.members.clients
+        }
 
     def take_keys(self, message: Bytes) -> None:
         """Take a client's keys."""
@@ -134,24 +133,22 @@ class SumServer:
         if batch.keys.setdefault(client, keys).digest != keys.digest:
             raise ReplacedKeys(f"client {client} has sent other keys before")
 
-    @property
-    def keyed(self) -> tuple[int, ...]:
-        """Clients that sent keys. Reading this closes the exchange: keys that come later are refused."""
-        return tuple(sorted(self._peers()))
-
-    def _peers(self) -> dict[int, frozenset[int]]:
+    def key_bundles(self) -> dict[int, bytes]:
+        """For each client that sent keys, the keys of its neighbours."""
         batch = self._current()
         if batch.peers is None:
             self._enough(len(batch.keys), "sent keys")
             holders = batch.agreement.graph.holders
-            batch.peers = {client: frozenset(holders(client)) & batch.keys.keys() for client in batch.keys}
-        return batch.peers
+            batch.peers = {client: frozenset(holders(client)) & batch.keys.keys() for client in sorted(batch.keys)}
+        keys = {client: {other: batch.keys[other].message for other in near} for client, near in batch.peers.items()}
+        return self._bundles(Kind.KEY_BUNDLE, keys)
 
-    def key_bundle(self, client: int) -> bytes:
-        """The keys of the client's neighbours."""
+    def _bundles(self, kind: Kind, parts: Mapping[int, Mapping[int, bytes]]) -> dict[int, bytes]:
         batch = self._current()
-        keys = {other: batch.keys[other].message for other in self._peers()[client]}
-        return messages.write_parts(batch.header(Kind.KEY_BUNDLE, client), batch.agreement, keys)
+        return {
+            client: messages.write_parts(batch.header(kind, client), batch.agreement, held)
+            for client, held in parts.items()
+        }
 
     def take_shares(self, message: Bytes) -> None:
         """Take a client's encrypted shares."""
@@ -165,11 +162,6 @@ class SumServer:
             raise ForeignClient(f"client {client} sent shares for clients that sent no keys")
         batch.sealed[client] = shares
 
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """Clients that sent shares, and so can take part in this batch. Reading this closes the exchange."""
-        return tuple(sorted(self._partners()))
-
     def _partners(self) -> dict[int, frozenset[int]]:
         batch = self._current()
         if batch.partners is None:
@@ -179,15 +171,15 @@ class SumServer:
                 client: frozenset(
                     other for other in shares.sealed if other in batch.sealed and client in batch.sealed[other].sealed
                 )
-                for client, shares in batch.sealed.items()
+                for client, shares in sorted(batch.sealed.items())
             }
         return batch.partners
 
-    def share_bundle(self, client: int) -> bytes:
-        """The shares that the client's neighbours encrypted for it."""
-        batch = self._current()
-        sealed = {other: batch.sealed[other].sealed[client] for other in self._partners()[client]}
-        return messages.write_parts(batch.header(Kind.SHARE_BUNDLE, client), batch.agreement, sealed)
+    def share_bundles(self) -> dict[int, bytes]:
+        """For each client that sent shares, the shares that its partners encrypted for it."""
+        sent, partners = self._current().sealed, self._partners()
+        sealed = {client: {other: sent[other].sealed[client] for other in partners[client]} for client in partners}
+        return self._bundles(Kind.SHARE_BUNDLE, sealed)
 
     def take_partners(self, message: Bytes) -> None:
         """On a sparse graph: take a client's statement of its partners."""
@@ -202,21 +194,17 @@ class SumServer:
             raise BadShares(f"client {client} states other partners than it has")
         batch.statements[client] = (bits, tags)
 
-    @property
-    def stated(self) -> tuple[int, ...]:
-        """Clients that stated their partners, and so can take part in the rounds of a batch on a sparse graph."""
-        statements = self._current().statements
+    def partner_bundles(self) -> dict[int, bytes]:
+        """On a sparse graph: to each client that stated its partners, the statements of those whose shares it holds."""
+        statements, bundles = self._current().statements, {}
         self._enough(len(statements), "stated their partners")
-        return tuple(sorted(statements))
-
-    def partner_bundle(self, client: int) -> bytes:
-        """On a sparse graph: the statements of the clients whose shares the client holds."""
-        batch, statements = self._current(), {}
-        for other in self._partners()[client] & batch.statements.keys():
-            bits, tags = batch.statements[other]
-            if client in tags:
-                statements[other] = tags[client] + bits
-        return messages.write_parts(batch.header(Kind.PARTNER_BUNDLE, client), batch.agreement, statements)
+        for client in sorted(statements):
+            bundles[client] = {
+                other: statements[other][1][client] + statements[other][0]
+                for other in self._partners()[client]
+                if other in statements and client in statements[other][1]
+            }
+        return self._bundles(Kind.PARTNER_BUNDLE, bundles)
 
     # One round.
 
@@ -271,9 +259,10 @@ class SumServer:
             current.survivors = listed
         return current.survivors
 
-    def survivors(self, client: int) -> bytes:
-        """The message with the list of survivors, for one of them."""
-        return messages.write_survivors(self._to(Kind.SURVIVORS, client), self._current().agreement, self.close())
+    def survivor_lists(self) -> dict[int, bytes]:
+        """The list of survivors, to each of them."""
+        agreed, listed = self._current().agreement, self.close()
+        return {client: messages.write_survivors(self._to(Kind.SURVIVORS, client), agreed, listed) for client in listed}
 
     def take_signature(self, message: Bytes) -> None:
         """Verify and keep a client's signature on the list."""
@@ -288,27 +277,21 @@ class SumServer:
         agreed.members.verify(client, signature, statement)
         current.signatures[client] = signature
 
-    @property
-    def signed(self) -> tuple[int, ...]:
-        """The clients to ask for an unmasking: those that signed; on a sparse graph all survivors.
+    def certificates(self) -> dict[int, bytes]:
+        """A quorum of signatures, to each client that signed; on a sparse graph to all survivors.
 
         Raises:
             TooFewClients: fewer than a quorum have signed.
         """
-        signers = tuple(self._certified())
-        return self.close() if self.sparse else signers
-
-    def _certified(self) -> dict[int, bytes]:
-        """All signatures on the list of survivors, by client number, if they are a quorum."""
-        signatures, quorum = self._open().signatures, self.agreement.rule.quorum
+        agreed, signatures, quorum = self._current().agreement, self._open().signatures, self.agreement.rule.quorum
         if len(signatures) < quorum:
             raise TooFewClients(f"{len(signatures)} survivors signed their list, {quorum} are needed")
-        return dict(sorted(signatures.items()))
-
-    def certificate(self, client: int) -> bytes:
-        """The message with a quorum of signatures, for one of the clients to ask."""
-        chosen = dict(list(self._certified().items())[: self.agreement.rule.quorum])
-        return messages.write_certificate(self._to(Kind.CERTIFICATE, client), self._current().agreement, chosen)
+        signers = sorted(signatures)
+        chosen = {client: signatures[client] for client in signers[:quorum]}
+        return {
+            client: messages.write_certificate(self._to(Kind.CERTIFICATE, client), agreed, chosen)
+            for client in (self.close() if self.sparse else signers)
+        }
 
     def take_unmasking(self, message: Bytes) -> None:
         """Keep the shares that a survivor reveals."""

@@ -84,13 +84,11 @@ class SumRounds:
             models = {client: messages[client] for client in self._ready}
             self._exchange(outcome, models, carry, self._take_masked(outcome))
             waited = time.perf_counter() - before
-            survivors = server.close()
-            lists = {client: server.survivors(client) for client in survivors}
+            lists = server.survivor_lists()
             self._exchange(outcome, lists, carry, server.take_signature, [] if server.sparse else None)
-            certificates = {client: server.certificate(client) for client in server.signed}
-            self._exchange(outcome, certificates, carry, server.take_unmasking)
+            self._exchange(outcome, server.certificates(), carry, server.take_unmasking)
             outcome.total = server.total()
-            outcome.trouble = {client: reply for client, reply in outcome.trouble.items() if client not in survivors}
+            outcome.trouble = {client: reply for client, reply in outcome.trouble.items() if client not in lists}
         except SecureSumError as error:
             outcome.lost = str(error)
             self._ready = ()  # clients may have stopped at different exchanges; new keys start them all again
@@ -111,15 +109,13 @@ class SumRounds:
         most = min(self.key_rounds, messages.most_rounds(self.agreement))
         rounds = min(most, self.rounds - round) if cohort is None else 1
         server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort)
-        self._exchange(outcome, {client: server.request(client) for client in server.asked}, carry, server.take_keys)
-        self._exchange(
-            outcome, {client: server.key_bundle(client) for client in server.keyed}, carry, server.take_shares
-        )
+        self._exchange(outcome, server.requests(), carry, server.take_keys)
+        self._exchange(outcome, server.key_bundles(), carry, server.take_shares)
         ready: list[int] = []
-        bundles = {client: server.share_bundle(client) for client in server.shared}
+        bundles = server.share_bundles()
         if server.sparse:
             self._exchange(outcome, bundles, carry, server.take_partners)
-            bundles = {client: server.partner_bundle(client) for client in server.stated}
+            bundles = server.partner_bundles()
         self._exchange(outcome, bundles, carry, None, ready)
         self._ready = tuple(ready)
 
