@@ -130,6 +130,7 @@ _MODULES = ("clips", "data", "distributed", "flower")
 
 
 def __getattr__(name: str) -> Any:
+    # `import bqsgd` alone makes `bqsgd.data` work, without loading torch for those who do not use it.
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     for home, names in _HOMES.items():

@@ -230,7 +230,7 @@ def test_settings_that_no_sum_can_have(changes, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rate": None, "levels": None, "trials": None}, "their sampling rate must be known to all"),
+        ({"rate": None, "levels": None, "trials": None}, "one sampling rate"),
         ({"rate": None, "sampling": "fixed", "levels": None, "trials": None}, "one plan"),
         ({"roster": "/nowhere/roster.toml"}, "no such file"),
         ({"identity": "/nowhere/one.key"}, "without roster"),

@@ -107,6 +107,10 @@ def test_clip_range_and_mechanism():
         ({"epsilom": 3}, "unknown setting 'epsilom'"),
         ({"budgets": [{"customer": 1}]}, "wrong type"),
         ({"budgets": 3}, "wrong type"),
+        ({"budgets": [{"client": 0, "from_round": "later"}]}, "budgets.from_round must be an integer"),
+        ({"budgets": [{"client": 1, "from_round": None}, {"client": 1}]}, "budgets.from_round must be an integer"),
+        ({"budgets": [{"client": "1"}]}, "budgets.client must be an integer"),
+        ({"budgets": [{"client": 1, "from_round": 5, "epsilon": "much"}]}, "epsilon must be a positive"),
     ],
 )
 def test_refusals(settings, message):

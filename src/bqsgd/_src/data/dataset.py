@@ -69,6 +69,7 @@ class Dataset:
     deviation: float = 1.0
 
     def __post_init__(self) -> None:
+        # Checked once here, where all data are public or the client's own: no message depends on it.
         for split in (self.train, self.test):
             if split.labels.min() < 0 or split.labels.max() >= self.classes:
                 raise InvalidParameter(f"labels of {self.name} must lie in 0..{self.classes - 1}")

@@ -71,6 +71,7 @@ class _Convolution(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         before, after = self.margins
+        # conv2d pads both sides alike, and equal padding needs no copy of the image.
         if before != after:
             image = functional.pad(image, (before, after, before, after))
             before = 0
@@ -118,6 +119,7 @@ def network() -> EfficientNetLite0:
         DataUnavailable: neither has them; the message names the file and the folder to put it into.
     """
     (raw,), _ = fetched(WEIGHTS)
+    # weights_only: unpickling objects could run code of the file.
     weights = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     return EfficientNetLite0(weights).eval()
 

@@ -222,6 +222,10 @@ def _filtered(spectra: Tensor, filters: _Floats, out: Tensor) -> None:
     _modulus(torch.view_as_real(waves).numpy().reshape(*flat.shape, 2), flat)
 
 
+# `contract` lets the compiler fuse a product and a sum, and no more: other fast-math flags would let it reorder sums
+# depending on the length of a loop. `nogil` lets threads work at the same time.
+
+
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _multiply(spectra, filters, out):  # type: ignore[no-untyped-def]
     for i in range(out.shape[0]):

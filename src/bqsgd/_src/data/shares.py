@@ -20,6 +20,7 @@ _ATTEMPTS = 1000
 def iid(samples: int, clients: int, *, rng: np.random.Generator) -> list[_Rows]:
     """Random shares whose sizes differ by at most one. Every sample goes to exactly one client."""
     check_int("clients", clients, 1, samples)
+    # Sorted, so that the rows of a memory-mapped file are read from front to back.
     return [np.sort(rows) for rows in np.array_split(rng.permutation(samples), clients)]
 
 
@@ -38,6 +39,7 @@ def dirichlet(
         shares: list[list[_Rows]] = [[] for _ in range(clients)]
         for label in np.unique(labels):
             rows = rng.permutation(np.flatnonzero(labels == label))
+            # Rounded once, after adding up: sizes that were rounded one by one would not add up to all rows.
             cuts = np.rint(np.cumsum(rng.dirichlet(np.full(clients, concentration)))[:-1] * len(rows)).astype(int)
             for share, part in zip(shares, np.split(rows, cuts), strict=True):
                 share.append(part)

@@ -43,6 +43,7 @@ def client_terms(config: Config, *, dimension: int, dataset_size: int) -> Terms:
     )
     if config.secure.on:
         terms = in_sums(terms, config.secure.rule(config.asked))
+    # A whole client's update comes from its own data alone, so nothing rests on how kernels treat rows.
     packed = config.clients.packed_rows and terms.unit is Unit.SAMPLE
     return replace(terms, assumption=Assumption.PACKED_ROWS) if packed else terms
 
@@ -79,6 +80,8 @@ def clipped_terms(
     client's update counts as a batch of one.
     """
     whole = unit is Unit.CLIENT
+    # With batches of a fixed size, a sample that is added pushes another one out, which is a replacement. A client that
+    # is added or removed would change the public number of clients.
     relation = Relation.REPLACE if whole or sampling.scheme is Scheme.FIXED_SIZE else Relation.ADD_REMOVE
     sensitivity = clip.sensitivity(batch_size=1 if whole else batch_size, range=range, relation=relation)
     return Terms(dimension=dimension, sensitivity=sensitivity, sampling=sampling, unit=unit)
@@ -126,15 +129,11 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
     if fixed is not None:
         width = width_of(rule, fixed.levels, fixed.trials, window=window)
         return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width, window=window)
-    if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.FIXED_SIZE:
+    # Without a rate of the run, a client's rate depends on how many samples it holds. (Only Poisson batches have a rate.)
+    if privacy.unit == Unit.SAMPLE and privacy.scheme is not Scheme.NONE and privacy.rate is None:
         raise InvalidParameter(
-            "all clients of a secure sum need one plan, and the rate of fixed-size batches depends on a client's "
-            "samples: use Poisson batches with a rate, or give levels and trials"
-        )
-    if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and privacy.rate is None:
-        raise InvalidParameter(
-            "all clients of a secure sum need one plan, so all must know the sampling rate: set rate, the chance of a "
-            "sample to be in a round's batch, or give levels and trials"
+            "all clients of a secure sum need one plan, so all must have one sampling rate: use Poisson batches and "
+            "set rate, the chance of a sample to be in a round's batch, or give levels and trials"
         )
     question = _sum_question(config, dimension=dimension)
     terms, budget, _, rounds, _ = question

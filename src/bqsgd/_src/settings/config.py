@@ -48,6 +48,11 @@ class BudgetChange:
     epsilon: float | None = None
     delta: float | None = None
 
+    def __post_init__(self) -> None:
+        # Here, because `Privacy.budget` sorts and compares them; `Config` knows how many clients and rounds there are.
+        check_int("budgets.client", self.client, 0, 2**40)
+        check_int("budgets.from_round", self.from_round, 0, 2**40)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy(Group):
@@ -84,6 +89,7 @@ class Privacy(Group):
     budgets: tuple[BudgetChange, ...] = file_setting((), "Budgets that differ by client or round.")
 
     def __post_init__(self) -> None:
+        # The class is frozen, but the tables of a file must become objects before anything compares them.
         object.__setattr__(self, "budgets", _budget_changes(self.budgets))
         super().__post_init__()
         if (self.levels is None) != (self.trials is None):
@@ -113,6 +119,7 @@ class Privacy(Group):
 
     def budget(self, *, client: int, round: int) -> Budget:
         """What `client` may spend in total, as of `round`: the latest change that is in force."""
+        # In order of rounds, whatever the order in the file: a later change overrides an earlier one field by field.
         values: dict[str, Any] = {"bits": self.bits, "epsilon": self.epsilon, "delta": self.delta}
         for change in sorted(self.budgets, key=lambda change: change.from_round):
             if change.client == client and change.from_round <= round:
@@ -369,6 +376,8 @@ class Config:
         for change in privacy.budgets:
             check_int("budgets.client", change.client, 0, clients.count - 1)
             check_int("budgets.from_round", change.from_round, 0, rounds - 1)
+            # Raises now for a budget that is invalid, and not in mid-run when it comes into force.
+            privacy.budget(client=change.client, round=change.from_round)
             # A client does not know beforehand in which rounds its cohort's turn comes, so it could not plan for them.
             if change.from_round and clients.cohort is not None:
                 raise InvalidParameter(
@@ -380,6 +389,7 @@ class Config:
                 f"{rounds} rounds that ask {self.asked} of {clients.count} clients take {self._fewest_turns} turns of "
                 f"each, got turns={clients.turns}"
             )
+        # Last, because these checks use the number of clients asked, which is only meaningful for a valid cohort.
         if self.secure.on:
             self._check_secure()
         if self.run.method == LEAST_SQUARES:

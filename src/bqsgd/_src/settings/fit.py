@@ -52,8 +52,10 @@ def method_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Batch size, rate, range and learning rate, unless they are among `settings`."""
     privacy, clip = config.privacy, config.clip
+    # With a rate, the batch size is only a divisor, and may be larger than the data of a client.
     if "batch_size" in settings and privacy.rate is None:
         federation.check_batch_size(privacy.batch_size)
+    # The recipe is for Poisson batches of samples; for others only the batch size must not exceed the data.
     if privacy.unit != Unit.SAMPLE or privacy.scheme is not Scheme.POISSON:
         most = math.floor(federation.samples_per_client)
         return {} if "batch_size" in settings else {"batch_size": min(privacy.batch_size, most)}

@@ -78,6 +78,7 @@ class Group:
         table: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            # The only tuples are those of budget changes; TOML has neither tuples nor objects.
             if isinstance(value, tuple):
                 value = [{k: v for k, v in vars(change).items() if v is not None} for change in value]
             if value is not None:
@@ -106,6 +107,7 @@ class Group:
 
 def check_setting(field: Field[Any], name: str, value: Any) -> None:
     """Raise InvalidParameter, which calls the setting `name`, unless `value` obeys the rule of the field."""
+    # `field.type` is a text, because every module of groups has `from __future__ import annotations`.
     rules, kind, several = field.metadata, kind_of(field), isinstance(field.default, tuple)
     if value is None:
         if not str(field.type).endswith("| None"):

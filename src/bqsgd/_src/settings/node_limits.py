@@ -102,6 +102,7 @@ class NodeLimits:
         """
         known = {key_of(limit.name): limit.name for limit in fields(cls)}
         for key in node_config:
+            # 0.85 catches a missing, doubled or swapped letter; other keys of a node, such as `client`, are further away.
             near = [] if key in known else get_close_matches(str(key), known, n=1, cutoff=0.85)
             if near:
                 raise InvalidParameter(f"{short_repr(key)} is not a limit of a node; did you mean {near[0]!r}?")
@@ -172,6 +173,7 @@ class NodeLimits:
                 yield f"the run asks for {name} {as_given(largest)}, this node allows {as_given(most)}"
         if not config.secure.on:
             return
+        # A server could set so many dropouts that a sum over this client alone would count.
         fewest, withstood = config.secure.rule(config.asked).fewest, config.secure.colluders
         if fewest < self.fewest_in_sum:
             yield (
@@ -192,6 +194,7 @@ class NodeLimits:
 
     def parameters_refusal(self, model: npt.NDArray[np.float32]) -> str | None:
         """Why the client declines these parameters; None if it takes them. Depends on the model alone."""
+        # `max` passes NaN on, unlike a comparison with each entry.
         largest = float(np.abs(model).max(initial=0.0))
         if largest <= self.largest_parameter:  # false for NaN, so NaN is declined
             return None

@@ -72,6 +72,7 @@ class Outlook:
         clip, privacy = self.config.clip, self.config.privacy
         every_coordinate = math.sqrt(self.dimension)
         longest = clip.norm if clip.scales else clip.bound * every_coordinate
+        # A client divides by L, however many samples it drew, so a smaller batch makes a shorter mean.
         if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and clip.rule != "batch-mean":
             mean = sum(self.samples.values()) / len(self.samples)
             drawn = mean * min(1.0, privacy.batch_size / mean if privacy.rate is None else privacy.rate)
@@ -242,6 +243,7 @@ def _changed(outlook: Outlook, name: str, value: float | int) -> tuple[dict[str,
         sharing = count if config.privacy.unit == Unit.CLIENT else int(value)
         samples = dict.fromkeys(range(int(value)), max(1, total // sharing))
     if config.privacy.rate is not None and name in ("batch_size", "clients"):
+        # L follows the average batch of a client: fewer clients hold more samples each, and draw more at the same rate.
         batch = round(changed.privacy.batch_size * (count / len(samples) if name == "clients" else 1))
         changed = changed.but(batch_size=batch, rate=min(1.0, batch * len(samples) / total))
     run = replace(outlook, config=changed, samples=samples)

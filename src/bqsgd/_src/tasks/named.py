@@ -140,13 +140,14 @@ class OwnTask(Group):
         module, colon, name = self.load_from.partition(":")
         if not (module and colon and name):
             raise InvalidParameter(f"--task must be module:name, for example my_module:task, got {self.load_from!r}")
+        # The `bqsgd` command does not search the current folder, unlike `python -m`.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
             return getattr(importlib.import_module(module), name)
         except AttributeError as error:
             raise InvalidParameter(f"--task {self.load_from}: {error}") from error
-        except Exception as error:
+        except Exception as error:  # a user's module may raise anything while it is imported
             raise InvalidParameter(
                 f"--task {self.load_from}: importing {module} failed: {type(error).__name__}: {error}"
             ) from error
@@ -173,6 +174,7 @@ ALL_GROUPS: dict[str, type[Group]] = {"data": NamedTask, **CONFIG_GROUPS}
 
 def stored_task(data: Mapping[str, Any]) -> NamedTask | OwnTask:
     """The task of a run folder's [data] table."""
+    # Nothing is imported yet: `bqsgd train --resume` first compares the name with the one that the user typed.
     kind = OwnTask if "load_from" in data else NamedTask
     return kind.of(**kind.read_table("data", data))
 
@@ -214,4 +216,4 @@ def preset(name: str) -> dict[str, Any]:
     known = presets()
     if name not in known:
         raise InvalidParameter(f"preset must be one of {', '.join(known)}, got {name!r}")
-    return dict(known[name])
+    return dict(known[name])  # a copy, because `presets` is cached

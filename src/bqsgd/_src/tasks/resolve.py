@@ -70,6 +70,7 @@ def _resolve_own(settings: dict[str, Any]) -> Resolved:
     if named:
         raise InvalidParameter(f"--task brings its own data and model: leave out {', '.join(named)} (or the preset)")
     source = OwnTask.of(task=settings.pop("task"))
+    # A function (config) -> Task has no shares yet: it needs the number of clients first.
     shares = getattr(source.load(), "shares", ())
     settings = ({"clients": len(shares)} if shares else {}) | settings
     config = Config.of(**method_defaults(settings) | settings)

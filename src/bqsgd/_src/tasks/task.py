@@ -136,7 +136,7 @@ class Task:
                     self._evaluate(model, reader_of(self.test), most=None if self.metric is not None else 1)
             except InvalidParameter:
                 raise
-            except Exception as error:
+            except Exception as error:  # the model, the loss and the metric are the user's, and may raise anything
                 raise InvalidParameter(
                     f"the test data cannot be evaluated, so nothing was spent: {type(error).__name__}: "
                     f"{' '.join(str(error).split())[:500]}"
@@ -170,6 +170,7 @@ class Task:
                     raise InvalidParameter(f"{len(part)} samples of the test data cannot be read")
                 outputs, targets = forward(model, part.data)
                 total += float(self.loss_fn(outputs, targets).sum())
+                # One part that does not hold classes is enough: an accuracy over the others would be wrong.
                 classes = classes and _are_classes(outputs, targets)
                 if classes:
                     right += int((outputs.argmax(dim=1) == targets).sum())
