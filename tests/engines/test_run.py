@@ -125,9 +125,9 @@ def test_refusals(task, settings, tmp_path):
     with pytest.raises(InvalidParameter, match="needs a ledger"):
         trained(task, settings(seed=None))
     stopped, _ = trained(task, settings(), tmp_path, killed_after=4)
-    with pytest.raises(CheckpointError, match="holds a run already"):
+    with pytest.raises(CheckpointError, match="contains a run already"):
         Run.start(task, settings(), folder=tmp_path)
-    with pytest.raises(InvalidParameter, match="holds no run to resume"):
+    with pytest.raises(InvalidParameter, match="contains no run to resume"):
         Run.resume(task, folder=tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     kept = (tmp_path / "config.toml").read_text()

@@ -199,7 +199,7 @@ def test_of_processes_that_begin_at_once_one_trains(tmp_path):
     started = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(3)]
     errors = [process.communicate(timeout=500)[1].decode() for process in started]
     assert sorted(process.returncode for process in started) == [0, 2, 2], errors
-    assert sum("is being written by process" in error or "holds a run already" in error for error in errors) == 2
+    assert sum("is being written by process" in error or "contains a run already" in error for error in errors) == 2
     assert spent(tmp_path / "run") == {0: 3, 1: 3}
 
 

@@ -99,7 +99,7 @@ def test_robust_rules_keep_one_liar_among_the_honest(rule: str, byzantine: int) 
     rng = np.random.default_rng(0)
     for _ in range(50):
         honest = rng.normal(size=(4, 3))
-        found = aggregate(rule, [*honest, rng.normal(size=3) * 1e9], weights=None, byzantine=byzantine)
+        found = aggregate(rule, [*honest, rng.normal(size=3) * 1e9], byzantine=byzantine)
         assert (found >= honest.min(axis=0)).all()
         assert (found <= honest.max(axis=0)).all()
 

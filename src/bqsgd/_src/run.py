@@ -22,8 +22,8 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ from bqsgd._src.engines.in_process import in_process
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import load_vector, to_vector
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
+from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -72,9 +73,9 @@ _EPOCH = "secure.epoch"
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
 _MOST_NAMED = 10
 _OUTLOOK_SECONDS = 60.0
-"""CPU time of the outlook where it rests on what clients claim."""
+"""CPU time for the outlook if it rests on sizes that clients claim."""
 STILL_ROUNDS = 10
-"""A run stops when so many rounds in a row have left the model as it was."""
+"""A run stops when this many rounds in a row have left the model unchanged."""
 
 
 class Run:
@@ -107,7 +108,7 @@ class Run:
     ) -> None:
         self.task, self.config, self.folder = task, config, folder
         self.summary: Summary | None = None
-        """What the run came to, once it is closed."""
+        """The results of the run, once it is closed."""
         model = task.make_model()
         self._objective = task.check(config, model)
         self._rest = {name: value.clone() for name, value in model.state_dict().items()}
@@ -133,7 +134,8 @@ class Run:
         self._resources.callback(self.engine.close)
         choice = config.server.weights
         if choice is None and (config.privacy.rate is not None or config.secure.on):
-            choice = "equal"  # at one rate a batch grows with the client's samples: every sample counts alike
+            # At one rate a batch grows with the client's samples, so equal weights give every sample the same weight.
+            choice = "equal"
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
         self.server = Server(model=initial, weights=weights, config=config, least_squares=problem)
         self._sums = None if sums is None else self._sum_rounds(sums)
@@ -167,23 +169,25 @@ class Run:
         choose: Choose | None = None,
         force: bool = False,
     ) -> Self:
-        """Begin a run in `folder`, which must not hold one. Without a folder nothing is kept, which is allowed for
-        seeded and noiseless runs only: neither makes a privacy claim.
+        """Begin a run in `folder`, which must not contain a run.
 
-        choose: picks each round's cohort in the place of chance: (round, clients with turns left, how many) -> whom.
+        Without a folder nothing is stored. That is allowed only for seeded and noiseless runs, which make no privacy
+        claim.
 
-        force: begin it even if its plans say that nothing can be learnt (`settings.outlook`).
+        choose: picks each round's cohort instead of a random draw: (round, clients with turns left, how many) -> whom.
+        force: start even if the plans say that nothing can be learnt (`settings.outlook`).
 
         Raises:
             CannotLearn: no client has a plan, or the noise is larger than any signal; nothing was spent.
+            CheckpointError: the folder contains a run.
         """
         path = None if folder is None else Path(folder)
-        with _closing_on_error() as resources:
+        with ExitStack() as resources:
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
                 resources.enter_context(one_writer(path))
                 if (path / CONFIG).exists() or load_checkpoint(path) is not None:
-                    raise CheckpointError(f"{path} holds a run already; resume it or name another folder")
+                    raise CheckpointError(f"{path} contains a run already; resume it or name another folder")
             run = cls(
                 task,
                 named(config),
@@ -197,6 +201,7 @@ class Run:
                 run._check_outlook()
             if path is not None:
                 run._open_writer(keep_through=-1)
+            run._resources = resources.pop_all()  # kept open: without an error, closing them is up to the run
         return run
 
     @classmethod
@@ -214,9 +219,9 @@ class Run:
         """
         path = Path(folder)
         config, _ = stored_settings(path)
-        with _closing_on_error() as resources:
+        with ExitStack() as resources:
             resources.enter_context(one_writer(path))
-            found = load_checkpoint(path)
+            checkpoint = load_checkpoint(path)
             run = cls(
                 task,
                 config,
@@ -226,8 +231,8 @@ class Run:
                 choose=choose,
                 resources=resources,
             )
-            if found is not None:
-                arrays, state = found
+            if checkpoint is not None:
+                arrays, state = checkpoint
                 if state.get("run") != config.run.name:
                     raise CheckpointError(
                         f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
@@ -235,13 +240,14 @@ class Run:
                 run.server.restore(arrays, round=round_of(state))
                 run._started -= seconds_of(state)
             run._open_writer(keep_through=run.server.round - 1)
+            run._resources = resources.pop_all()
         return run
 
     def _check_outlook(self) -> None:
-        """Say what the plans leave to be learnt, and raise CannotLearn where that is nothing.
+        """Log what the plans leave to be learnt; raise CannotLearn if that is nothing.
 
-        Where clients claim their sizes, one plan for the middle size stands for all, within a limit of time: nobody
-        makes this process plan a thousand times, or without an end, by what it claims.
+        If clients claim their sizes, one plan for the median size stands for all, with a time limit. Otherwise a client
+        could make this process plan a thousand times, or for ever, by what it claims.
         """
         samples = self.engine.samples
         if self.engine.claimed:
@@ -265,7 +271,7 @@ class Run:
     def _open_writer(self, *, keep_through: int) -> None:
         assert self.folder is not None
         self._writer = self._resources.enter_context(RunWriter(self.folder, keep_through=keep_through))
-        if not (self.folder / CONFIG).exists():  # after the ledgers: a folder with settings has all its ledgers
+        if not (self.folder / CONFIG).exists():  # written after the ledgers: a folder with settings has all of them
             self._writer.config(self._settings())
         for record in read_rounds(self.folder):
             self._count(record)
@@ -276,7 +282,7 @@ class Run:
 
     def _count(self, record: RoundRecord) -> None:
         self.last = record
-        self.cohorts.count(entry.client for entry in record.clients if entry.client is not None)
+        self.cohorts.turns.update(entry.client for entry in record.clients if entry.client is not None)
         self.steps += record.stepped
         self._still = 0 if record.stepped else self._still + 1
         for name in _TOTALS:
@@ -289,15 +295,15 @@ class Run:
 
     @property
     def model(self) -> npt.NDArray[np.float32]:
-        """The model as it stands, flat: the exponential average where there is one."""
+        """The current model, flat: the exponential average if the run keeps one."""
         return self.server.best_model
 
     def rounds(self) -> Iterator[RoundRecord]:
         """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
 
-        A record is written before the state moves past it: first its line, then, every `checkpoint_every` rounds and
-        after the last, the checkpoint. A run that lost so many clients that no round can count stops, and so does one
-        whose model has not moved for STILL_ROUNDS rounds.
+        Every round's record is written first; the checkpoint follows every `checkpoint_every` rounds and after the
+        last. The run stops early if too few clients are left for a round to count, or if the model has not moved for
+        STILL_ROUNDS rounds.
         """
         settings = self.config.run
         while self.round < settings.rounds:
@@ -333,40 +339,41 @@ class Run:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last STILL_ROUNDS rounds all left the model as it was."""
+        """Whether the last STILL_ROUNDS rounds all left the model unchanged."""
         return self._still >= STILL_ROUNDS
 
     def _evaluated(self, record: RoundRecord) -> RoundRecord:
-        """The record of the round just closed, with the figures of the model after it if they are due."""
-        found, epsilon = None, None
+        """The record of the round that was just closed, with figures of the new model if they are due."""
+        figures: dict[str, Any] = {"time": time.monotonic() - self._started}
         if self.config.run.evaluated_after(self.round):
-            found, epsilon = self.evaluate(), self._epsilon()
-        return replace(
-            record,
-            time=time.monotonic() - self._started,
-            test_accuracy=None if found is None else found.accuracy,
-            test_metric=None if found is None else found.metric,
-            test_loss=None if found is None else found.loss,
-            epsilon_max=epsilon,
-        )
+            evaluation, (_, guarantee) = self.evaluate(), self._worst_guarantee()
+            figures["epsilon_max"] = None if guarantee is None else guarantee.epsilon
+            if evaluation is not None:
+                figures |= {f"test_{name}": figure for name, figure in asdict(evaluation).items()}
+        return replace(record, **figures)
 
-    def _epsilon(self) -> float | None:
-        found = self.engine.guarantees(delta=self.config.privacy.delta).values()
-        return max((guarantee.epsilon for guarantee in found if guarantee is not None), default=None)
+    def _worst_guarantee(self) -> tuple[int | None, Guarantee | None]:
+        """The client with the largest epsilon and its guarantee; (None, None) if nothing private was sent."""
+        guarantees = self.engine.guarantees(delta=self.config.privacy.delta)
+        spent = {client: guarantee for client, guarantee in guarantees.items() if guarantee is not None}
+        if not spent:
+            return None, None
+        client = max(spent, key=lambda client: (spent[client].epsilon, client))
+        return client, spent[client]
 
     def evaluate(self) -> Evaluation | None:
-        """What the model comes to as it stands on the test data; None without test data."""
+        """The results of the current model on the test data; None without test data."""
         return None if self._evaluate is None else self._evaluate(self.model)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model as it stands, as `load_state_dict` of your own module takes it."""
+        """The current model, for `load_state_dict` of your own module."""
         model = self.task.make_model()
         model.load_state_dict(self._rest)  # buffers and frozen parameters, which no round changes
         load_vector(model, self.model)
         return dict(model.state_dict())
 
     def checkpoint(self) -> None:
-        """Write the state down, durably."""
+        """Write the state to the folder; it is durable when this returns."""
         if self.folder is not None:
             elapsed = time.monotonic() - self._started
             state = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
@@ -384,26 +391,21 @@ class Run:
             finally:
                 self._resources.close()
             if self.folder is not None:
-                write_report(self.folder)  # from the ledgers as they are now: what was reserved and not sent is back
+                # After the ledgers are closed, so that the report does not count reserved rounds that were never sent.
+                write_report(self.folder)
         return self.summary
 
     def _summarise(self) -> Summary:
         with one_thread():
-            found = self.evaluate()
-        guarantees = self.engine.guarantees(delta=self.config.privacy.delta)
-        worst = max(
-            ((guarantee.epsilon, client) for client, guarantee in guarantees.items() if guarantee is not None),
-            default=None,
-        )
-        claim = None if worst is None else guarantees[worst[1]]
+            evaluation = self.evaluate()
+        client, guarantee = self._worst_guarantee()
+        figures: dict[str, Any] = {} if evaluation is None else asdict(evaluation)
         return Summary(
-            accuracy=None if found is None else found.accuracy,
-            metric=None if found is None else found.metric,
+            **figures,
             metric_name=self.task.metric_name,
-            loss=None if found is None else found.loss,
             rounds=self.round,
-            guarantee=None if claim is None else self._objective.stated(self.task.stated(claim)),
-            guarantee_client=None if worst is None else worst[1],
+            guarantee=None if guarantee is None else self._objective.stated(self.task.stated(guarantee)),
+            guarantee_client=client,
             **self._totals,
             seeded=self.config.privacy.seed is not None,
             seconds=None if self.last is None else self.last.time,
@@ -424,24 +426,13 @@ class Run:
             self._resources.close()
 
 
-@contextmanager
-def _closing_on_error() -> Iterator[ExitStack]:
-    """A collection of things to close: by this block if it fails, else by whoever keeps the collection."""
-    resources = ExitStack()
-    try:
-        yield resources
-    except BaseException:
-        resources.close()
-        raise
-
-
 def run_round(
     server: Server, engine: Engine, *, asked: Sequence[int] | None = None, sums: SumRounds | None = None
 ) -> RoundRecord:
     """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller.
 
-    asked: the clients that are asked, in the order in which they are wanted; all by default.
-    sums: takes the round through the steps of a secure sum.
+    asked: the clients to ask, most wanted first; all by default.
+    sums: runs the exchanges of a secure sum.
     """
     began = time.perf_counter()
     messages = server.open_round(asked)
@@ -461,7 +452,7 @@ def run_round(
 
 
 def _exchanged(server: Server, engine: Engine, messages: Mapping[int, bytes]) -> Iterator[Reply]:
-    """The replies to these messages; whoever does not hold the model that was changed is sent the whole one."""
+    """The replies to these messages. A client that does not hold the changed model is sent the whole one."""
     clients, carry = server.config.clients, partial(engine.exchange, round=server.round)
     whole: dict[int, bytes] = {}
     for reply in carry(messages) if clients.ask is None else carry(messages, enough=clients.cohort):
@@ -481,10 +472,10 @@ def train(
     engine: MakeEngine = in_process,
     **settings: Any,
 ) -> Summary:
-    """Run every round of a new run and return what it came to.
+    """Run every round of a new run and return its summary.
 
-    Give the settings as keywords, and what you leave out is fitted to the data as `bqsgd train` does it
-    (`Task.config`); or give a complete `config`.
+    Give the settings as keywords; those you leave out are fitted to the data, as `bqsgd train` does (`Task.config`).
+    Or give a complete `config`.
 
     >>> from torch import nn
     >>> share = np.eye(4, dtype=np.float32), np.arange(4)
@@ -502,7 +493,7 @@ def train(
 
 
 def named(config: Config) -> Config:
-    """The same settings with a name for the ledgers, drawn at random where there is none."""
+    """The same settings with a name for the ledgers, drawn at random if there is none."""
     return config if config.run.name is not None else config.but(run=f"run-{secrets.token_hex(8)}")
 
 
@@ -510,10 +501,10 @@ def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
     """The settings of the run in `folder`, and those of its named task (empty for your own task).
 
     Raises:
-        InvalidParameter: the folder holds no run.
+        InvalidParameter: the folder contains no run.
     """
     if not (folder / CONFIG).exists():
-        raise InvalidParameter(f"{folder} holds no run to resume: it has no {CONFIG}")
+        raise InvalidParameter(f"{folder} contains no run to resume: it has no {CONFIG}")
     tables = read_config(folder)
     data = tables.pop(_DATA, {})
     config = Config.from_dict(tables)

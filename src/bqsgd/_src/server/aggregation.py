@@ -1,9 +1,10 @@
-"""Aggregation rules: pure functions from the clients' decoded updates (n, d) to one update (d).
+"""Robust aggregation rules (pure functions from n updates to one), the weights of the mean, and what a liar can do.
 
-The mean weighs client i by p_i (paper Line 13). A client never decides its own weight: weights come from the operator,
-who knows the data (in a simulation) or has a list of sizes; without either, all weights are equal. The robust rules
-tolerate clients that send anything. They count each client once and need every single update, so they keep n updates in
-memory and cannot be used with secure sums. Every rule refuses NaN and infinity.
+The robust rules tolerate clients that send anything. They count each client once and need every single update, so the
+server keeps n updates in memory, and they cannot be used with secure sums. Every rule refuses NaN and infinity.
+
+The mean (paper Line 13, `codec.Accumulator`) weighs client i by p_i. A client never decides its own weight: weights
+come from the operator, who knows the data (in a simulation) or has a list of sizes; otherwise all weights are equal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.params import check_int, short_repr
 from bqsgd._src.planner.sums import SumPlan
-from bqsgd._src.settings.config import smallest_quorum
 from bqsgd._src.storage import read_toml
 
 _Array = npt.NDArray[np.float64]
@@ -30,21 +30,6 @@ def _checked(updates: npt.ArrayLike) -> _Array:
     if not bool(np.isfinite(array).all()):
         raise NonFiniteInput("an update holds NaN or infinity; refuse that client's frame before aggregating")
     return array
-
-
-def weighted_mean(updates: npt.ArrayLike, *, weights: Sequence[float] | None = None) -> _Array:
-    """sum_i p_i u_i with p_i = weights_i / sum(weights); equal weights when none are given.
-
-    >>> weighted_mean([[0.0], [4.0]], weights=[3, 1]).tolist()
-    [1.0]
-    """
-    array = _checked(updates)
-    if weights is None:
-        return np.asarray(array.mean(axis=0), dtype=np.float64)
-    p = np.asarray(weights, dtype=np.float64)
-    if p.shape != (len(array),) or not bool(np.isfinite(p).all()) or p.min() < 0 or p.sum() <= 0:
-        raise InvalidParameter(f"weights must be {len(array)} finite numbers >= 0, not all 0, got {list(weights)}")
-    return np.asarray((p / p.sum()) @ array, dtype=np.float64)
 
 
 def median(updates: npt.ArrayLike) -> _Array:
@@ -63,7 +48,7 @@ def trimmed_mean(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
     [2.0]
     """
     array = _checked(updates)
-    f = check_int("byzantine", byzantine, 0, 2**31)
+    f = byzantine
     if len(array) <= 2 * f:
         raise InvalidParameter(f"trimmed mean with byzantine={f} needs at least {2 * f + 1} updates, got {len(array)}")
     if f:
@@ -89,31 +74,23 @@ def _krum_scores(array: _Array, f: int) -> _Array:
 def krum(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
     """The update closest to its n - f - 2 nearest others; needs n >= 2 f + 3. The first wins a tie."""
     array = _checked(updates)
-    f = check_int("byzantine", byzantine, 0, 2**31)
-    return np.array(array[int(np.argmin(_krum_scores(array, f)))])
+    return np.array(array[int(np.argmin(_krum_scores(array, byzantine)))])
 
 
-def multi_krum(updates: npt.ArrayLike, *, byzantine: int, keep: int | None = None) -> _Array:
-    """Mean of the `keep` updates with the best Krum scores; keep is at most, and by default, n - f - 2."""
+def multi_krum(updates: npt.ArrayLike, *, byzantine: int) -> _Array:
+    """Mean of the n - f - 2 updates with the best Krum scores."""
     array = _checked(updates)
-    f = check_int("byzantine", byzantine, 0, 2**31)
-    scores = _krum_scores(array, f)
-    most = len(array) - f - 2
-    kept = most if keep is None else check_int("keep", keep, 1, most)
+    best = np.argsort(_krum_scores(array, byzantine), kind="stable")[: len(array) - byzantine - 2]
     # Sorted back into the clients' order, so that the sum's rounding does not depend on the scores.
-    return np.asarray(array[np.sort(np.argsort(scores, kind="stable")[:kept])].mean(axis=0), dtype=np.float64)
+    return np.asarray(array[np.sort(best)].mean(axis=0), dtype=np.float64)
 
 
-def aggregate(rule: str, updates: npt.ArrayLike, *, weights: Sequence[float] | None, byzantine: int) -> _Array:
-    """Apply the aggregation rule with this name; only the mean uses the weights."""
-    smallest_quorum(rule, byzantine=byzantine)
-    if rule == "mean":
-        return weighted_mean(updates, weights=weights)
+def aggregate(rule: str, updates: npt.ArrayLike, *, byzantine: int) -> _Array:
+    """Apply the robust rule with this name. The mean is a running sum over frames, `codec.Accumulator`."""
     if rule == "median":
         return median(updates)
-    if rule == "trimmed-mean":
-        return trimmed_mean(updates, byzantine=byzantine)
-    return (krum if rule == "krum" else multi_krum)(updates, byzantine=byzantine)
+    robust = {"trimmed-mean": trimmed_mean, "krum": krum, "multi-krum": multi_krum}
+    return robust[rule](updates, byzantine=check_int("byzantine", byzantine, 0, 2**31))
 
 
 _MAX_SAMPLES = 2**40
@@ -124,7 +101,7 @@ def read_sizes(path: str | Path) -> dict[int, int]:
     """Read the operator's list of sizes, a TOML file with the table [samples]: client -> number of samples.
 
     Raises:
-        InvalidParameter: the file is missing, or it is not a table of client numbers and sizes.
+        InvalidParameter: the file is missing, or does not hold one table of client numbers and sizes.
     """
     tables = read_toml(path, limit=_MAX_SIZES_BYTES, kind="list of sizes")
     listed = tables.get("samples")

@@ -41,10 +41,6 @@ class Cohorts:
         self.turns: Counter[int] = Counter()
         """Client -> how often it was asked."""
 
-    def count(self, asked: Iterable[int]) -> None:
-        """Count one turn of each of these clients."""
-        self.turns.update(asked)
-
     def draw(self, round: int, *, lost: Container[int] = ()) -> list[int]:
         """The clients to ask in `round`, most wanted first; fewer than a cohort, or none, when turns run out."""
         wanted = self.config.asked

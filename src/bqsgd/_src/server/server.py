@@ -45,7 +45,7 @@ class _OpenRound:
     opened: float
     asked: frozenset[int]
     bytes_models: int
-    """Of `bytes_down`: the models that were sent when the round was opened."""
+    """The part of `bytes_down` for the models that were sent when the round was opened."""
     bytes_down: int
     sum: Accumulator | None
     frames: dict[int, Frame] = field(default_factory=dict)
@@ -111,32 +111,32 @@ class Server:
         self.sums = sum_plan(config, dimension=self.dimension) if config.secure.on else None
         """The plan of the secure sums, if the run has them."""
         self.way_down = WayDown(self.model, bits=config.server.down_bits)
-        self.largest_code_count = self._largest_code_count()
+        self.range, self.mechanism = config.range, config.privacy.mechanism
+        # With more codes than any budget of the run allows, a client could send values without limit.
+        privacy = config.privacy
+        most_bits = max([privacy.bits, *(change.bits for change in privacy.budgets if change.bits is not None)])
+        self.largest_code_count = 1 << most_bits if self.mechanism is None else self.mechanism.code_count
         self._clock = clock
         self._open: _OpenRound | None = None
-
-    def _largest_code_count(self) -> int:
-        """The most codes that any budget of the run allows; with more, a client could send values without limit."""
-        privacy = self.config.privacy
-        if privacy.mechanism is not None:
-            return privacy.mechanism.code_count
-        return 1 << max([privacy.bits, *(change.bits for change in privacy.budgets if change.bits is not None)])
 
     @property
     def _largest_reach(self) -> float:
         """The largest |value| in units of the range that a frame of this run may contain."""
         return largest_reach((self.largest_code_count - 1).bit_length())
 
-    def _within_reach(self, mechanism: Mechanism) -> bool:
-        """Whether no code stands for a larger value than in a plan; coarsened, a few codes could cover any range."""
-        if mechanism.coarsening is None:
-            return True
-        return mechanism.reach <= self._largest_reach and mechanism.fine_code_count <= 1 << MAX_BITS
+    def _is_allowed(self, mechanism: Mechanism) -> bool:
+        """Whether a frame may have this mechanism: no more codes, and no code for a larger value, than a plan has."""
+        if mechanism.code_count > self.largest_code_count:
+            return False
+        # Coarsened, a few codes could cover any range.
+        return mechanism.coarsening is None or (
+            mechanism.reach <= self._largest_reach and mechanism.fine_code_count <= 1 << MAX_BITS
+        )
 
     @property
     def one_liar(self) -> str:
         """A sentence that says how far one lying client can move the aggregate."""
-        settings, fixed = self.config.server, self.config.privacy.mechanism
+        settings = self.config.server
         if self.sums is not None:
             return one_liar_in_sum(self.sums)
         order = sorted(self.weights.values())
@@ -146,7 +146,7 @@ class Server:
             weights=[*order[: together - 1], order[-1]],  # the worst cohort: the heaviest client and the lightest
             fewest_frames=settings.fewest_frames,
             byzantine=settings.byzantine,
-            reach=self._largest_reach if fixed is None else fixed.reach,
+            reach=self._largest_reach if self.mechanism is None else self.mechanism.reach,
         )
         return one_liar_words(moves, rule=settings.aggregation, clients=together, fewest_frames=settings.fewest_frames)
 
@@ -227,11 +227,10 @@ class Server:
         return answer
 
     def _check_and_add(self, current: _OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
-        encoder_range = self.config.range
-        checked = read_frame(frame, dimension=self.dimension, range=encoder_range, client=sender)
+        checked = read_frame(frame, dimension=self.dimension, range=self.range, client=sender)
         header = checked.header
         if header.client not in self.weights:
-            raise FrameError(f"client {header.client} is foreign to this run")
+            raise FrameError(f"client {header.client} does not belong to this run")
         if header.round != self.round:
             kind = "a replay or late" if header.round < self.round else "ahead"
             raise FrameError(f"a frame of round {header.round} in round {self.round}: {kind}")
@@ -239,19 +238,19 @@ class Server:
             raise FrameError(f"client {header.client} was not asked in round {self.round}")
         if header.client in current.headers:
             raise FrameError(f"a second frame of client {header.client} in round {self.round}")
-        if header.mechanism.code_count > self.largest_code_count or not self._within_reach(header.mechanism):
+        if not self._is_allowed(header.mechanism):
             raise FrameError(f"{header.mechanism} exceeds the {self.largest_code_count} codes that the budgets allow")
-        if self.config.privacy.mechanism is not None and header.mechanism != self.config.privacy.mechanism:
-            raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.config.privacy.mechanism}")
+        if self.mechanism is not None and header.mechanism != self.mechanism:
+            raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.mechanism}")
         limit = self.config.server.deadline_seconds
         arrived = self._clock() if arrived is None else arrived
         if limit is not None and arrived - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
         if current.sum is not None:
-            current.sum.add(checked, range=encoder_range, weight=self.weights[header.client])
+            current.sum.add(checked, range=self.range, weight=self.weights[header.client])
         else:
             # Decoded only to find errors: refuse the frame now, since one bad frame at the close would cost the round.
-            decode_frame(checked, range=encoder_range)
+            decode_frame(checked, range=self.range)
             # A copy of the payload: the engine may reuse its buffer before the round closes.
             current.frames[header.client] = Frame(header=header, payload=checked.payload.copy())
         return header
@@ -283,7 +282,7 @@ class Server:
     def _note(self, reply: Reply) -> ClientRecord:
         """Record why a client has sent no frame, unless something is recorded of it already."""
         if reply.client not in self.weights:
-            raise InvalidParameter(f"client {reply.client} is foreign to this run")
+            raise InvalidParameter(f"client {reply.client} does not belong to this run")
         status = Status.DECLINED if reply.declined else Status.MISSING
         reason = reply.reason or ("declined" if reply.declined else "no answer")
         record = ClientRecord(client=reply.client, status=status, reason=reason)
@@ -322,15 +321,16 @@ class Server:
         settings = self.config.server
         if current.total is not None and self.sums is not None:
             survivors = len(current.total.survivors)
-            gradient = self.sums.mean(current.total.lanes, survivors=survivors) * self.config.range
+            gradient = self.sums.mean(current.total.lanes, survivors=survivors) * self.range
         elif current.sum is not None:
             gradient = current.sum.mean()
         else:
-            order = sorted(current.frames)
-            encoder_range = self.config.range
-            updates = np.stack([decode_frame(current.frames[client], range=encoder_range) for client in order])
-            gradient = aggregate(settings.aggregation, updates, weights=None, byzantine=settings.byzantine)
-        variance = self._noise_variance(current)
+            # In the order of the clients: a rule's floating-point sum depends on the order.
+            frames = [current.frames[client] for client in sorted(current.frames)]
+            updates = np.stack([decode_frame(frame, range=self.range) for frame in frames])
+            gradient = aggregate(settings.aggregation, updates, byzantine=settings.byzantine)
+        needs_variance = self.least_squares is not None or settings.subtract_noise
+        variance = self._noise_variance(current) if needs_variance else 0.0
         if self.least_squares is not None:
             state, step = self.state, self.model - solve(self.least_squares, gradient, noise_variance=variance)
         else:
@@ -349,10 +349,10 @@ class Server:
     def _noise_variance(self, current: _OpenRound) -> float:
         """The variance of the noise in a coordinate of the mean; public. Uncoarsened: sum p_i^2 (R / s_i)^2 m_i / 4."""
         if current.total is not None and self.sums is not None:
-            return self.sums.variance(len(current.total.survivors)) * self.config.range**2
+            return self.sums.variance(len(current.total.survivors)) * self.range**2
         total = sum(self.weights[client] for client in current.headers)
         return sum(
-            (self.weights[client] / total * self.config.range / header.mechanism.levels) ** 2
+            (self.weights[client] / total * self.range / header.mechanism.levels) ** 2
             * variance_at_zero(header.mechanism)
             for client, header in sorted(current.headers.items())
         )
