@@ -10,11 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,7 +22,7 @@ from bqsgd._src.persample import program as programs
 from bqsgd._src.persample._kernels.vectors import LANES
 from bqsgd._src.persample.factors import SCRATCH_BYTES, Piece, factor_of, nodes_of
 from bqsgd._src.persample.program import Program, Whole, shape_of
-from bqsgd._src.persample.rules import Array, Leaf, NotLanes, rule_of
+from bqsgd._src.persample.rules import KEEP_LEAVES, READ_LEAVES, Array, Leaf, NotLanes, array_of, rule_of
 from bqsgd._src.runtime.generators import generators_kept
 
 FEWEST_LANES, MOST_LANES = 272, 4112
@@ -42,13 +42,13 @@ class LanesRoad:
         self._gradients, self.draws, self.assumes = program.gradients, program.draws, ""
         self._prelude = program.prelude()
         wanted = [node for gradient in program.gradients if gradient is not None for node in nodes_of(gradient)]
-        self._shared = len(program.shared)
         body = _decomposed(program.body(wanted))
         _check_sizes(program)
-        self._steps = _steps(body)
         largest = max((shape_of(node).numel() for node in wanted if node not in program.leaves), default=1)
         self._most = max(FEWEST_LANES, min(MOST_LANES, ENTRIES // max(1, largest)))
-        self._constants = {n: operator.attrgetter(str(n.target))(body) for n in body.graph.nodes if n.op == "get_attr"}
+        constants = [node for node in body.graph.nodes if node.op == "get_attr"]
+        self._constants = [_fixed(operator.attrgetter(str(node.target))(body)) for node in constants]
+        self._function = _in_rules(body, len(program.leaves), constants)
         shared, leaves = (
             [torch.zeros(shape_of(node), dtype=node.meta["val"].dtype) for node in nodes]
             for nodes in (program.shared, program.leaves)
@@ -79,55 +79,45 @@ class LanesRoad:
     def _run(self, shared: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Any]:
         samples = len(leaves[0])
         lanes = _lanes_for(samples)
-        inputs = iter([_fixed(tensor) for tensor in shared])
-        rows = iter([Leaf(leaf.detach().contiguous().flatten(1) if leaf.dim() > 1 else leaf[:, None].contiguous(),
-                          (1, *leaf.shape[1:]), lanes) for leaf in leaves])  # fmt: skip
-        slots: list[Any] = [None] * len(self._steps)
+        rows = [Leaf(leaf.detach().contiguous().flatten(1) if leaf.dim() > 1 else leaf[:, None].contiguous(),
+                     (1, *leaf.shape[1:]), lanes) for leaf in leaves]  # fmt: skip
         with np.errstate(all="ignore"):
-            for place, step in enumerate(self._steps):
-                if step.rule is not None:
-                    named = {name: _filled(value, slots) for name, value in step.named}
-                    slots[place] = step.rule(*[_filled(value, slots) for value in step.arguments], **named)
-                elif step.node.op == "placeholder":
-                    slots[place] = next(inputs) if place < self._shared else next(rows)
-                elif step.node.op == "get_attr":
-                    slots[place] = _fixed(self._constants[step.node])
-                else:
-                    return [_samples_first(value, samples, lanes) for value in _filled(step.arguments[0], slots)]
-                for used in step.last:
-                    slots[used] = None
-        raise AssertionError("a graph ends with its output")
+            values = self._function(*self._constants, *map(_fixed, shared), *rows)
+        return [_samples_first(value, samples, lanes) for value in values]
 
 
-class Slot(int):
-    """The number of the step whose value is meant."""
+def _in_rules(body: fx.GraphModule, leaves: int, constants: Sequence[fx.Node]) -> Callable[..., list[Any]]:
+    """(constants, shared values, leaves) -> outputs: the body with the rule of each operation in its place.
 
+    torch writes it as one Python function, which lets go of every value after its last use.
+    """
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in constants}
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    copies |= {node: graph.placeholder(node.name) for node in inputs}
+    as_given = set(inputs[len(inputs) - leaves :])  # nodes whose value may be a leaf
+    arrays: dict[fx.Node, fx.Node] = {}
 
-class Step(NamedTuple):
-    """One node, its rule (None for inputs, constants and the output), its arguments with slots in place of nodes, and
-    the steps whose values nobody reads after it."""
+    def array(node: fx.Node) -> fx.Node:
+        if node not in as_given:
+            return copies[node]
+        if node not in arrays:  # a leaf is spread over lanes once, however often it is read
+            arrays[node] = graph.call_function(array_of, (copies[node],))
+        return arrays[node]
 
-    node: fx.Node
-    rule: Callable[..., Any] | None
-    arguments: list[Any]
-    named: list[tuple[str, Any]]
-    last: list[Slot]
-
-
-def _steps(body: fx.GraphModule) -> list[Step]:
-    nodes, read = list(body.graph.nodes), set()
-    slots = {node: Slot(n) for n, node in enumerate(nodes)}
-    steps = []
-    for node in reversed(nodes):
-        last = [used for used in dict.fromkeys(node.all_input_nodes) if used not in read]
-        read.update(last)
-        rule = (rule_of(node.target) or operator.getitem) if node.op == "call_function" else None
-        arguments, named = (
-            _slotted(node.args, slots),
-            [(name, _slotted(each, slots)) for name, each in node.kwargs.items()],
-        )
-        steps.append(Step(node, rule, arguments, named, [slots[used] for used in last]))
-    return steps[::-1]
+    for node in body.graph.nodes:
+        if node.op == "output":
+            graph.output([copies[output] for output in node.args[0]])
+        elif node.op == "call_function":
+            reads_leaves = node.target in READ_LEAVES
+            arguments, named = (
+                fx.node.map_arg(argument, copies.__getitem__ if reads_leaves else array)
+                for argument in (node.args, node.kwargs)
+            )
+            copies[node] = graph.call_function(rule_of(node.target) or node.target, arguments, named)
+            if node.target in KEEP_LEAVES and node.args[0] in as_given:
+                as_given.add(node)
+    return fx.GraphModule(nn.Module(), graph).forward  # type: ignore[return-value]
 
 
 def _lanes_for(samples: int) -> int:
@@ -140,20 +130,6 @@ def _parts(samples: int, most: int) -> list[slice]:
     count = -(-samples // most)
     edges = [samples * n // count for n in range(count + 1)] if count else [0]
     return [slice(low, high) for low, high in pairwise(edges)]
-
-
-def _slotted(argument: Any, slots: dict[fx.Node, Slot]) -> Any:
-    """An argument of a node with slots in place of nodes, and lists in place of tuples."""
-    if isinstance(argument, fx.Node):
-        return slots[argument]
-    return [_slotted(each, slots) for each in argument] if isinstance(argument, (list, tuple)) else argument
-
-
-def _filled(argument: Any, slots: list[Any]) -> Any:
-    """The argument with values in place of slots."""
-    if type(argument) is Slot:
-        return slots[argument]
-    return [_filled(each, slots) for each in argument] if type(argument) is list else argument
 
 
 def _fixed(tensor: Tensor) -> Array:

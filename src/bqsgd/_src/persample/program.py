@@ -319,6 +319,31 @@ def extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequen
     return fx.GraphModule(module, graph)
 
 
+def side_by_side(module: fx.GraphModule, shared: int, samples: int) -> fx.GraphModule:
+    """A body for several samples: (shared, leaves of each sample) -> the outputs of each sample.
+
+    Every operation stays an operation on one sample and is called once for each of them before the next operation is.
+    So no operation sees two samples, and the weights it reads are still in the cache for the second one.
+    """
+    graph = fx.Graph()
+    copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(samples)]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+
+    common = {node: graph.placeholder(node.name) for node in placeholders[:shared]}
+    for number, own in enumerate(copies):
+        own.update(common)
+        own.update({node: graph.placeholder(f"{node.name}_of_{number}") for node in placeholders[shared:]})
+    outputs: list[fx.Node] = []
+    for node in module.graph.nodes:
+        for own in copies:
+            if node.op == "output":
+                outputs += [own[output] for output in node.args[0]]
+            elif node.op != "placeholder":
+                own[node] = graph.node_copy(node, own.__getitem__)
+    graph.output(outputs)
+    return fx.GraphModule(module, graph)
+
+
 _programs: WeakKeyDictionary[nn.Module, dict[object, Program | NotTraceable]] = WeakKeyDictionary()
 _MOST_PROGRAMS = 256
 """Programs kept for one model: a data set with more forms than this is traced again."""

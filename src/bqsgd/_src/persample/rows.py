@@ -10,16 +10,17 @@ rows; it is tried bit for bit on the running machine, and where it fails a pass 
 claim 8.
 
 A sample whose program is long fills the processor by itself: then a pass has one row, nothing is assumed of rows, and
-no row is ever empty. Passes of different samples run at the same time, in threads of ours on one core each.
+no row is ever empty. Such passes run side by side, each operation for a few samples in turn, so that weights are read
+from the cache; and in several threads of ours, on one core each.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def plan_chunks(count: int, numbers: Numbers | None, rows: int) -> list[Chunk]:
     edges = np.searchsorted(turn[by_turn], np.arange(int(turn.max(initial=-1)) + 2))
     return [
         Chunk(torch.from_numpy(row[order][by_turn[low:high]]), torch.from_numpy(order[by_turn[low:high]]))
-        for low, high in pairwise(edges)
+        for low, high in itertools.pairwise(edges)
     ]
 
 
@@ -124,9 +125,13 @@ class RowsRoad:
             shared = self._prelude(*whole.randomised())
         if self.rows > 1 and not self._runs_in_rows(program, whole, shared):
             self.rows = 1
+        # Samples that draw random numbers go one after another, in the order of the batch.
+        self._abreast = max(1, self._at_once // torch.get_num_threads()) if self.rows == 1 and not self.draws else 1
         if self.rows == 1:
             self._outputs = _outputs(program, rows=1)
-            self._pass = native(_body(program, self._outputs))
+            body = _body(program, self._outputs)
+            self._pass = native(body)
+            self._several = native(programs.side_by_side(body, len(program.shared), self._abreast))
             self._try(program, shared)
 
     def _try(self, program: Program, shared: Sequence[Tensor]) -> None:
@@ -195,12 +200,25 @@ class RowsRoad:
     ) -> list[list[Tensor] | None]:
         """The outputs of some passes; None of a pass that raised an error."""
         results: list[list[Tensor] | None] = [None] * len(chunks)
+        abreast = self._abreast
 
-        def run(place: int) -> None:
-            with suppress(Exception):
-                results[place] = self._values(*shared, *self._laid_out(leaves, chunks[place]))
+        def run(group: int) -> None:
+            places = range(len(chunks))[group * abreast : (group + 1) * abreast]
+            inputs = [self._laid_out(leaves, chunks[place]) for place in places]
+            if len(places) == abreast > 1:
+                with suppress(Exception), torch.no_grad():
+                    values = self._several(*shared, *itertools.chain(*inputs))
+                    each = len(values) // abreast
+                    results[places.start : places.stop] = [
+                        list(values[start : start + each]) for start in range(0, len(values), each)
+                    ]
+                    return
+            # Too few for a group, or one of them raised an error, which must cost that sample alone.
+            for place, tensors in zip(places, inputs, strict=True):
+                with suppress(Exception):
+                    results[place] = self._values(*shared, *tensors)
 
-        in_own_threads(run, len(chunks), in_order=self.draws)
+        in_own_threads(run, -(-len(chunks) // abreast), in_order=self.draws)
         return results
 
     def _one_by_one(

@@ -104,7 +104,8 @@ def _placed(error: Array, sizes: Sequence[int], dim: int, index: Any) -> Array:
 
 def _cat(parts: list[Array], dim: int = 0) -> Array:
     lanes = max(part.shape[-1] for part in parts)
-    return np.concatenate([np.broadcast_to(part, (*part.shape[:-1], lanes)) for part in parts], _axis(parts[0], dim))
+    spread = [part if part.shape[-1] == lanes else np.broadcast_to(part, (*part.shape[:-1], lanes)) for part in parts]
+    return np.concatenate(spread, _axis(parts[0], dim))
 
 
 def _pad(x: Array, sides: Sequence[int], value: float = 0) -> Array:
@@ -125,9 +126,12 @@ def _full(x: Array, sizes: Sequence[int] | None, value: float, dtype: Any = None
 # One IEEE operation an entry.
 
 
-def _ranked(*values: Array) -> list[Array]:
+def _ranked(*values: Array) -> Sequence[Array]:
     """Arrays with the same number of dimensions of a sample, so that broadcasting lines up; numbers stay numbers."""
-    most = max(value.ndim for value in values if isinstance(value, np.ndarray))
+    ranks = [value.ndim for value in values if isinstance(value, np.ndarray)]
+    most = max(ranks)
+    if most == min(ranks):
+        return values
     return [v.reshape((1,) * (most - v.ndim) + v.shape) if isinstance(v, np.ndarray) else v for v in values]
 
 
@@ -448,6 +452,8 @@ READ_LEAVES: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
 }
 """Rules that take a sample's tensor as it was given."""
+KEEP_LEAVES = (aten.view.default, aten._unsafe_view.default, aten.clone.default)
+"""Those that return it as it was given, too."""
 
 RULES: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: lambda x, *, dtype=None, **_: x if dtype is None else x.astype(_dtype(dtype)),
@@ -540,11 +546,11 @@ for _name, _function in {
     RULES |= dict.fromkeys((getattr(getattr(aten, _name), kind) for kind in ("Tensor", "Scalar")), _binary(_function))
 
 
+for _target, _rule in (READ_LEAVES | RULES).items():
+    if _rule.__name__ == "<lambda>":
+        _rule.__name__ = str(_target)  # the function that torch writes of a program calls its rules by their names
+
+
 def rule_of(target: Any) -> Callable[..., Any] | None:
     """What an operation does to lanes; None where there is no rule."""
-    if target in READ_LEAVES:
-        return READ_LEAVES[target]
-    if target not in RULES:
-        return None
-    function = RULES[target]
-    return lambda *arguments, **named: function(*map(array_of, arguments), **named)
+    return READ_LEAVES.get(target) or RULES.get(target)
