@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_processes import environment, finish, lines, processes
+from distributed_processes import environment, finish, lines, processes, run_ranks
 
 from bqsgd._src.cli.app import main
 from bqsgd._src.engines.engine import Setup
@@ -32,6 +32,7 @@ from bqsgd.distributed import join
 from fault_book import counts, seen, together
 
 RANKS, ROUNDS = 4, 250
+COMMAND_WORKER = Path(__file__).parent / "command_worker.py"
 SETTINGS = (
     *("--dataset", "digits", "--rounds", str(ROUNDS), "--batch-size", "32", "--levels", "17", "--trials", "220"),
     *("--epsilon", "1000", "--seed", "5", "--evaluate-every", "1000"),
@@ -113,18 +114,31 @@ def test_a_killed_rank_ends_the_job_with_a_checkpoint_and_resume_goes_on_to_the_
     assert [record["round"] for record in lines(folder / "rounds.jsonl")] == list(range(ROUNDS))
 
 
-@pytest.mark.parametrize(
-    ("more", "server"),
-    [
-        pytest.param((), {}, id="all, whole models"),
-        pytest.param(("--cohort", "1", "--force"), {"down_bits": 5}, id="cohort, changes", marks=pytest.mark.slow),
-    ],
-)
-def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys, more, server):
-    settings = [*SETTINGS, *settings_file(tmp_path, **server), "--rounds", "12", *more]
-    with processes([torchrun(*settings, "--out", str(tmp_path / "ranks"), ranks=2)]) as started:
+def under_torchrun(arguments):
+    with processes([torchrun(*arguments, ranks=2)]) as started:
         [(code, output)] = finish(started)
     assert code == 0, output
+
+
+def in_forks(arguments):
+    """The command on ranks that are forked, with the variables that torchrun sets."""
+    ended = run_ranks(None, list(arguments), script=COMMAND_WORKER, ranks=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+
+
+@pytest.mark.parametrize(
+    ("start", "more", "server"),
+    [
+        pytest.param(in_forks, (), {}, id="all, whole models, forks"),
+        pytest.param(under_torchrun, (), {}, id="all, whole models", marks=pytest.mark.slow),
+        pytest.param(
+            under_torchrun, ("--cohort", "1", "--force"), {"down_bits": 5}, id="cohort, changes", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_model_is_that_of_one_process_bit_for_bit(tmp_path, capsys, start, more, server):
+    settings = [*SETTINGS, *settings_file(tmp_path, **server), "--rounds", "12", *more]
+    start([*settings, "--out", str(tmp_path / "ranks")])
     assert main(["train", *settings, "--clients", "2", "--out", str(tmp_path / "one")]) == 0
     capsys.readouterr()
     several, one = (load_checkpoint(tmp_path / name) for name in ("ranks", "one"))

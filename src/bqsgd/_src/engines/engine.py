@@ -81,6 +81,7 @@ def check_known(asked: Iterable[int], clients: Container[int]) -> list[int]:
 
 def read_guarantee(text: str | bytes) -> Guarantee | None:
     """The guarantee that a client states, or None if the text is not one. The server cannot verify it."""
+    # The size first: a hostile client could send megabytes of brackets.
     try:
         return Guarantee.from_dict(json.loads(text)) if len(text) <= _MAX_JSON else None
     except (ValueError, RecursionError):  # InvalidParameter is a ValueError; deep nesting raises RecursionError

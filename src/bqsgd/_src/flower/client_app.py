@@ -60,6 +60,7 @@ class _Asked:
         self.memory: _Memory = context.state
         config, _, self._options = read_settings(context.run_config)
         self.node, self._make_task = Node.of(context.node_config), make_task
+        # The server chooses the name, and it becomes part of file names here.
         self.run, roster = check_name(field_of(message, "run", str)), field_of(message, "roster", str)
         self.refusal = self.node.refusal(config, run=self.run, roster=roster)
         self.config = config if self.refusal is not None else self.node.own_settings(config, run=self.run)
@@ -126,6 +127,7 @@ def _guarded(
     respond: Callable[[_Asked], RecordDict], make_task: MakeTask, message: Message, context: Context
 ) -> Message:
     try:
+        # As on every engine: the order of sums, and so the bits of a frame, depend on the number of threads.
         with one_thread():
             asked = _Asked(make_task, message, context)
             content = respond(asked) if asked.refusal is None else asked.declined(asked.refusal)
@@ -186,6 +188,7 @@ def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict
                     lambda: client.charge(0).release.mechanism.to_dict(),
                     lambda **plan: keep_plan(config, client.terms, Mechanism.from_dict(plan), client=node.client),
                 )
+        # A fresh process holds no model. Without this every message would have to be a whole model.
         record = memory.get(_HELD)
         client.held = None if record is None else read_model(record[MODEL].data, dimension=dimension_of(model))
         reply = client.answer(question)

@@ -101,6 +101,7 @@ class FlowerEngine(Engine):
             )
         if absent:
             logger.warning("starting without clients %s: they did not join within %.0f s", absent[:20], waited)
+        # Clients joined in any order, and a run must not depend on it.
         self.samples = dict(sorted(self.samples.items()))
         self._started = True
 
@@ -143,6 +144,7 @@ class FlowerEngine(Engine):
                 self._heard = max(self._heard, answer.arrived)
                 self._admit(answer, online=online)
                 continue
+            # The node that was asked decides whose reply this is: a node must not reply for another client.
             client = next((client for client, known in self.nodes.items() if known == node), None)
             if client is None:
                 logger.warning("node %d answered, but it is no longer a client of this run", node)
@@ -175,6 +177,7 @@ class FlowerEngine(Engine):
         self.refused.pop(node, None)
         if self.nodes.get(client) != node:  # a node that was asked twice answers twice
             self.nodes[client] = node
+            # A node that takes a client over does not change its samples: the weights depend on them.
             self.samples.setdefault(client, samples)
             logger.info("client %d joined on node %d; it counts as %d samples", client, node, samples)
 
@@ -188,6 +191,7 @@ class FlowerEngine(Engine):
                 f"client {client} has a model of {dimension} coordinates, the server has {self.setup.dimension}"
             )
         counted = self.setup.counted_samples(client, samples)
+        # Without this check, any node could take over a client that is at work.
         holder = self.nodes.get(client, node)
         if holder != node and holder in online:
             raise FrameError(f"client {client} is on node {holder} already")
@@ -202,6 +206,7 @@ class FlowerEngine(Engine):
         online = self.grid.get_node_ids()
         if online - set(self.nodes.values()):
             self._greet(seconds=_GREETING_SECONDS, lasting=_GREETING_SECONDS)
+        # The record of a round after which the model is evaluated shows the clients' epsilon.
         report = self.config.run.evaluated_after(round + 1)
         # One content per message object: many clients are sent the same model.
         contents = {

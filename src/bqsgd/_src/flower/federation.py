@@ -160,6 +160,7 @@ class LocalFederation:
     def register(self, names: Sequence[str]) -> list[Path]:
         """Make a node key per name and register it with the SuperLink; returns the private keys."""
         made = {name: make_node_key(self.folder / "keys", name=name) for name in names}
+        # All at once: each takes seconds to start.
         for name, (_, public) in made.items():
             self.processes.start(f"register-{name}", "flwr", "supernode", "register", str(public), _CONNECTION)
         for name in names:

@@ -43,6 +43,7 @@ def data_of(message: Message, *, kind: str) -> bytes:
     if record is None or list(record) != [kind]:
         raise FrameError(f"the message holds no {kind}")
     array = record[kind]
+    # The sender wrote all three, so the shape may disagree with the bytes.
     declared = (array.dtype, tuple(array.shape), array.stype)
     if declared != ("uint8", (len(array.data),), kind):
         raise FrameError(f"a {kind} is ('uint8', ({len(array.data)},), '{kind}'), got {one_line(str(declared))}")
@@ -101,6 +102,7 @@ class TrackedGrid:
             self.waiting |= {m.metadata.message_id: m.metadata for m in messages if m.metadata.message_id in sent}
         answers: list[Answer] = []
         while True:
+            # All that wait, not only these: late answers to earlier messages are fetched here too.
             for reply in self.grid.pull_messages(list(self.waiting)):
                 question = self.waiting.pop(reply.metadata.reply_to_message_id, None)
                 if question is not None:

@@ -98,6 +98,7 @@ class Processes:
             raise FlowerFailed(f"{command[0]} is not installed beside {sys.executable}: pip install 'bqsgd[flower]'")
         with self._log(name).open("ab") as stream:
             self._began[name] = stream.tell()
+            # A new session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
             self.running[name] = subprocess.Popen(
                 [program, *command[1:]],
                 stdout=stream,
@@ -193,6 +194,7 @@ class Processes:
             self.stop()
         finally:
             assert self._watchdog.stdin is not None
+            # The watchdog now scans once more, deletes the folders and ends.
             self._watchdog.stdin.close()
             self._watchdog.wait(60)
             for number, handler in self._handlers.items():
@@ -252,6 +254,7 @@ def _end_family(mark: str, known: Sequence[psutil.Process] = ()) -> None:
     while quiet < _QUIET_SCANS and time.monotonic() < end:
         left = _family(mark, sessions)
         quiet = 0 if left else quiet + 1
+        # psutil compares start times, so it does not kill a program that has got the id of an ended process.
         for process in (*left, *known):
             with suppress(psutil.Error):
                 process.kill()

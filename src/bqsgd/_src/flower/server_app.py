@@ -70,6 +70,7 @@ def _opened(task: Task, config: Config, service: Service, engine: MakeEngine) ->
     """A new run, or the run in the server's folder, if it has this name and these settings."""
     folder = service.folder
     if folder is None or not (folder / CONFIG).exists():
+        # Named first: the keys of a simulation are in a folder of the run's name.
         return Run.start(task, with_simulated_keys(named(config)), folder=folder, engine=engine, force=service.force)
     stored, _ = stored_settings(folder)
     name = stored.run.name

@@ -65,6 +65,8 @@ class Node:
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> Node:
         """Read the node configuration."""
+        # Only the operator of the node can write this configuration. A server cannot turn a real client, which has
+        # limits, into a simulated one, which has none.
         simulated = "client" not in node_config
         number = node_config.get("partition-id" if simulated else "client")
         if number is None:
@@ -86,6 +88,7 @@ class Node:
         refusal = self.limits.refusal(config, client=self.client)
         if refusal is not None or not config.secure.on:
             return refusal
+        # `SumSetup` and `SumClient` check the keys again. Here the server is told the reason, and no data are loaded.
         roster_file, identity_file = self._key_files(run=run)
         if roster_file is None or identity_file is None:
             return "the run has secure sums, and this node has no roster or no identity key (roster, identity)"

@@ -104,6 +104,7 @@ def joined_run(
         SettingsDiffer: the server runs with other settings, or resumes where this rank does not; nothing was sent.
         RunDeclined: the run is outside the limits; nothing was read or sent.
     """
+    # Before anything is read or made: the reason depends on settings and limits alone.
     limits = limits or NodeLimits.unlimited()
     refusal = limits.refusal(config, client=group.rank)
     if refusal is not None:
@@ -132,6 +133,7 @@ def joined_run(
         # The server waits for an answer from every rank. Without one it would wait until this process has ended.
         connection.send(MessageKind.REFUSAL, str(error).encode()[:500])
         raise
+    # Closing the ledger returns what was reserved and not sent, also when the server is lost.
     with client.spending.ledger or nullcontext():
         stated = None if client.terms.unit is Unit.CLIENT else client.public_size
         connection.send(MessageKind.ACCEPTED, reply_to_greeting(samples=stated))

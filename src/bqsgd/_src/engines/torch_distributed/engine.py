@@ -27,6 +27,8 @@ _log = logging.getLogger("bqsgd.engines.torch_distributed")
 _PATIENCE_SECONDS = 1800.0
 """How long a round waits for a rank that is connected and silent, if the settings have no deadline."""
 _REASON_BYTES = 500
+_Question = tuple[int, MessageKind, bytes | Tensor]
+"""(number, kind, body)"""
 
 
 def torch_distributed(group: RankGroup, *, limits: NodeLimits | None = None) -> MakeEngine:
@@ -68,8 +70,8 @@ def _greet(channels: Sequence[Channel], setup: Setup) -> dict[int, int]:
     return samples
 
 
-@dataclass(frozen=True, kw_only=True)
-class Received:
+@dataclass(frozen=True)
+class _Received:
     """One message from a rank, its bytes not yet checked; or the loss of the rank.
 
     asked: the number of the question that it answers.
@@ -79,47 +81,6 @@ class Received:
     asked: int
     message: Message | PeerLost
     arrived: float
-
-
-class RankConnection:
-    """The server's side of one rank: it sends one question at a time, and puts answers into the queue of all ranks.
-
-    A rank that is still at work gets no second question. When it is done it gets the latest one; earlier ones are
-    dropped.
-    """
-
-    def __init__(self, channel: Channel, received: queue.SimpleQueue[Received], *, most_bytes: int) -> None:
-        self.rank = channel.peer
-        self._channel, self._received, self._most_bytes = channel, received, most_bytes
-        self._questions: queue.SimpleQueue[tuple[int, MessageKind, bytes | Tensor] | None] = queue.SimpleQueue()
-        # A daemon: the thread may wait for a silent rank for ever, and must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"rank-{self.rank}", daemon=True)
-        self._thread.start()
-
-    def ask(self, number: int, kind: MessageKind, body: bytes | Tensor = b"") -> None:
-        """Send a question when the rank is free."""
-        self._questions.put((number, kind, body))
-
-    def stop(self, *, wait_seconds: float) -> None:
-        """Tell the rank that the run is over; after the wait, a rank that is still at work is left behind."""
-        self._questions.put(None)
-        self._thread.join(wait_seconds)
-
-    def _work(self) -> None:
-        number = -1
-        try:
-            while (question := self._questions.get()) is not None:
-                if not self._questions.empty():
-                    continue  # a later question has come meanwhile
-                number, kind, body = question
-                self._channel.send(kind, body)
-                self._put(number, self._channel.receive(most_bytes=self._most_bytes))
-            self._channel.send(MessageKind.STOP)
-        except PeerLost as error:
-            self._put(number, error)
-
-    def _put(self, number: int, message: Message | PeerLost) -> None:
-        self._received.put(Received(rank=self.rank, asked=number, message=message, arrived=time.monotonic()))
 
 
 class TorchDistributed(Engine):
@@ -150,15 +111,39 @@ class TorchDistributed(Engine):
         self.lost: dict[int, str] = {}
         """Rank -> why it is gone."""
         self._wait_seconds = _PATIENCE_SECONDS if deadline_seconds is None else deadline_seconds
-        self._received: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        self._connections = {
-            channel.peer: RankConnection(channel, self._received, most_bytes=max(most_bytes, MOST_BYTES))
-            for channel in channels
-        }
+        self._most_bytes = max(most_bytes, MOST_BYTES)
+        self._received: queue.SimpleQueue[_Received] = queue.SimpleQueue()
+        self._questions: dict[int, queue.SimpleQueue[_Question | None]] = {}
+        """Rank -> the questions that wait until the rank is free; None ends the run."""
+        self._threads: list[threading.Thread] = []
+        for channel in channels:
+            self._questions[channel.peer] = queue.SimpleQueue()
+            # Daemons: a thread may wait for a silent rank for ever, and must not keep the process alive.
+            thread = threading.Thread(target=self._carry, args=(channel,), name=f"rank-{channel.peer}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._asked = 0
         self._late: list[Reply] = []
         self._guarantees: dict[int, Guarantee | None] = {}
         self._closed = False
+
+    def _carry(self, channel: Channel) -> None:
+        """Send one question at a time to a rank, and put its answers into the queue of all ranks.
+
+        A rank that is still at work gets no second question. When it is done it gets the latest one.
+        """
+        questions, number = self._questions[channel.peer], -1
+        try:
+            while (question := questions.get()) is not None:
+                if not questions.empty():
+                    continue  # a later question has come meanwhile
+                number, kind, body = question
+                channel.send(kind, body)
+                message = channel.receive(most_bytes=self._most_bytes)
+                self._received.put(_Received(channel.peer, number, message, time.monotonic()))
+            channel.send(MessageKind.STOP)
+        except PeerLost as error:
+            self._received.put(_Received(channel.peer, number, error, time.monotonic()))
 
     def exchange(self, messages: Mapping[int, bytes], *, round: int, enough: int | None = None) -> Iterator[Reply]:
         """Send all messages at once and yield the replies in the order of ranks, each with the time when it came."""
@@ -189,9 +174,9 @@ class TorchDistributed(Engine):
     def _ask(self, kind: MessageKind, bodies: Mapping[int, bytes | Tensor]) -> set[int]:
         """Ask the ranks that are still connected, and return them. All get the same question number."""
         self._asked += 1
-        ready = {rank for rank in self._connections if rank in bodies and rank not in self.lost}
+        ready = {rank for rank in self._questions if rank in bodies and rank not in self.lost}
         for rank in ready:
-            self._connections[rank].ask(self._asked, kind, bodies[rank])
+            self._questions[rank].put((self._asked, kind, bodies[rank]))
         return ready
 
     def _next(self, until: float, waiting: set[int], replies: dict[int, Reply]) -> bool:
@@ -210,7 +195,7 @@ class TorchDistributed(Engine):
             self._late.append(reply)  # answers an earlier question: the server refuses it, and records why
         return True
 
-    def _read(self, received: Received) -> Reply | None:
+    def _read(self, received: _Received) -> Reply | None:
         """The client's reply; None for a guarantee, which is stored, and for a rank that is lost."""
         rank, message = received.rank, received.message
         if not isinstance(message, PeerLost):
@@ -231,7 +216,7 @@ class TorchDistributed(Engine):
         """Client -> what its ledger says it has spent; for a client that is gone or late, what it said last."""
         self._guarantees[SERVER] = self.client.spending.guarantee(delta=delta)
         if not self._closed:
-            waiting = self._ask(MessageKind.REPORT, dict.fromkeys(self._connections, struct.pack("<d", delta)))
+            waiting = self._ask(MessageKind.REPORT, dict.fromkeys(self._questions, struct.pack("<d", delta)))
             until = time.monotonic() + wait_seconds
             while waiting and self._next(until, waiting, {}):
                 pass
@@ -244,10 +229,11 @@ class TorchDistributed(Engine):
         if self._closed:
             return
         self._closed = True
-        until = time.monotonic() + wait_seconds  # for all ranks together, not for each
-        for rank, connection in self._connections.items():
-            if rank not in self.lost:
-                connection.stop(wait_seconds=max(0.0, until - time.monotonic()))
+        until = time.monotonic() + wait_seconds  # for all ranks together; those still at work then are left behind
+        for questions in self._questions.values():
+            questions.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
         if self.client.spending.ledger is not None:
             self.client.spending.ledger.close()
 

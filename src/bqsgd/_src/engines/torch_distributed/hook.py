@@ -193,6 +193,8 @@ class PrivateSteps:
                 "mechanism or range have changed since supply counted this step: nothing was sent; change them before "
                 "supply"
             )
+        # The trained parameters are released too, after the optimizer's step: a forward that writes what it saw into
+        # them would publish it. The first frame decides; the forward of this step is over by then.
         if not step.sent and not _same(step.trained, _tensors(self.model, trained=True)):
             raise InvalidParameter(
                 "the model has changed its parameters between supply and the backward, so the data that it saw would "
@@ -327,6 +329,7 @@ def bq_hook(state: BQHookState, bucket: GradBucket) -> torch.futures.Future[Tens
         if clipped != buffer.numel():
             raise InvalidParameter(f"the bucket holds {buffer.numel()} gradients, the clipped mean {clipped}")
         frame = state.private.frame(parameters, index, state, outlet, round=round)
+    # Now, not after the gathering: the step's frames exist, and a new `supply` may follow.
     if bucket.is_last():
         state.step += 1
         if state.private is not None:

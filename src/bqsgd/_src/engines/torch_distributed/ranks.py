@@ -87,6 +87,7 @@ class Channel:
         Raises:
             PeerLost: the connection is closed, or the bytes are not one of our messages.
         """
+        # Head and body separately: the length is checked before memory is allocated for the body.
         magic, number, length = _HEAD.unpack(self._bytes(_HEAD.size))
         if magic != _MAGIC or number not in set(MessageKind):
             raise PeerLost(f"rank {self.peer} sent something that is not a message of bqsgd")
@@ -191,6 +192,7 @@ def join(*, backend: str = "gloo", timeout_seconds: float = 300.0) -> Iterator[R
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    # Also after an error: other ranks see the connection close, instead of waiting for this one.
     try:
         yield RankGroup(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     finally:
