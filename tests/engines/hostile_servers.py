@@ -136,7 +136,7 @@ def data_sets():
 
 
 def few_data_sets():
-    """One of each sort, for the engines that cost more: usual, NaN, beyond all numbers, one for which the loss raises."""
+    """One of each sort, for the engines that cost more: usual, NaN, beyond all numbers, the loss raises."""
     found = data_sets()
     return {name: found[name] for name in ("ordinary", "one nan", "all largest", "a label beyond")}
 

@@ -84,7 +84,7 @@ def test_the_same_bytes_from_those_who_are_asked(task, settings, name):
         with closing(engine):
             found = asked(engine, {3: common, 1: common}, round=0), asked(engine, {0: other, 2: other}, round=0)
             found += (asked(engine, whole, round=1), asked(engine, {}, round=1))
-            with pytest.raises(InvalidParameter, match="client 4 is not part of this run"):
+            with pytest.raises(InvalidParameter, match="client 4 does not belong to this run"):
                 list(engine.exchange({4: common}, round=0))
         expected.append(found)
     assert expected[0] == expected[1]

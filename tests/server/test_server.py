@@ -187,7 +187,7 @@ def test_quorum_and_silence(make_server):
         ("declined", "the privacy budget is spent"),
         ("missing", "the process died"),
     ]
-    with pytest.raises(InvalidParameter, match="foreign"):
+    with pytest.raises(InvalidParameter, match="client 7 does not belong to this run"):
         server.open_round() and server.take(Reply.decline(7, "no"))
 
 

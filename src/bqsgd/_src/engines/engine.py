@@ -75,7 +75,7 @@ def check_known(asked: Iterable[int], clients: Container[int]) -> list[int]:
     numbers = sorted(asked)
     for number in numbers:
         if number not in clients:
-            raise InvalidParameter(f"client {number} is not part of this run")
+            raise InvalidParameter(f"client {number} does not belong to this run")
     return numbers
 
 

@@ -16,7 +16,7 @@ from bqsgd._src.client.client import Client
 from bqsgd._src.client.files import run_register
 from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.samples import Fetched
-from bqsgd._src.engines.engine import FEW, Engine, Setup, make_client
+from bqsgd._src.engines.engine import FEW, Engine, Setup, check_known, make_client
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Register
 from bqsgd._src.ledger.spending import ledger_guarantee
@@ -125,6 +125,7 @@ class InProcess(Engine):
         If fewer are enough, this asks the first of `messages` and then one more for each that sends nothing.
         """
         self._seconds = Counter()
+        check_known(messages, self.clients)
         left, frames = list(messages), 0
         wanted = len(left) if enough is None else enough
         while left and frames < wanted:

@@ -129,7 +129,7 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
     if fixed is not None:
         width = width_of(rule, fixed.levels, fixed.trials, window=window)
         return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width, window=window)
-    # Without a rate of the run, a client's rate depends on how many samples it holds. (Only Poisson batches have a rate.)
+    # Without a rate of the run, a client's rate depends on how many samples it has. (Only Poisson batches have a rate.)
     if privacy.unit == Unit.SAMPLE and privacy.scheme is not Scheme.NONE and privacy.rate is None:
         raise InvalidParameter(
             "all clients of a secure sum need one plan, so all must have one sampling rate: use Poisson batches and "

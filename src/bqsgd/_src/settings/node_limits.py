@@ -102,7 +102,7 @@ class NodeLimits:
         """
         known = {key_of(limit.name): limit.name for limit in fields(cls)}
         for key in node_config:
-            # 0.85 catches a missing, doubled or swapped letter; other keys of a node, such as `client`, are further away.
+            # 0.85 catches a missing, doubled or swapped letter; others, such as `client`, are further away.
             near = [] if key in known else get_close_matches(str(key), known, n=1, cutoff=0.85)
             if near:
                 raise InvalidParameter(f"{short_repr(key)} is not a limit of a node; did you mean {near[0]!r}?")
