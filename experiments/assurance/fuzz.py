@@ -407,7 +407,7 @@ def run_folders(folder: Path) -> Reader:
         history = read_history(folder)
         if shown:
             run_page(history)
-        return history.accuracy, history.saving, history.round_count, history.seconds, history.mechanism
+        return history.figures, history.bits_per_coordinate, history.mechanism
 
     return Reader(documents, case, read)
 

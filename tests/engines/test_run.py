@@ -197,7 +197,7 @@ def test_the_python_api_leaves_the_folder_of_the_command_line(task, settings, tm
     assert {path.name for path in tmp_path.iterdir()} == names
     history = read_history(tmp_path)
     assert history.summary == run.summary
-    assert history.round_count == 12
+    assert history.figures.rounds == 12
     assert Config.from_dict(tomllib.loads((tmp_path / "config.toml").read_text())) == run.config
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["guarantee"]["epsilon"] == records[-1].epsilon_max

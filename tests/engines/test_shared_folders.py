@@ -189,7 +189,7 @@ def test_a_full_disk_ends_a_run_with_a_documented_error_and_it_goes_on_later(tas
         list(run.rounds())
     assert run.summary.rounds == ROUNDS
     assert all(rounds >= ROUNDS for rounds in spent(folder).values())
-    assert read_run(folder).round_count == ROUNDS
+    assert read_run(folder).figures.rounds == ROUNDS
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_ranks_on_one_machine_listen_on_loopback_only(tmp_path):
 def test_an_empty_out_is_not_the_current_folder(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*command, "--out", ""]) == 2
-    assert "it is empty" in capsys.readouterr().err
+    assert "the path is empty" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

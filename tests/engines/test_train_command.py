@@ -160,7 +160,7 @@ def test_without_mnist_the_run_says_so_and_takes_digits(capsys, somewhere, monke
     arguments = [argument for argument in QUICK if argument not in ("--dataset", "digits")]
     assert main(["train", *arguments, "--out", "one", "--seed", "1"]) == 0
     error = capsys.readouterr().err
-    assert "no source of mnist answered" in error
+    assert "no source of mnist is available" in error
     assert "uses digits instead" in error
     assert 'dataset = "digits"' in (somewhere / "one/config.toml").read_text()
 

@@ -94,7 +94,7 @@ def test_bad_frames_are_reported_skipped_and_change_nothing(make_server, rule):
     bad = {
         "replay or late": frame_of(1, 0),
         "ahead": frame_of(1, 2),
-        "foreign": frame_of(9, 1),
+        "does not belong": frame_of(9, 1),
         "second frame": frame_of(0, 1, values=np.zeros(6)),
         "WrongDimension": frame_of(1, 1, dimension=7),
         "WrongParameters": frame_of(1, 1, range=0.4),

@@ -131,7 +131,7 @@ class Objective:
             while waiting:
                 samples = waiting.pop()
                 gradients = None
-                with errors_dropped("samples could not be differentiated"):
+                with errors_dropped():
                     numbers = None if self.packed else samples.numbers
                     gradients = self._clipped(samples.data, indices=numbers)
                 if gradients is not None:

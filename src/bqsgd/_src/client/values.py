@@ -35,7 +35,7 @@ def client_values(
 
     mean_loss: draws a batch and returns its mean loss with the model it is given, None for an empty batch.
     """
-    with errors_dropped("the local steps failed, and the update is zero"):
+    with errors_dropped():
         working = copy.deepcopy(model)
         received, parameters = to_vector(working), trainable(working)
         for _ in range(steps):

@@ -125,7 +125,7 @@ class InProcess(Engine):
         If fewer are enough, this asks the first of `messages` and then one more for each that sends nothing.
         """
         self._seconds = Counter()
-        check_known(messages, self.clients)
+        check_known(messages, self.samples)
         left, frames = list(messages), 0
         wanted = len(left) if enough is None else enough
         while left and frames < wanted:

@@ -24,18 +24,22 @@ class StopNow(KeyboardInterrupt):
 
 
 @contextmanager
-def errors_dropped(what_failed: str) -> Iterator[None]:
+def errors_dropped(logged_as: str = "") -> Iterator[None]:
     """Drop whatever the block raises, SystemExit and a record's own KeyboardInterrupt included.
 
-    For code that runs on private data after the spend: an error would tell a peer something about the data. The debug
-    log has the error, for this machine only. The user's second Ctrl-C (`StopNow`) is raised.
+    For code that runs on private data after the spend: an error would tell a peer something about the data. The user's
+    second Ctrl-C (`StopNow`) is raised.
+
+    logged_as: what failed, for the debug log of this machine. Leave it out where a server chooses the model that the
+    data meet: with many clients in one process, that server may read the log.
     """
     try:
         yield
     except StopNow:
         raise
     except BaseException:
-        _log.debug("%s (keep this line private)", what_failed, exc_info=True)
+        if logged_as:
+            _log.debug("%s (keep this line private)", logged_as, exc_info=True)
 
 
 class _Deferral:

@@ -25,6 +25,7 @@ from bqsgd._src.mechanism.coarsening import noise_to_signal, variance_at_zero
 from bqsgd._src.params import Mechanism
 from bqsgd._src.planner.recipe import range_for_noise
 from bqsgd._src.planner.search import shift_per_round
+from bqsgd._src.privacy.guarantee import rounded_up
 from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.settings.client_plan import client_terms, release_in, sum_plan
 from bqsgd._src.settings.config import Config
@@ -219,7 +220,7 @@ def _values(outlook: Outlook) -> dict[str, list[float | int]]:
     values: dict[str, list[float | int]] = {
         "batch_size": [min(held, round(batch * 1.5**step)) for step in _STEPS] if batch < held else [],
         "rounds": [max(1, round(rounds / 1.5**step)) for step in _STEPS] if rounds > 1 else [],
-        "epsilon": [float(f"{epsilon:.2g}") for epsilon in epsilons if epsilon <= _MOST_EPSILON],
+        "epsilon": [float(rounded_up(epsilon, 2)) for epsilon in epsilons if epsilon <= _MOST_EPSILON],
     }
     if config.privacy.unit == Unit.CLIENT:  # more clients, each with as many samples as now
         values["clients"] = [min(100_000, clients * 2**step) for step in _STEPS]
