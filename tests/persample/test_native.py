@@ -9,7 +9,7 @@ from torch import nn
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.native import native
-from bqsgd._src.persample.program import Form, Whole, program_of
+from bqsgd._src.persample.program import Form, Whole, program_of, side_by_side
 from bqsgd._src.runtime.threads import in_own_threads
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -85,6 +85,41 @@ def test_this_model_goes_in_passes_of_one_sample(case):
     road = road_of(model, LOSS, None, Form.of(batch), batch_size=24, packed=False)
     assert road.rows == 1
     assert road.assumes == ""
+
+
+def test_side_by_side_a_sample_that_raises_costs_itself_alone(case):
+    model, (inputs, targets) = case
+    torch.set_num_threads(1)  # all passes of one sample in groups of several
+    wrong = targets.clone()
+    wrong[[2, 3, 17]] = 9  # a label that the loss refuses
+    others = [n for n in range(len(inputs)) if n not in {2, 3, 17}]
+    told = clipped_gradients(model, LOSS, (inputs, wrong), indices=torch.arange(24), clip=L2(0.1), batch_size=24)
+    left_out = clipped_gradients(
+        model, LOSS, (inputs[others], targets[others]), indices=torch.tensor(others), clip=L2(0.1), batch_size=24
+    )
+    assert told.dropped == 3
+    assert torch.equal(told.mean, left_out.mean)
+    assert told.mean.norm() > 0
+
+
+def test_side_by_side_every_operation_is_called_for_one_sample_at_a_time(case):
+    model, batch = case
+    program = program_of(model, LOSS, None, Form.of(batch))
+    body = program.body([gradient.node for gradient in program.gradients if gradient is not None])
+    several = side_by_side(body, len(program.shared), 3)
+    once, often = ([node for node in module.graph.nodes if node.op == "call_function"] for module in (body, several))
+    assert len(often) == 3 * len(once)
+    for n, node in enumerate(often):
+        assert node.target is once[n // 3].target
+    # No operation reads values of two samples: everything before an output is of one sample, or shared.
+    inputs = {node: node.name.rpartition("_of_")[2] for node in several.graph.nodes if "_of_" in node.name}
+    samples = {}
+    for node in several.graph.nodes:
+        if node.op == "placeholder":
+            samples[node] = {inputs[node]} if node in inputs else set()
+        elif node.op == "call_function":
+            samples[node] = set().union(*(samples[read] for read in node.all_input_nodes if read in samples))
+            assert len(samples[node]) <= 1
 
 
 def test_a_graph_that_torch_cannot_run_by_itself_runs_in_python():
