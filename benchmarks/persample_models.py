@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from bqsgd._src.models import MLP, AlexNet28, LeNet5
+from bqsgd._src.models import build
 
 EVERY_CLIP = ("L2", "Scale", "Clamp", "Dual", "BatchMean")
 TWO_CLIPS = ("L2", "Dual")
@@ -189,10 +190,19 @@ class Case:
 MODELS: dict[str, Case] = {
     "Linear 3969-10": Case(lambda: nn.Linear(3969, 10), 2048, floats(3969)),
     "Linear 1280-10": Case(lambda: nn.Linear(1280, 10), 2048, floats(1280)),
-    "LeNet-5": Case(LeNet5, 256, floats(1, 28, 28)),
-    "AlexNet28": Case(AlexNet28, 32, floats(1, 28, 28)),
+    "LeNet-5": Case(partial(build, "lenet5", input_shape=(1, 28, 28), classes=10, seed=0), 256, floats(1, 28, 28)),
+    "AlexNet28": Case(partial(build, "alexnet28", input_shape=(1, 28, 28), classes=10, seed=0), 32, floats(1, 28, 28)),
     "MLP 784-2048-2048-10": Case(
-        lambda: MLP(input_shape=(1, 28, 28), hidden=(2048, 2048), activation="relu"), 256, floats(1, 28, 28)
+        lambda: nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 2048),
+            nn.ReLU(),
+            nn.Linear(2048, 2048),
+            nn.ReLU(),
+            nn.Linear(2048, 10),
+        ),
+        256,
+        floats(1, 28, 28),
     ),
     "Transformer": Case(
         Transformer,

@@ -19,7 +19,7 @@ def test_parameter_counts_for_28_by_28(name, parameters):
 
 
 def test_alexnet_has_five_convolutions_and_three_dense_layers():
-    layers = list(models.AlexNet28())
+    layers = list(models.build("alexnet28", input_shape=(1, 28, 28), classes=10, seed=0))
     assert sum(isinstance(layer, torch.nn.Conv2d) for layer in layers) == 5
     assert sum(isinstance(layer, torch.nn.Linear) for layer in layers) == 3
 
@@ -42,7 +42,7 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_generator_alone():
 
 
 def test_mlp_sizes_and_defaults():
-    assert size(models.MLP(input_shape=(1, 8, 8), hidden=(32, 16), classes=3)) == 64 * 32 + 32 + 32 * 16 + 16 + 51
+    assert size(models.build("mlp", input_shape=(1, 8, 8), classes=3, seed=0)) == 64 * 64 + 64 + 64 * 3 + 3
     assert models.default_for((1, 28, 28)) == "cnn"
     assert models.default_for((1, 8, 8)) == "mlp"
 
@@ -64,4 +64,4 @@ def test_misfits_are_refused_with_advice():
     with pytest.raises(InvalidParameter, match="one of"):
         models.build("resnet", input_shape=(1, 8, 8), classes=10, seed=0)
     with pytest.raises(InvalidParameter, match="activation"):
-        models.LeNet5(activation="gelu")
+        models.build("lenet5", input_shape=(1, 28, 28), classes=10, seed=0, activation="gelu")

@@ -15,7 +15,7 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.mechanism.properties import noise_density, noise_variance
 from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.paper.figures import COLOURS, blank_figure, draw_tradeoffs
-from bqsgd._src.paper.tradeoffs import Problem, curves_over_bits, curves_over_epsilon
+from bqsgd._src.paper.tradeoffs import Problem, trade_off_curves
 from bqsgd._src.params import Mechanism, check_positive
 
 _Array = npt.NDArray[np.float64]
@@ -68,9 +68,11 @@ def figure2(options: Options) -> dict[str, Any]:
 def tradeoffs(options: Options) -> dict[str, Any]:
     """Both families of curves, at the budgets of the published MNIST rows."""
     rows = [row for row in ROWS if row.setting is MNIST]
-    over_bits = curves_over_bits(PROBLEM, epsilons=sorted({row.epsilon for row in rows}), bits=range(6, 17))
+    over_bits = trade_off_curves(
+        PROBLEM, fixed="epsilon", epsilons=sorted({row.epsilon for row in rows}), bits=range(6, 17)
+    )
     grid = [float(value) for value in np.geomspace(0.5, 50, 41)]
-    over_epsilon = curves_over_epsilon(PROBLEM, epsilons=grid, bits=sorted({row.bits for row in rows}))
+    over_epsilon = trade_off_curves(PROBLEM, fixed="bits", epsilons=grid, bits=sorted({row.bits for row in rows}))
     for name, curves in zip(("fixed_epsilon", "fixed_bits"), (over_bits, over_epsilon), strict=True):
         draw_tradeoffs(curves, options.figures / f"tradeoffs_{name}.png", delta=MNIST.delta)
     return {

@@ -9,7 +9,7 @@ from bqsgd._src.client.least_squares import LeastSquares, message_dimension, obj
 from bqsgd._src.client.samples import Part
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.ledger import Ledger
-from bqsgd._src.models import Linear
+from bqsgd._src.models import build
 from bqsgd._src.persample.clips import L2
 from bqsgd._src.persample.moments import clipped_moments, moments_dimension
 from bqsgd._src.run import Run
@@ -34,7 +34,7 @@ def blobs(samples, seed):
 
 
 def model():
-    return Linear(input_shape=(FEATURES,), classes=CLASSES)
+    return build("linear", input_shape=(FEATURES,), classes=CLASSES, seed=0)
 
 
 def task(**changes):

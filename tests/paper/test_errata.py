@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from experiments.paper.published import FASHION_MNIST, MNIST, ROWS
-from experiments.paper.statements import fewest_bits, fewest_bits_as_printed, peak_probability_normal
+from experiments.paper.statements import convergence_bound, fewest_bits, fewest_bits_as_printed, peak_probability_normal
 
 from bqsgd._src.mechanism.coarsening import worst_squared_error
 from bqsgd._src.mechanism.properties import noise_variance
@@ -18,7 +18,7 @@ from bqsgd._src.paper.nominal import (
     theorem_1_epsilon,
     theorem_1_epsilon_in_text,
 )
-from bqsgd._src.paper.tradeoffs import Problem, convergence_bound
+from bqsgd._src.paper.tradeoffs import Problem
 from bqsgd._src.params import Mechanism
 
 

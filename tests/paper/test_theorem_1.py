@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from experiments.paper.statements import communication_bits, communication_saving_bits
+from experiments.paper.statements import communication_bits, communication_saving_bits, convergence_bound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.paper.nominal import NominalSetting
-from bqsgd._src.paper.tradeoffs import Problem, convergence_bound
+from bqsgd._src.paper.tradeoffs import Problem
 from bqsgd._src.params import Mechanism
 
 PROBLEM = Problem(

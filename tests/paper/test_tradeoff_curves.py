@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 from experiments.paper.published import MNIST
+from experiments.paper.statements import convergence_bound
 
-from bqsgd._src.paper.tradeoffs import Problem, curves_over_bits, curves_over_epsilon, variance_on_constraint
+from bqsgd._src.paper.tradeoffs import Problem, trade_off_curves
+from bqsgd._src.params import Mechanism
 
 PROBLEM = Problem(
     setting=MNIST.nominal,
@@ -20,7 +22,7 @@ PROBLEM = Problem(
 
 
 def test_more_bits_at_fixed_privacy_never_hurt_and_raise_both_parameters():
-    (curve,) = curves_over_bits(PROBLEM, epsilons=[3.44], bits=range(8, 17))
+    (curve,) = trade_off_curves(PROBLEM, fixed="epsilon", epsilons=[3.44], bits=range(8, 17))
     points = curve.points
     assert [p.bits for p in points] == list(range(8, 17))
     for before, after in itertools.pairwise(points):
@@ -31,7 +33,7 @@ def test_more_bits_at_fixed_privacy_never_hurt_and_raise_both_parameters():
 
 
 def test_more_privacy_at_fixed_bits_costs_error():
-    (curve,) = curves_over_epsilon(PROBLEM, epsilons=[2.0, 4.0, 8.0, 16.0], bits=[8])
+    (curve,) = trade_off_curves(PROBLEM, fixed="bits", epsilons=[2.0, 4.0, 8.0, 16.0], bits=[8])
     variances = [p.variance for p in curve.points]
     assert variances == sorted(variances, reverse=True)
     levels = [p.levels_real for p in curve.points]
@@ -40,7 +42,7 @@ def test_more_privacy_at_fixed_bits_costs_error():
 
 
 def test_points_hold_the_strict_plan_and_the_floor():
-    (curve,) = curves_over_bits(PROBLEM, epsilons=[3.45], bits=[8])
+    (curve,) = trade_off_curves(PROBLEM, fixed="epsilon", epsilons=[3.45], bits=[8])
     (point,) = curve.points
     assert (point.levels, point.trials) == (2, 251)
     assert point.nominal_epsilon <= 3.45
@@ -49,16 +51,22 @@ def test_points_hold_the_strict_plan_and_the_floor():
     assert point.quantisation_error == pytest.approx(61706 * 0.0015**2 * point.variance)
 
 
+def test_the_bound_of_a_point_is_theorem_1_for_equal_clients():
+    (curve,) = trade_off_curves(PROBLEM, fixed="epsilon", epsilons=[3.45], bits=[8])
+    (point,) = curve.points
+    whole = convergence_bound(PROBLEM, [(0.25, Mechanism(levels=2, trials=251))] * 4)
+    assert (point.sgd_error, point.bound) == (pytest.approx(whole.sgd_error), pytest.approx(whole.total))
+
+
 def test_eq_22_is_v_of_the_real_optimum():
-    (curve,) = curves_over_bits(PROBLEM, epsilons=[8.72], bits=[12])
+    (curve,) = trade_off_curves(PROBLEM, fixed="epsilon", epsilons=[8.72], bits=[12])
     point = curve.points[0]
     direct = point.trials_real / (4 * point.levels_real**2) + 1 / (6 * point.levels_real**2)
-    assert variance_on_constraint(8.72, point.levels_real, MNIST.nominal) == pytest.approx(direct)
     assert point.variance_real == pytest.approx(direct)
 
 
 def test_an_infeasible_budget_is_a_gap_not_a_number():
-    (curve,) = curves_over_epsilon(PROBLEM, epsilons=[1.0, 3.44], bits=[8])
+    (curve,) = trade_off_curves(PROBLEM, fixed="bits", epsilons=[1.0, 3.44], bits=[8])
     gap, point = curve.points
     assert gap.levels is gap.variance is gap.bound is None
     assert point.levels is not None

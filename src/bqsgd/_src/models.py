@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,169 +19,130 @@ from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.params import check_int
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+"""tanh is bounded and copes with noise; ReLU is there for comparison."""
+_Layers = list[nn.Module]
 
 
-class _Network(nn.Sequential):
-    """Layers in order, with an activation after every convolution and every dense layer but the last layer.
-
-    tanh is bounded and copes with noise; ReLU is there for comparison.
-    """
-
-    def __init__(self, activation: str, *layers: nn.Module) -> None:
-        if activation not in _ACTIVATIONS:
-            raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-        placed: list[nn.Module] = []
-        for layer in layers:
-            placed.append(layer)
-            if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer is not layers[-1]:
-                placed.append(_ACTIVATIONS[activation]())
-        super().__init__(*placed)
+def _lenet5(input_shape: tuple[int, ...], classes: int) -> _Layers:
+    """LeNet-5: two convolutions, three dense layers, 61,706 parameters with ten classes."""
+    return [
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.Linear(120, 84),
+        nn.Linear(84, classes),
+    ]
 
 
-class LeNet5(_Network):
-    """LeNet-5 for (1, 28, 28) inputs: two convolutions, three dense layers, 61,706 parameters with ten classes."""
-
-    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
-        super().__init__(
-            activation,
-            nn.Conv2d(1, 6, 5, padding=2),
-            nn.AvgPool2d(2),
-            nn.Conv2d(6, 16, 5),
-            nn.AvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(400, 120),
-            nn.Linear(120, 84),
-            nn.Linear(84, classes),
-        )
-
-
-class TanhCNN(_Network):
-    """The small CNN of DP-SGD tutorials for (1, 28, 28) inputs: 26,010 parameters with ten classes.
+def _cnn(input_shape: tuple[int, ...], classes: int) -> _Layers:
+    """The small CNN of DP-SGD tutorials: 26,010 parameters with ten classes.
 
     Two strided convolutions with overlapping max-pooling and one hidden layer of 32.
     """
-
-    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
-        super().__init__(
-            activation,
-            nn.Conv2d(1, 16, 8, stride=2, padding=3),
-            nn.MaxPool2d(2, stride=1),
-            nn.Conv2d(16, 32, 4, stride=2),
-            nn.MaxPool2d(2, stride=1),
-            nn.Flatten(),
-            nn.Linear(512, 32),
-            nn.Linear(32, classes),
-        )
+    return [
+        nn.Conv2d(1, 16, 8, stride=2, padding=3),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Linear(32, classes),
+    ]
 
 
-class MLP(_Network):
-    """Dense layers of the given widths over the flattened input."""
-
-    def __init__(
-        self,
-        *,
-        input_shape: tuple[int, ...],
-        classes: int = 10,
-        hidden: tuple[int, ...] = (64,),
-        activation: str = "tanh",
-    ) -> None:
-        widths = [math.prod(input_shape), *hidden]
-        for width in widths:
-            check_int("width", width, 1, 2**31)
-        dense = (nn.Linear(before, after) for before, after in pairwise([*widths, classes]))
-        super().__init__(activation, nn.Flatten(), *dense)
-
-
-class Linear(nn.Sequential):
-    """One dense layer over the flattened input, with weights of zero at first.
-
-    The loss is convex, so there is no symmetry to break, and random weights would only be noise to unlearn. It has
-    39,700 parameters for scattering features of 28 x 28 images.
-    """
-
-    def __init__(self, *, input_shape: tuple[int, ...], classes: int = 10) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(check_int("width", math.prod(input_shape), 1, 2**31), classes))
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-
-
-class Pooled(nn.Sequential):
-    """One dense layer over the means of 3 x 3 regions of every channel, with weights of zero at first.
-
-    It has 7,300 parameters for scattering features and ten classes. Fewer coordinates carry less noise in total, which
-    matters most for user-level privacy.
-    """
-
-    def __init__(self, *, input_shape: tuple[int, ...], classes: int = 10) -> None:
-        if len(input_shape) != 3:
-            raise InvalidParameter(
-                f"model pooled takes images, (channels, height, width); the data have shape {input_shape}"
-            )
-        super().__init__(nn.AdaptiveAvgPool2d(3), *Linear(input_shape=(input_shape[0], 3, 3), classes=classes))
-
-
-class AlexNet28(_Network):
-    """AlexNet's five convolutions and three dense layers, narrowed for (1, 28, 28): 1,158,010 parameters, ten classes.
+def _alexnet28(input_shape: tuple[int, ...], classes: int) -> _Layers:
+    """AlexNet's five convolutions and three dense layers, narrowed: 1,158,010 parameters with ten classes.
 
     With these widths a round of 4 x 32 samples with per-sample clipping takes a few tenths of a second on two cores.
     The paper does not say how it adapted AlexNet to 28 x 28 images. There is no dropout and no response normalisation.
     """
+    return [
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.Conv2d(64, 48, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(432, 832),
+        nn.Linear(832, 832),
+        nn.Linear(832, classes),
+    ]
 
-    def __init__(self, *, classes: int = 10, activation: str = "tanh") -> None:
-        super().__init__(
-            activation,
-            nn.Conv2d(1, 16, 5, padding=2),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 5, padding=2),
-            nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.Conv2d(64, 64, 3, padding=1),
-            nn.Conv2d(64, 48, 3, padding=1),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(432, 832),
-            nn.Linear(832, 832),
-            nn.Linear(832, classes),
+
+def _mlp(input_shape: tuple[int, ...], classes: int) -> _Layers:
+    """One hidden layer of 64 over the flattened input."""
+    return [nn.Flatten(), nn.Linear(math.prod(input_shape), 64), nn.Linear(64, classes)]
+
+
+def _linear(input_shape: tuple[int, ...], classes: int) -> _Layers:
+    """One dense layer over the flattened input: 39,700 parameters for scattering features of 28 x 28 images."""
+    return [nn.Flatten(), nn.Linear(math.prod(input_shape), classes)]
+
+
+def _pooled(input_shape: tuple[int, ...], classes: int) -> _Layers:
+    """One dense layer over the means of 3 x 3 regions of every channel.
+
+    It has 7,300 parameters for scattering features and ten classes. Fewer coordinates carry less noise in total, which
+    matters most for user-level privacy.
+    """
+    if len(input_shape) != 3:
+        raise InvalidParameter(
+            f"model pooled takes images, (channels, height, width); the data have shape {input_shape}"
         )
+    return [nn.AdaptiveAvgPool2d(3), *_linear((input_shape[0], 3, 3), classes)]
 
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {
-    "lenet5": LeNet5,
-    "cnn": TanhCNN,
-    "alexnet28": AlexNet28,
-    "mlp": MLP,
-    "linear": Linear,
-    "pooled": Pooled,
+_MODELS: dict[str, Callable[[tuple[int, ...], int], _Layers]] = {
+    "lenet5": _lenet5,
+    "cnn": _cnn,
+    "alexnet28": _alexnet28,
+    "mlp": _mlp,
+    "linear": _linear,
+    "pooled": _pooled,
 }
-_INPUT_SHAPES = dict.fromkeys(("lenet5", "cnn", "alexnet28"), (1, 28, 28))
-"""The models that take inputs of one shape only; the others adapt to the data."""
+_FOR_28_BY_28 = ("lenet5", "cnn", "alexnet28")
+"""The models for inputs of shape (1, 28, 28); the others adapt to the data."""
 
 
 def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, activation: str = "tanh") -> nn.Module:
     """Make the model `name` for these inputs, with PyTorch's default initialisation drawn from `seed`.
 
-    Every client receives the initial model, so it is public and its seed does not affect the privacy claim. The state
-    of torch's global generator does not change.
+    An activation follows every convolution and every dense layer but the last. Every client receives the initial model,
+    so it is public and its seed does not affect the privacy claim. The state of torch's global generator does not
+    change.
     """
     check_int("classes", classes, 2, 2**20)
     check_int("seed", seed, 0, 2**63 - 1)
+    check_int("width", math.prod(input_shape), 1, 2**31)
     if name not in _MODELS:
         raise InvalidParameter(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
-    options: dict[str, Any] = {"classes": classes}
-    if name not in _INPUT_SHAPES:
-        options["input_shape"] = input_shape
-    elif input_shape != _INPUT_SHAPES[name]:
+    if activation not in _ACTIVATIONS:
+        raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    if name in _FOR_28_BY_28 and input_shape != (1, 28, 28):
         raise InvalidParameter(
-            f"model {name} takes inputs of shape {_INPUT_SHAPES[name]}, but the data have shape {input_shape}; "
-            "try mlp or linear"
+            f"model {name} takes inputs of shape (1, 28, 28), but the data have shape {input_shape}; try mlp or linear"
         )
-    if name not in ("linear", "pooled"):
-        options["activation"] = activation
-    # The models draw from torch's global generator; fork_rng puts its state back, so that a user's own draws do not
+    # The layers draw from torch's global generator; fork_rng puts its state back, so that a user's own draws do not
     # depend on whether a model was built.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _MODELS[name](**options)
+        layers = _MODELS[name](input_shape, classes)
+    model = nn.Sequential()
+    for layer in layers:
+        model.append(layer)
+        if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer is not layers[-1]:
+            model.append(_ACTIVATIONS[activation]())
+    if name in ("linear", "pooled"):
+        # Their loss is convex, so there is no symmetry to break, and random weights would only be noise to unlearn.
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    return model
 
 
 def default_for(input_shape: tuple[int, ...], *, features: str = "none") -> str:

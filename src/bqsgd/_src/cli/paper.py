@@ -162,7 +162,7 @@ def paper_tradeoffs(
 
     from bqsgd._src.paper.figures import draw_tradeoffs
     from bqsgd._src.paper.nominal import NominalSetting
-    from bqsgd._src.paper.tradeoffs import Point, Problem, curves_over_bits, curves_over_epsilon
+    from bqsgd._src.paper.tradeoffs import Point, Problem, trade_off_curves
 
     problem = Problem(
         setting=NominalSetting(
@@ -179,12 +179,11 @@ def paper_tradeoffs(
     low_bits, high_bits = _numbers("bits-range", bits_range, int, ends=True)
     low, high = _numbers("epsilon-range", epsilon_range, float, ends=True)
     families = {
-        "fixed_epsilon": curves_over_bits(
-            problem, epsilons=_numbers("epsilons", epsilons, float), bits=range(low_bits, high_bits + 1)
-        ),
-        "fixed_bits": curves_over_epsilon(
-            problem, epsilons=np.geomspace(low, high, 41).tolist(), bits=_numbers("fixed-bits", fixed_bits, int)
-        ),
+        f"fixed_{fixed}": trade_off_curves(problem, fixed=fixed, epsilons=held_epsilons, bits=held_bits)
+        for fixed, held_epsilons, held_bits in (
+            ("epsilon", _numbers("epsilons", epsilons, float), range(low_bits, high_bits + 1)),
+            ("bits", np.geomspace(low, high, 41).tolist(), _numbers("fixed-bits", fixed_bits, int)),
+        )
     }
     out.mkdir(parents=True, exist_ok=True)
     columns = ["fixed", "value", *(field.name for field in fields(Point))]
