@@ -5,7 +5,7 @@ import torch
 
 from bqsgd import data
 from bqsgd._src import models
-from bqsgd._src.data.shares import partition
+from bqsgd._src.data.shares import rows_by_client
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 
@@ -29,7 +29,7 @@ BASE = {
 def task():
     """Digits and the MLP."""
     digits = data.load("digits")
-    shares = partition(digits.train, 4, seed=0)
+    shares = [digits.train.take(rows) for rows in rows_by_client(digits.train.labels, 4, seed=0)]
     return Task(
         make_model=lambda: models.build("mlp", input_shape=(1, 8, 8), classes=10, seed=0),
         shares=[(share.inputs, share.labels) for share in shares],

@@ -77,7 +77,9 @@ def coefficients(dataset: str, *, differences: bool, mirrored: bool = False) -> 
     transform = transform_for(height, width)
     kept = torch.empty(count, 81 * channels, height // 4, width // 4, dtype=torch.float16)
     for row in range(count):
-        kept[row] = (64 * transform(torch.from_numpy(images[row]))).reshape(kept.shape[1:])
+        kept[row] = (64 * transform.coefficients(transform.padded(torch.from_numpy(images[row])))).reshape(
+            kept.shape[1:]
+        )
     return kept
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from bqsgd._src.data.shares import partition
+from bqsgd._src.data.shares import rows_by_client
 from bqsgd._src.models import build
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.named import NamedTask
@@ -18,7 +18,8 @@ def padded_digits(named: NamedTask, config: Config) -> Task:
     """The task for `config` with digits for images: every layer and every frame has its real size."""
     digits = load("digits")
     grown = {name: _grow(getattr(digits, name).inputs) for name in ("train", "test")}
-    shares = partition(replace(digits.train, inputs=grown["train"]), config.clients.count, seed=named.init_seed)
+    train = replace(digits.train, inputs=grown["train"])
+    shares = [train.take(rows) for rows in rows_by_client(train.labels, config.clients.count, seed=named.init_seed)]
     model = named.model or "lenet5"
     return Task(
         make_model=lambda: build(model, input_shape=(1, 28, 28), classes=10, seed=named.init_seed),

@@ -19,7 +19,7 @@ import numpy as np
 
 from bqsgd import data
 from bqsgd._src import models
-from bqsgd._src.data.shares import partition
+from bqsgd._src.data.shares import rows_by_client
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
@@ -58,7 +58,8 @@ def _divided(kind: float | str | None, seed: int) -> list[Any]:
         rows = np.split(rng.permutation(len(train)), cuts)
         return [(train.inputs[some], train.labels[some]) for some in rows]
     concentration = None if kind is None else float(kind)
-    split = partition(train, CLIENTS, seed=seed, concentration=concentration, smallest=2)
+    rows = rows_by_client(train.labels, CLIENTS, seed=seed, concentration=concentration, smallest=2)
+    split = [train.take(share) for share in rows]
     return [(share.inputs, share.labels) for share in split]
 
 

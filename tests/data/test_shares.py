@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bqsgd import data
 from bqsgd._src.data.dataset import Split
-from bqsgd._src.data.shares import dirichlet, iid, partition
+from bqsgd._src.data.shares import dirichlet, iid, rows_by_client
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
 
@@ -47,13 +47,17 @@ def test_impossible_dirichlet_says_what_to_do():
         dirichlet(labels, 20, concentration=0.001, rng=np.random.default_rng(0), smallest=2)
 
 
+def shares_of(split, *, seed):
+    return [split.take(rows) for rows in rows_by_client(split.labels, 4, seed=seed)]
+
+
 def test_partition_by_seed_holds_the_same_samples():
     digits = data.load("digits")
-    first, again = (partition(digits.train, 4, seed=3) for _ in range(2))
+    first, again = (shares_of(digits.train, seed=3) for _ in range(2))
     assert sum(map(len, first)) == len(digits.train) == 1437
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a.inputs, b.inputs)
-    other = partition(digits.train, 4, seed=4)
+    other = shares_of(digits.train, seed=4)
     assert not np.array_equal(first[0].labels, other[0].labels)
 
 

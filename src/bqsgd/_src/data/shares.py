@@ -52,21 +52,14 @@ def dirichlet(
     )
 
 
-def partition(
-    split: Split, clients: int, *, seed: int, concentration: float | None = None, smallest: int = 1
-) -> list[Split]:
-    """Divide `split` among clients: IID, or by Dirichlet when a concentration is given.
+def rows_by_client(
+    labels: npt.NDArray[np.int64], clients: int, *, seed: int, concentration: float | None = None, smallest: int = 1
+) -> list[_Rows]:
+    """The rows of each client: IID, or by Dirichlet when a concentration is given.
 
     `seed` decides only which client holds which sample. It plays no part in noise or batches, so a fixed seed does not
     affect the privacy claim.
     """
-    rows = _rows(split.labels, clients, seed=seed, concentration=concentration, smallest=smallest)
-    return [split.take(share) for share in rows]
-
-
-def _rows(
-    labels: npt.NDArray[np.int64], clients: int, *, seed: int, concentration: float | None, smallest: int = 1
-) -> list[_Rows]:
     rng = np.random.default_rng(check_int("seed", seed, 0, 2**63 - 1))
     if concentration is None:
         return iid(len(labels), clients, rng=rng)
@@ -107,7 +100,7 @@ def load_shares(
     if client is not None:
         check_int("client", client, 0, clients - 1)
     dataset = load(name, folder=folder)
-    rows = _rows(dataset.train.labels, clients, seed=seed, concentration=concentration)
+    rows = rows_by_client(dataset.train.labels, clients, seed=seed, concentration=concentration)
     if client is None:
         train = whole_features(features, "train", of=dataset, threads=threads)
         shares = [train.take(share) for share in rows]
