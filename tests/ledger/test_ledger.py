@@ -294,7 +294,7 @@ def test_a_failed_write_is_not_taken_for_a_spend(path: Path) -> None:
     ledger.headroom(RELEASE)
     blocker = sqlite3.connect(path)
     blocker.execute("BEGIN IMMEDIATE")
-    ledger._book.file.connection.execute("PRAGMA busy_timeout = 50")
+    ledger._file.connection.execute("PRAGMA busy_timeout = 50")
     with pytest.raises(LedgerError, match="nothing was recorded"):
         ledger.spend(RELEASE, run="a", round=0, seeded=False)
     blocker.rollback()
@@ -331,11 +331,11 @@ def test_threads_share_one_ledger(path: Path) -> None:
 def test_a_ledger_does_not_survive_a_fork(path: Path) -> None:
     with open_ledger(path) as ledger:
         ledger.reserve(RELEASE, run="a", first_round=0, rounds=2, seeded=False)
-        ledger._book.file._pid += 1  # what a forked child sees
+        ledger._file._pid += 1  # what a forked child sees
         with pytest.raises(LedgerError, match="fork"):
             ledger.spend(RELEASE, run="a", round=0, seeded=False)
         ledger.close()  # gives nothing back: the rounds are the parent's
-        ledger._book.file._pid -= 1
+        ledger._file._pid -= 1
         assert ledger.spent_rounds == 2
 
 
@@ -351,9 +351,9 @@ def test_the_dictionary_is_json_and_complete(path: Path) -> None:
 
 def test_an_entry_that_cannot_be_read_stops_the_ledger_for_good(path: Path) -> None:
     with open_ledger(path) as other, open_ledger(path) as ledger:
-        file = other._book.file
+        file = other._file
         with file.exclusive():
-            file.append(3, other._book._end, ['{"kind":"of a later version"}'])
+            file.append(3, other._end, ['{"kind":"of a later version"}'])
         for _ in range(2):  # once the error was raised, the ledger must not go on as if the entry were not there
             with pytest.raises(LedgerError, match="cannot be read"):
                 ledger.spend(RELEASE, run="a", round=0, seeded=False)

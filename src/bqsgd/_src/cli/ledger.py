@@ -84,12 +84,10 @@ def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json 
 
 def _show_register(path: Path, ledgers: Ledgers, *, delta: float | None, json: bool) -> None:
     """List the clients by epsilon, largest first: as many as fit on a screen, or all of them in JSON."""
-    from bqsgd._src.ledger.spending import ledger_guarantee
-
     rows = []
     for client in ledgers.clients:
         opened = ledgers.ledger(client)
-        guarantee = ledger_guarantee(opened, delta=delta)
+        guarantee = opened.guarantee(delta=delta)
         rows.append((0.0 if guarantee is None else guarantee.epsilon, client, opened.spent_rounds, guarantee))
     rows.sort(key=lambda row: (-row[0], row[1]))
     clients = [

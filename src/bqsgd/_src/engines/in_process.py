@@ -19,7 +19,6 @@ from bqsgd._src.client.samples import Fetched
 from bqsgd._src.engines.engine import FEW, Engine, Setup, check_known, make_client
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Register
-from bqsgd._src.ledger.spending import ledger_guarantee
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Unit
 from bqsgd._src.settings.client_plan import public_size
@@ -193,7 +192,7 @@ class InProcess(Engine):
             return client.spending.guarantee(delta=delta)
         if self._register is None:
             return None
-        return ledger_guarantee(self._register.ledger(number), delta=delta)
+        return self._register.ledger(number).guarantee(delta=delta)
 
     def close(self) -> None:
         """Close the clients' ledgers, which returns what was reserved and not sent."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.params import check_delta, check_positive
 from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Release
 
 MAX_PROBED_ROUNDS = 1 << 20
@@ -37,6 +39,15 @@ def compose_all(accountant: Accountant, content: Mapping[Release, int]) -> Accou
     for release, rounds in content.items():
         accountant = accountant.compose(release, rounds)
     return accountant
+
+
+@lru_cache(maxsize=4096)
+def guarantee_of(accountant: Accountant, delta: float, seeded: bool) -> Guarantee | None:
+    """What everything in `accountant` guarantees; None if nothing was sent.
+
+    Cached, because thousands of clients may have the same history, and equal histories are equal accountants.
+    """
+    return accountant.guarantee(delta=delta, seeded=seeded) if accountant.spent else None
 
 
 @dataclass

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
-from bqsgd._src.ledger._budget import Headroom, PrivacyBudget, compose_all
+from bqsgd._src.ledger._budget import Headroom, PrivacyBudget, compose_all, guarantee_of
 from bqsgd._src.ledger._entries import (
     MAX_RESERVED_ROUNDS,
     MAX_ROUND,
@@ -46,80 +46,6 @@ from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee, as_given
 from bqsgd._src.release import Release
 from bqsgd._src.storage import Closing
-
-
-class _Book:
-    """A client's entries in an open file, with the state that they add up to. It belongs to one process."""
-
-    def __init__(self, file: LedgerFile, client: int, headroom: Headroom) -> None:
-        file.check_client(client)
-        self.file, self.client, self._headroom = file, client, headroom
-        self.state = LedgerState()
-        self.entries: list[LedgerEntry] = []
-        self._end = ChainEnd.of_empty_list(client)
-        self.refresh()
-        if self.state.budget is None:
-            raise LedgerError(f"{file.path} holds no budget; restore it from a backup")
-
-    @property
-    def budget(self) -> PrivacyBudget:
-        """The budget in force."""
-        assert self.state.budget is not None
-        return self.state.budget
-
-    def refresh(self) -> None:
-        """Read what other processes have written."""
-        bodies, end = self.file.read_after(self.client, self._end)
-        self._add([LedgerEntry.from_json(body) for body in bodies], end)
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[list[LedgerEntry]]:
-        """Hold the write lock, with the state up to date. Entries that the block puts into the list are written."""
-        added: list[LedgerEntry] = []
-        with self.file.exclusive():
-            self.refresh()
-            yield added
-            end = self.file.append(self.client, self._end, [entry.to_json() for entry in added])
-        # Only after the transaction: an entry whose write failed must not count.
-        self._add(added, end)
-
-    def _add(self, entries: list[LedgerEntry], end: ChainEnd) -> None:
-        for entry in entries:
-            self.state.add(entry)
-        self.entries += entries
-        # Last: entries that could not be read or counted are read again next time, and raise again. Otherwise a caller
-        # that goes on after the error would spend from a state that counts too little.
-        self._end = end
-
-    def _limits(self, run: str, within: PrivacyBudget | None) -> list[tuple[Mapping[Release, int], PrivacyBudget]]:
-        """(what counts, its budget): all rounds against the client's budget, the run's rounds against `within`."""
-        limits: list[tuple[Mapping[Release, int], PrivacyBudget]] = [(self.state.rounds, self.budget)]
-        return limits if within is None else [*limits, (self.state.of_run.get(run, {}), within)]
-
-    def fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None, *, ask: bool) -> bool:
-        """Whether `rounds` more of `release` stay within the budgets.
-
-        Without `ask` the accountant, which may take seconds, is not asked: False if earlier answers do not prove it.
-        """
-        fits = self._headroom.fits if ask else self._headroom.known_to_fit
-        return rounds == 0 or all(
-            fits(content, release, rounds, budget) for content, budget in self._limits(run, within)
-        )
-
-    def most(self, release: Release, run: str, within: PrivacyBudget | None) -> int:
-        """How many more rounds of `release` fit."""
-        left: int | None = None
-        # The run's budget first: it is usually the smaller one, and its answer often holds for the client's too.
-        for content, budget in reversed(self._limits(run, within)):
-            if left is None or not self._headroom.fits(content, release, left, budget):
-                left = self._headroom.most(content, release, budget)
-        assert left is not None
-        return left
-
-    @property
-    def accountant(self) -> Accountant:
-        """The accountant of everything that counts as released."""
-        return compose_all(Accountant(), self.state.rounds)
 
 
 class Ledger(Closing):
@@ -144,23 +70,30 @@ class Ledger(Closing):
         try:
             if file.is_register and client is None:
                 raise LedgerError(f"{path} is a register of {len(file.clients)} clients; say which client's is meant")
-            number = file.clients[0] if client is None else client
-            self._hold(_Book(file, number, Headroom()), owns_file=True)
+            self._take(file, file.clients[0] if client is None else client, Headroom())
         except BaseException:
             file.close()
             raise
+        self._owns_file = True
 
     @classmethod
     def in_register(cls, file: LedgerFile, client: int, headroom: Headroom) -> Self:
         """The ledger of one client in an open register. Closing the ledger leaves the register open."""
         ledger = cls.__new__(cls)
-        ledger._hold(_Book(file, client, headroom), owns_file=False)
+        ledger._take(file, client, headroom)
         return ledger
 
-    def _hold(self, book: _Book, *, owns_file: bool) -> None:
-        self._book, self._lock, self._owns_file = book, book.file.lock, owns_file
+    def _take(self, file: LedgerFile, client: int, headroom: Headroom) -> None:
+        """Read the entries of one client in an open file."""
+        file.check_client(client)
+        self.path, self.client, self.closed = file.path, client, False
+        self._file, self._lock, self._headroom, self._owns_file = file, file.lock, headroom, False
+        self._state, self._entries = LedgerState(), list[LedgerEntry]()
+        self._end = ChainEnd.of_empty_list(client)
         self._unsent: dict[tuple[str, int], Grant] = {}
-        self.closed = False
+        self._refresh()
+        if self._state.budget is None:
+            raise LedgerError(f"{file.path} holds no budget; restore it from a backup")
 
     @classmethod
     def open(
@@ -192,7 +125,7 @@ class Ledger(Closing):
             create_file(where, LEDGER, {client: first_entry(budget)})
         ledger = cls(where)
         try:
-            ledger._book.file.check_client(client)
+            ledger._file.check_client(client)
             if ledger.budget != budget and change_reason is not None:
                 ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason=change_reason)
             elif ledger.budget != budget:
@@ -206,37 +139,28 @@ class Ledger(Closing):
         return ledger
 
     @property
-    def path(self) -> Path:
-        """Where the file is."""
-        return self._book.file.path
-
-    @property
-    def client(self) -> int:
-        """Whose ledger this is."""
-        return self._book.client
-
-    @property
     def budget(self) -> PrivacyBudget:
         """The budget in force."""
-        return self._book.budget
+        assert self._state.budget is not None
+        return self._state.budget
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
         """Every entry, oldest first."""
-        with self._up_to_date() as book:
-            return tuple(book.entries)
+        with self._up_to_date():
+            return tuple(self._entries)
 
     @property
     def spent_rounds(self) -> int:
         """Rounds that count as released, reserved ones included."""
-        with self._up_to_date() as book:
-            return book.state.total_rounds
+        with self._up_to_date() as state:
+            return state.total_rounds
 
     @property
     def seeded_rounds(self) -> int:
         """How many of the spent rounds had seeded noise."""
-        with self._up_to_date() as book:
-            return book.state.seeded_rounds
+        with self._up_to_date() as state:
+            return state.seeded_rounds
 
     @property
     def has_unsent(self) -> bool:
@@ -245,15 +169,15 @@ class Ledger(Closing):
 
     def recorded(self, run: str) -> dict[int, tuple[Release, bool]]:
         """Rounds of `run` that count as released: round -> (its release, whether its noise was seeded)."""
-        with self._up_to_date() as book:
-            return dict(book.state.recorded.get(run, {}))
+        with self._up_to_date() as state:
+            return dict(state.recorded.get(run, {}))
 
     @property
     def released(self) -> Counter[Release]:
         """How often each release counts as made, by any process. What this process reserved but did not send is left
         out; other processes' reservations cannot be told from what they sent, so they count."""
-        with self._up_to_date() as book:
-            released = Counter(book.state.rounds)
+        with self._up_to_date() as state:
+            released = Counter(state.rounds)
             released.subtract(grant.release for grant in self._unsent.values() if grant.charged)
             return +released  # drops the releases whose count is 0
 
@@ -276,7 +200,7 @@ class Ledger(Closing):
             LedgerError: the round is already recorded and `resume` is false, or the entry could not be made durable.
         """
         with self._lock:
-            self._book.file.check_process()
+            self._file.check_process()
             grant = self._unsent.get((run, round))
             if grant is None:
                 self.reserve(release, run=run, first_round=round, rounds=1, seeded=seeded, resume=resume, within=within)
@@ -321,10 +245,10 @@ class Ledger(Closing):
                     f"round {pending} of run {run!r} is already reserved and not sent yet; spend it first"
                 )
             while True:
-                with self._book.writing() as entries:
-                    grants = grants_for(self._book.state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
+                with self._writing() as entries:
+                    grants = grants_for(self._state, release, run=run, rounds=wanted, seeded=seeded, resume=resume)
                     charged = sum(grant.charged for grant in grants.values())
-                    fits = self._book.fits(release, charged, run, within, ask=False)
+                    fits = self._fits(release, charged, run, within, ask=False)
                     if fits:
                         entries += entries_for(EntryKind.SPEND, grants)
                 if fits:
@@ -332,20 +256,26 @@ class Ledger(Closing):
                     return
                 # The accountant is asked outside the transaction, because it may take seconds and other processes want
                 # to write. They may spend meanwhile, so a yes only leads back to the check inside the transaction.
-                if not self._book.fits(release, charged, run, within, ask=True):
+                if not self._fits(release, charged, run, within, ask=True):
                     raise BudgetExhausted(self._refusal(release, charged, run, within))
 
     def headroom(self, release: Release, *, run: str = "", within: PrivacyBudget | None = None) -> int:
         """How many more rounds of `release` fit into the client's budget, and into `within` for those of `run`."""
-        with self._up_to_date() as book:
-            return book.most(release, run, within)
+        with self._up_to_date():
+            left: int | None = None
+            # The run's budget first: it is usually the smaller one, and its answer often holds for the client's too.
+            for content, budget in reversed(self._limits(run, within)):
+                if left is None or not self._headroom.fits(content, release, left, budget):
+                    left = self._headroom.most(content, release, budget)
+            assert left is not None
+            return left
 
     def change_budget(self, *, epsilon: float, delta: float, reason: str) -> None:
         """Change the budget from here on. The ledger keeps the change and its reason."""
         if not reason.strip():
             raise InvalidParameter("reason must say why the budget changes")
         budget = PrivacyBudget(epsilon=epsilon, delta=delta)
-        with self._lock, self._book.writing() as entries:
+        with self._lock, self._writing() as entries:
             entries.append(LedgerEntry(kind=EntryKind.BUDGET, time=now(), budget=budget, reason=reason))
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
@@ -354,17 +284,18 @@ class Ledger(Closing):
         Messages of different kinds (unit, relation, trust) are composed under the weakest terms among them. If any
         round was seeded, the guarantee says that there is no privacy claim.
         """
-        with self._up_to_date() as book:
-            return self._guarantee(book.accountant, delta) if book.state.rounds else None
+        with self._up_to_date() as state:
+            return self._guarantee(compose_all(Accountant(), state.rounds), delta)
 
     def guarantees(self, *, delta: float | None = None) -> tuple[Guarantee, ...]:
         """One guarantee for each kind of message (unit, relation, trust), under the terms of that kind."""
-        with self._up_to_date() as book:
-            return tuple(self._guarantee(kind, delta) for kind in book.accountant.kinds)
+        with self._up_to_date() as state:
+            kinds = compose_all(Accountant(), state.rounds).kinds
+            by_kind = [self._guarantee(kind, delta) for kind in kinds]
+        return tuple(guarantee for guarantee in by_kind if guarantee is not None)
 
-    def _guarantee(self, accountant: Accountant, delta: float | None) -> Guarantee:
-        delta = self.budget.delta if delta is None else delta
-        return accountant.guarantee(delta=delta, seeded=self._book.state.seeded_rounds > 0)
+    def _guarantee(self, accountant: Accountant, delta: float | None) -> Guarantee | None:
+        return guarantee_of(accountant, self.budget.delta if delta is None else delta, self._state.seeded_rounds > 0)
 
     def to_dict(self, *, delta: float | None = None) -> dict[str, Any]:
         """Client, budget, guarantees and every entry, in plain JSON types."""
@@ -373,38 +304,76 @@ class Ledger(Closing):
             return {
                 "client": self.client,
                 "budget": asdict(self.budget),
-                "spent_rounds": self._book.state.total_rounds,
-                "seeded_rounds": self._book.state.seeded_rounds,
+                "spent_rounds": self._state.total_rounds,
+                "seeded_rounds": self._state.seeded_rounds,
                 "guarantee": None if guarantee is None else guarantee.to_dict(),
                 "guarantees_by_kind": [kind.to_dict() for kind in kinds],
-                "entries": [entry.to_dict() for entry in self._book.entries],
+                "entries": [entry.to_dict() for entry in self._entries],
             }
 
     def close(self) -> None:
         """Give back the reserved rounds that were not sent, and close the file."""
         with self._lock:
-            if not self._book.file.opened_here:
+            if not self._file.opened_here:
                 return  # A forked child must not give back rounds that its parent will send.
             try:
                 returned = entries_for(EntryKind.RETURN, self._unsent)
                 if returned:
-                    with self._book.writing() as entries:
+                    with self._writing() as entries:
                         entries += returned
             finally:
                 self._unsent.clear()
                 if self._owns_file:
-                    self._book.file.close()
+                    self._file.close()
                 self.closed = True
 
     @contextlib.contextmanager
-    def _up_to_date(self) -> Iterator[_Book]:
-        """The book, locked for this thread, with what other processes have written."""
+    def _up_to_date(self) -> Iterator[LedgerState]:
+        """The state, locked for this thread, with what other processes have written."""
         with self._lock:
-            self._book.refresh()
-            yield self._book
+            self._refresh()
+            yield self._state
+
+    def _refresh(self) -> None:
+        bodies, end = self._file.read_after(self.client, self._end)
+        self._add([LedgerEntry.from_json(body) for body in bodies], end)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[list[LedgerEntry]]:
+        """Hold the write lock, with the state up to date. Entries that the block puts into the list are written."""
+        added: list[LedgerEntry] = []
+        with self._file.exclusive():
+            self._refresh()
+            yield added
+            end = self._file.append(self.client, self._end, [entry.to_json() for entry in added])
+        # Only after the transaction: an entry whose write failed must not count.
+        self._add(added, end)
+
+    def _add(self, entries: list[LedgerEntry], end: ChainEnd) -> None:
+        for entry in entries:
+            self._state.add(entry)
+        self._entries += entries
+        # Last: entries that could not be read or counted are read again next time, and raise again. Otherwise a caller
+        # that goes on after the error would spend from a state that counts too little.
+        self._end = end
+
+    def _limits(self, run: str, within: PrivacyBudget | None) -> list[tuple[Mapping[Release, int], PrivacyBudget]]:
+        """(what counts, its budget): all rounds against the client's budget, the run's rounds against `within`."""
+        limits: list[tuple[Mapping[Release, int], PrivacyBudget]] = [(self._state.rounds, self.budget)]
+        return limits if within is None else [*limits, (self._state.of_run.get(run, {}), within)]
+
+    def _fits(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None, *, ask: bool) -> bool:
+        """Whether `rounds` more of `release` stay within the budgets.
+
+        Without `ask` the accountant, which may take seconds, is not asked: False if earlier answers do not prove it.
+        """
+        fits = self._headroom.fits if ask else self._headroom.known_to_fit
+        return rounds == 0 or all(
+            fits(content, release, rounds, budget) for content, budget in self._limits(run, within)
+        )
 
     def _refusal(self, release: Release, rounds: int, run: str, within: PrivacyBudget | None) -> str:
-        left = self._book.most(release, run, within)
+        left = self.headroom(release, run=run, within=within)
         guarantee = self.guarantee()
         spent = "nothing is spent" if guarantee is None else f"spent so far: {guarantee}"
         asked = "" if within is None else f", or the budget of run {run!r} ({_budget_text(within)})"

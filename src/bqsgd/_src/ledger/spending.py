@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter
-from bqsgd._src.ledger._budget import PrivacyBudget, compose_all
+from bqsgd._src.ledger._budget import PrivacyBudget, compose_all, guarantee_of
 from bqsgd._src.ledger.ledger import Ledger
 from bqsgd._src.params import check_int
 from bqsgd._src.privacy.accountant import Accountant
@@ -118,19 +117,4 @@ class Spending:
         # While the ledger is open it is authoritative: another process may have spent from it.
         if self.ledger is not None and not self.ledger.closed:
             self.sent = self.ledger.released
-        return _guarantee(self.tally, delta, self.seeded)
-
-
-def ledger_guarantee(ledger: Ledger, *, delta: float | None = None) -> Guarantee | None:
-    """What all that a ledger counts guarantees, by default at its budget's delta; None if nothing was sent.
-
-    As `Ledger.guarantee`, but ledgers with the same history share one computation.
-    """
-    wanted = ledger.budget.delta if delta is None else delta
-    return _guarantee(compose_all(Accountant(), ledger.released), wanted, ledger.seeded_rounds > 0)
-
-
-@lru_cache(maxsize=4096)
-def _guarantee(tally: Accountant, delta: float, seeded: bool) -> Guarantee | None:
-    """Cached, because thousands of clients may have the same history. Equal histories are equal tallies."""
-    return tally.guarantee(delta=delta, seeded=seeded) if tally.spent else None
+        return guarantee_of(self.tally, delta, self.seeded)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.ledger.register import SUFFIX, Ledgers
-from bqsgd._src.ledger.spending import ledger_guarantee
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.folder import History, read_history
 from bqsgd._src.records.record import RunFolderError, Summary
@@ -61,7 +60,7 @@ def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarante
         with Ledgers(path) as ledgers:
             for client in ledgers.clients:
                 try:
-                    guarantee = ledger_guarantee(ledgers.ledger(client), delta=delta)
+                    guarantee = ledgers.ledger(client).guarantee(delta=delta)
                 except AccountingError as error:
                     raise RunFolderError(f"{path}: no epsilon can be proven for what it counts ({error})") from error
                 if guarantee is not None:
