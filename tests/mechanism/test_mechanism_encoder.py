@@ -60,7 +60,9 @@ def test_codes_depend_neither_on_threads_nor_on_slices(d: int) -> None:
     values = np.random.default_rng(d).uniform(-1, 1, d)
     alone = encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1))
     for threads in (2, 3, 7):
-        assert np.array_equal(alone, encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1), threads=threads))
+        assert np.array_equal(
+            alone, Encoding(values, mechanism, range=1.0, rng=seeded_rng(seed=1)).codes(threads=threads)
+        )
     encoding = Encoding(values, mechanism, range=1.0, rng=seeded_rng(seed=1))
     pieces = np.zeros(d, alone.dtype)
     cuts = sorted({0, min(2, d), d // 2 // 2 * 2, d})
@@ -91,7 +93,7 @@ def test_read_only_input_and_given_output_are_used_as_they_are() -> None:
     mechanism, values = Mechanism(levels=2, trials=251), np.linspace(-1, 1, 999)
     values.flags.writeable = False
     out = np.zeros(999, np.uint8)
-    assert encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1), out=out) is out
+    assert Encoding(values, mechanism, range=1.0, rng=seeded_rng(seed=1)).codes(out=out) is out
     assert np.array_equal(out, encode(values, mechanism, range=1.0, rng=seeded_rng(seed=1)))
     assert out.any()
 
@@ -102,7 +104,7 @@ def test_extra_memory_does_not_grow_with_the_dimension() -> None:
         values, out, limit = np.zeros(d, np.float32), np.empty(d, np.uint16), np.ones(d)
         encode(values[:10], mechanism, range=limit[:10], rng=privacy_rng())
         tracemalloc.start()
-        encode(values, mechanism, range=limit, rng=privacy_rng(), out=out)
+        Encoding(values, mechanism, range=limit, rng=privacy_rng()).codes(out=out)
         extra.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert max(extra) < 1 << 20
@@ -156,7 +158,9 @@ def test_nan_and_infinity_are_refused_even_with_the_clamp(at: int, bad: float, c
     values[at] = bad
     for limit in (1.0, np.ones(values.size)):
         with pytest.raises(NonFiniteInput, match=rf"values\[{at}\] is"):
-            encode(values, Mechanism(levels=2, trials=251), range=limit, rng=privacy_rng(), clamp=clamped, threads=2)
+            Encoding(values, Mechanism(levels=2, trials=251), range=limit, rng=privacy_rng(), clamp=clamped).codes(
+                threads=2
+            )
 
 
 @pytest.mark.parametrize("at", [0, CHUNK, CHUNK + 4])
@@ -176,7 +180,7 @@ def test_a_refused_vector_leaves_no_code_without_noise_behind() -> None:
     values, out = np.full(1000, 0.5), np.full(1000, 77, np.uint8)
     values[999] = np.nan
     with pytest.raises(NonFiniteInput):
-        encode(values, Mechanism(levels=2, trials=251), range=1.0, rng=privacy_rng(), out=out)
+        Encoding(values, Mechanism(levels=2, trials=251), range=1.0, rng=privacy_rng()).codes(out=out)
     assert not out.any()
 
 
@@ -226,8 +230,9 @@ def test_what_cannot_be_read_in_place_is_refused(values: object, reason: str) ->
     ],
 )
 def test_bad_arguments_are_refused(options: dict, reason: str) -> None:
+    limit = options.pop("range")
     with pytest.raises(InvalidParameter, match=reason):
-        encode(np.zeros(5), Mechanism(levels=2, trials=251), rng=privacy_rng(), **options)
+        Encoding(np.zeros(5), Mechanism(levels=2, trials=251), range=limit, rng=privacy_rng()).codes(**options)
 
 
 def test_noise_must_be_asked_for_by_name() -> None:
@@ -240,18 +245,6 @@ def test_decode_by_hand() -> None:
     codes = np.array([0, 4, 5, 9], np.uint8)
     assert decode(codes, mechanism, range=1.0).tolist() == [-2.25, -0.25, 0.25, 2.25]
     assert decode(codes, mechanism, range=np.array([1.0, 2.0, 4.0, 2.0])).tolist() == [-2.25, -0.5, 1.0, 4.5]
-
-
-@given(st.integers(1, 50), st.integers(0, 300), st.integers(1, 9))
-@settings(max_examples=50)
-def test_decoding_a_sum_is_summing_the_decoded(levels: int, trials: int, count: int) -> None:
-    mechanism = Mechanism(levels=levels, trials=trials)
-    draws = np.random.default_rng(trials)
-    codes = draws.integers(0, mechanism.code_count, (count, 17)).astype(code_dtype(mechanism.code_count))
-    for limit in (0.37, draws.uniform(0.1, 2, 17)):
-        separate = sum(decode(row, mechanism, range=limit) for row in codes)
-        together = decode(codes.sum(axis=0, dtype=np.int64), mechanism, range=limit, count=count)
-        np.testing.assert_allclose(together, separate, rtol=1e-12, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_update_is_pure():
 
 
 def test_noise_correction_by_hand():
-    adam = optimizers.Adam(subtract_noise=True, floor=0.1)
+    adam = optimizers.Adam(subtract_noise=True)
     _, step = adam.update(adam.init(3), [2.0, 1.0, 0.5], learning_rate=1.0, noise_variance=0.9)
     # First step: m_hat = g, v_hat = g^2; denominators sqrt(4 - .9), sqrt(1 - .9), sqrt(floor * .9).
     np.testing.assert_allclose(step, [2 / np.sqrt(3.1), 1 / np.sqrt(0.1), 0.5 / 0.3], rtol=1e-6)
@@ -53,7 +53,7 @@ def test_noise_correction_by_hand():
 
 def test_noise_correction_restores_the_scale_of_a_buried_signal():
     rng = np.random.default_rng(1)
-    plain, corrected = optimizers.Adam(), optimizers.Adam(subtract_noise=True, floor=1e-3)
+    plain, corrected = optimizers.Adam(), optimizers.Adam(subtract_noise=True)
     states = [plain.init(200), corrected.init(200)]
     for _ in range(3000):
         gradient = 1.0 + rng.normal(0, 2.0, 200)
@@ -74,7 +74,7 @@ def test_schedules():
         assert all(a >= b > 0 for a, b in pairwise(factors))
     assert optimizers.schedule("cosine", round=5, rounds=10) == pytest.approx(0.5)
     with pytest.raises(InvalidParameter, match="schedule"):
-        optimizers.schedule("step", round=0, rounds=1)
+        ServerSettings(schedule="step")
     with pytest.raises(InvalidParameter, match="round"):
         optimizers.schedule("linear", round=10, rounds=10)
 
@@ -98,7 +98,9 @@ def test_refusals():
     with pytest.raises(InvalidParameter, match="noise_variance"):
         adam.update(adam.init(1), [1.0], learning_rate=1.0, noise_variance=-1.0)
     with pytest.raises(InvalidParameter, match="momentum"):
-        optimizers.Sgd(momentum=1.0)
+        ServerSettings(momentum=1.0)
+    with pytest.raises(InvalidParameter, match="average"):
+        ServerSettings(average=1.0)
     with pytest.raises(InvalidParameter, match="for adam"):
         ServerSettings(optimizer="sgd", subtract_noise=True)
     with pytest.raises(InvalidParameter, match="one of"):

@@ -28,7 +28,7 @@ _Vector = npt.NDArray[Any]
 """A flat float32 or float64 array (`_as_vector` checks that it is one of the two)."""
 
 
-def _as_vector(values: Any, name: str = "values") -> _Vector:
+def _as_vector(values: Any) -> _Vector:
     """A read-only view of a flat float32 or float64 array or CPU tensor. Nothing is copied.
 
     Tensors are read through DLPack, so that this module imports no tensor library.
@@ -37,36 +37,36 @@ def _as_vector(values: Any, name: str = "values") -> _Vector:
         InvalidParameter: the type, dtype, shape, memory layout or device would need a copy, or the vector is empty.
     """
     if isinstance(values, np.ma.MaskedArray):
-        raise InvalidParameter(f"{name} must not be a masked array: its mask would be lost; fill it first")
-    array = values if isinstance(values, np.ndarray) else _from_tensor(values, name)
+        raise InvalidParameter("values must not be a masked array: its mask would be lost; fill it first")
+    array = values if isinstance(values, np.ndarray) else _from_tensor(values)
     if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
-        raise InvalidParameter(f"{name} must be float32 or float64 in native byte order, got {array.dtype}")
+        raise InvalidParameter(f"values must be float32 or float64 in native byte order, got {array.dtype}")
     if array.ndim != 1 or array.size == 0:
-        raise InvalidParameter(f"{name} must be 1-D with at least one coordinate, got shape {array.shape}; flatten it")
+        raise InvalidParameter(f"values must be 1-D with at least one coordinate, got shape {array.shape}; flatten it")
     if not array.flags.c_contiguous or not array.flags.aligned:
-        raise InvalidParameter(f"{name} must be contiguous and aligned, got strides {array.strides}; copy it first")
+        raise InvalidParameter(f"values must be contiguous and aligned, got strides {array.strides}; copy it first")
     view = array.view(np.ndarray)
     view.flags.writeable = False  # numba would compile the kernels again for arrays that are writeable
     return view
 
 
-def _from_tensor(values: Any, name: str) -> npt.NDArray[Any]:
+def _from_tensor(values: Any) -> npt.NDArray[Any]:
     if not hasattr(values, "__dlpack__"):
-        raise InvalidParameter(f"{name} must be a NumPy array or a CPU tensor, got {type(values).__name__}")
+        raise InvalidParameter(f"values must be a NumPy array or a CPU tensor, got {type(values).__name__}")
     if hasattr(values, "is_neg") and values.is_neg():
-        raise InvalidParameter(f"{name} is a lazily negated tensor: its memory holds other signs; resolve_neg() it")
+        raise InvalidParameter("values is a lazily negated tensor: its memory holds other signs; resolve_neg() it")
     try:
         return np.from_dlpack(values.detach() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise InvalidParameter(f"{name} cannot be read in place ({error}); move it to the CPU as float32") from error
+        raise InvalidParameter(f"values cannot be read in place ({error}); move it to the CPU as float32") from error
 
 
-def _check_finite(vector: _Vector, name: str = "values") -> None:
+def _check_finite(vector: _Vector) -> None:
     """Raise NonFiniteInput naming the first NaN or infinity."""
     finite = np.isfinite(vector)
     if not finite.all():
         j = int(np.argmin(finite))
-        raise NonFiniteInput(f"{name}[{j}] is {vector[j]}: NaN and infinity are refused, drop or repair them first")
+        raise NonFiniteInput(f"values[{j}] is {vector[j]}: NaN and infinity are refused, drop or repair them first")
 
 
 CHUNK = 1 << 14
@@ -148,7 +148,7 @@ class Encoding:
                 rounding_to_points.write(codes, sent)
 
     def codes(self, *, threads: int = 1, out: Codes | None = None) -> Codes:
-        """All codes, written into `out` if it is given. Call it once (see the class)."""
+        """All codes, written into `out` if it is given. Call it once (see the class). They do not depend on threads."""
         codes = np.empty(self.dimension, dtype=self.dtype) if out is None else out
         if codes.shape != (self.dimension,) or codes.dtype != self.dtype:
             raise InvalidParameter(
@@ -180,8 +180,6 @@ def encode(
     range: Range,
     rng: NoiseSource,
     clamp: bool = False,
-    threads: int = 1,
-    out: Codes | None = None,
 ) -> Codes:
     """Codes s + sigma*rho + o in {0, ..., 2s + m} (paper Eqs. 8 to 12, shifted by s so that they start at 0).
 
@@ -193,21 +191,17 @@ def encode(
         values: flat contiguous float32 or float64 NumPy array or CPU tensor; read in place.
         range: R, or one R_j per coordinate.
         clamp: cut values beyond +-R to +-R instead of refusing them.
-        threads: number of threads; the codes do not depend on it.
-        out: array to write the codes into, with the dtype `code_dtype(mechanism.code_count)`.
 
     Raises:
         NonFiniteInput: a value is NaN or infinite, with or without `clamp`.
         OutOfRange: a value lies beyond +-R and `clamp` is false.
         InvalidParameter: another argument is invalid.
     """
-    return Encoding(values, mechanism, range=range, rng=rng, clamp=clamp).codes(threads=threads, out=out)
+    return Encoding(values, mechanism, range=range, rng=rng, clamp=clamp).codes()
 
 
-def decode(
-    codes: npt.NDArray[np.integer], mechanism: Mechanism, *, range: Range, count: int = 1
-) -> npt.NDArray[np.float64]:
-    """The values (R/s) (code - s - m/2) of codes (paper Eq. 12), or the sum of values from the sum of `count` codes.
+def decode(codes: npt.NDArray[np.integer], mechanism: Mechanism, *, range: Range) -> npt.NDArray[np.float64]:
+    """The values (R/s) (code - s - m/2) of codes (paper Eq. 12).
 
     A coarse code decodes to (R/s) step (code - centre). The result is unbiased, but for coarse codes whose noise leaves
     the window (`coarsening.saturation_bias`).
@@ -216,16 +210,15 @@ def decode(
     [-0.5, 0.0, 0.5]
 
     Raises:
-        InvalidParameter: `codes` is not a flat integer array, or an entry is not in {0, ..., count (code_count - 1)}.
+        InvalidParameter: `codes` is not a flat integer array, or an entry is not in {0, ..., code_count - 1}.
     """
-    check_int("count", count, 1, 2**31)
     if codes.ndim != 1 or codes.dtype.kind not in "iu":
         raise InvalidParameter(f"codes must be 1-D integers, got {codes.ndim}-D of {codes.dtype}")
     range = check_range(range, codes.size)
-    if codes.size and not (codes.min() >= 0 and codes.max() <= count * (mechanism.code_count - 1)):
-        raise InvalidParameter(f"codes must be from 0 to {count * (mechanism.code_count - 1)}")
+    if codes.size and not (codes.min() >= 0 and codes.max() < mechanism.code_count):
+        raise InvalidParameter(f"codes must be from 0 to {mechanism.code_count - 1}")
     values = np.zeros(codes.size)
-    add_decoded(values, codes, mechanism, range=range, count=count)
+    add_decoded(values, codes, mechanism, range=range)
     return values
 
 
@@ -236,13 +229,12 @@ def add_decoded(
     *,
     range: Range,
     weight: float = 1.0,
-    count: int = 1,
 ) -> None:
     """Add `weight` times the decoded values to `total`, in place, without an array of decoded values.
 
     The caller checks the codes: one per coordinate of `total`, each in the limits that `decode` states.
     """
-    range, centre = check_range(range, total.size), count * mechanism.centre
+    range, centre = check_range(range, total.size), mechanism.centre
     if isinstance(range, float):
         _kernels.accumulate_scalar(codes, weight * range / mechanism.levels * mechanism.step, centre, total)
     else:

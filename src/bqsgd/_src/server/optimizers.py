@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.params import check_int, check_positive
-from bqsgd._src.settings.config import SCHEDULES, ServerSettings
+from bqsgd._src.settings.config import ServerSettings
 
 _Array = npt.NDArray[np.float64]
 State = dict[str, _Array]
+# Those of torch.optim.Adam, and the least fraction of the noise that its correction leaves.
+_BETA1, _BETA2, _STABILISER, _FLOOR = 0.9, 0.999, 1e-8, 0.1
 
 
 def _checked(gradient: npt.ArrayLike, state: State, key: str | None) -> _Array:
@@ -29,20 +31,11 @@ def _checked(gradient: npt.ArrayLike, state: State, key: str | None) -> _Array:
     return array
 
 
-def _fraction(name: str, value: float) -> float:
-    if not (isinstance(value, (int, float)) and 0 <= value < 1):
-        raise InvalidParameter(f"{name} must lie in [0, 1), got {value!r}")
-    return float(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sgd:
     """w <- w - rate * v with v <- momentum * v + g (heavy ball; momentum 0 is the paper's Line 14)."""
 
     momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        _fraction("momentum", self.momentum)
 
     def init(self, dimension: int) -> State:
         """The velocity; without momentum there is no state."""
@@ -65,21 +58,11 @@ class Adam:
     """Adam; `subtract_noise` subtracts the known variance of the noise from the second moment.
 
     The noise adds its variance Phi to every squared gradient, which flattens Adam's scaling. Step = rate * m_hat /
-    sqrt(max(v_hat - Phi, floor * Phi)) (Tang and Lecuyer 2023); floor keeps a fraction of Phi, because v_hat is only an
+    sqrt(max(v_hat - Phi, _FLOOR * Phi)) (Tang and Lecuyer 2023); the floor keeps a fraction of Phi, because v_hat is an
     estimate. Phi follows from the public parameters of the mechanism and not from data, so it costs no privacy.
     """
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    stabiliser: float = 1e-8
     subtract_noise: bool = False
-    floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        _fraction("beta1", self.beta1)
-        _fraction("beta2", self.beta2)
-        check_positive("stabiliser", self.stabiliser)
-        check_positive("floor", self.floor)
 
     def init(self, dimension: int) -> State:
         """Both moments and the number of steps taken."""
@@ -91,25 +74,23 @@ class Adam:
         """The next state and the step to subtract; `noise_variance` is Phi, the noise's in the mean gradient."""
         g = _checked(gradient, state, "mean")
         t = state["steps"] + 1
-        mean = self.beta1 * state["mean"] + (1 - self.beta1) * g
-        square = self.beta2 * state["square"] + (1 - self.beta2) * g * g
-        v_hat = square / (1 - self.beta2 ** t[0])
+        mean = _BETA1 * state["mean"] + (1 - _BETA1) * g
+        square = _BETA2 * state["square"] + (1 - _BETA2) * g * g
+        v_hat = square / (1 - _BETA2 ** t[0])
         if self.subtract_noise:
             phi = np.asarray(noise_variance, dtype=np.float64)
             if not bool(np.isfinite(phi).all() and (phi >= 0).all()):
                 raise InvalidParameter("noise_variance must be finite and >= 0")
-            v_hat = np.maximum(v_hat - phi, self.floor * phi)
-        rate = check_positive("learning_rate", learning_rate) / (1 - self.beta1 ** t[0])
-        return {"mean": mean, "square": square, "steps": t}, rate * mean / (np.sqrt(v_hat) + self.stabiliser)
+            v_hat = np.maximum(v_hat - phi, _FLOOR * phi)
+        rate = check_positive("learning_rate", learning_rate) / (1 - _BETA1 ** t[0])
+        return {"mean": mean, "square": square, "steps": t}, rate * mean / (np.sqrt(v_hat) + _STABILISER)
 
 
 def optimizer_of(settings: ServerSettings) -> Sgd | Adam:
     """The optimizer that the settings name."""
     if settings.optimizer == "sgd":
         return Sgd(momentum=settings.momentum)
-    if settings.optimizer == "adam":
-        return Adam(subtract_noise=settings.subtract_noise)
-    raise InvalidParameter(f"optimizer {settings.optimizer!r} is a setting that `optimizer_of` does not make")
+    return Adam(subtract_noise=settings.subtract_noise)
 
 
 def schedule(name: str, *, round: int, rounds: int) -> float:
@@ -120,13 +101,8 @@ def schedule(name: str, *, round: int, rounds: int) -> float:
     """
     check_int("rounds", rounds, 1, 2**53)
     check_int("round", round, 0, rounds - 1)
-    if name == "constant":
-        return 1.0
-    if name == "linear":
-        return 1 - round / rounds
-    if name == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * round / rounds))
-    raise InvalidParameter(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+    done = round / rounds
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[name]
 
 
 def average(previous: _Array, model: npt.ArrayLike, *, decay: float, round: int) -> _Array:
@@ -134,5 +110,5 @@ def average(previous: _Array, model: npt.ArrayLike, *, decay: float, round: int)
 
     The decay in round t is min(decay, (1 + t) / (10 + t)): low at first, so that the random first models are forgotten.
     """
-    decay = min(_fraction("decay", decay), (1 + round) / (10 + round))
+    decay = min(decay, (1 + round) / (10 + round))
     return decay * previous + (1 - decay) * np.asarray(model, dtype=np.float64)
