@@ -25,7 +25,7 @@ from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy.guarantee import rounded_down, rounded_up
 from bqsgd._src.release import Release, Sampling, Scheme, Sensitivity, Terms, Trust
 from bqsgd._src.secure.graph import thresholds
-from bqsgd._src.secure.messages import Kind, message_kind, read_masked, read_unmasking
+from bqsgd._src.secure.messages import Kind, message_kind, read_masked, read_parts
 from bqsgd._src.settings.config import Config
 from experiments import lab, pages
 
@@ -217,7 +217,7 @@ def both_shares_revealed(runs: SumRuns, seed: int, values: Mapping[int, Values])
     for rank, client in enumerate(rest.survivors):
         first = noise.first_unneeded(len(total.survivors), total.survivors.index(client))
         last = noise.first_unneeded(len(rest.survivors), rank)
-        seeds = [read_unmasking(sums.said[client][-1], agreement).own[16:] for sums in (whole, without)]
+        seeds = [read_parts(sums.said[client][-1], agreement, Kind.UNMASKING).own[16:] for sums in (whole, without)]
         noise.add_from(first, seeds[0], lanes, agreement.run_digest, subtract=True)
         if last < noise.parts:
             noise.add_from(last, seeds[1], lanes, agreement.run_digest)

@@ -27,15 +27,15 @@ _READ: dict[Kind, Callable[[bytes, Agreement], object]] = {
     Kind.BATCH: messages.read_batch,
     Kind.KEYS: messages.read_keys,
     Kind.KEY_BUNDLE: partial(messages.read_parts, kind=Kind.KEY_BUNDLE),
-    Kind.SHARES: messages.read_shares,
-    Kind.SHARE_BUNDLE: messages.read_share_bundle,
-    Kind.PARTNERS: messages.read_partners,
-    Kind.PARTNER_BUNDLE: messages.read_partner_bundle,
+    Kind.SHARES: partial(messages.read_parts, kind=Kind.SHARES),
+    Kind.SHARE_BUNDLE: partial(messages.read_parts, kind=Kind.SHARE_BUNDLE),
+    Kind.PARTNERS: partial(messages.read_parts, kind=Kind.PARTNERS),
+    Kind.PARTNER_BUNDLE: partial(messages.read_parts, kind=Kind.PARTNER_BUNDLE),
     Kind.MASKED: messages.read_masked,
     Kind.SURVIVORS: messages.read_survivors,
     Kind.SIGNATURE: messages.read_signature,
     Kind.CERTIFICATE: messages.read_certificate,
-    Kind.UNMASKING: messages.read_unmasking,
+    Kind.UNMASKING: partial(messages.read_parts, kind=Kind.UNMASKING),
 }
 
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.graph import Thresholds, thresholds
-from bqsgd._src.secure.messages import Kind, SumHeader, Unmasking, read_unmasking, write_batch
+from bqsgd._src.secure.messages import Kind, Parts, SumHeader, read_parts, write_batch
 from bqsgd._src.secure.roster import Roster, public_key
 from bqsgd._src.secure.server import SumServer, Total
 from bqsgd._src.secure.sparse import Sparse
@@ -116,17 +116,17 @@ class Federation:
         return server.total()
 
     def _note(self, round: int, message: bytes) -> None:
-        said = read_unmasking(message, self.server._current().agreement)
+        said = read_parts(message, self.server._current().agreement, Kind.UNMASKING)
         self.revealed.setdefault((round, said.header.client), set()).add("self")
         for kind, clients in zip(("self", "mask"), revealed_of(said), strict=True):
             for client in clients:
                 self.revealed.setdefault((round, client), set()).add(kind)
 
 
-def revealed_of(said: Unmasking) -> tuple[set[int], set[int]]:
+def revealed_of(said: Parts) -> tuple[set[int], set[int]]:
     """The clients whose self seeds a client gave a share of, and those whose mask seeds."""
-    pairs = {client for client, share in said.shares.items() if len(share) == 32}
-    return pairs, set(said.shares) - pairs
+    pairs = {client for client, share in said.parts.items() if len(share) == 32}
+    return pairs, set(said.parts) - pairs
 
 
 def request_keys(client: SumClient, *, epoch: int = 1, first_round: int = 0, rounds: int = 1) -> bytes:

@@ -39,7 +39,7 @@ class Server:
             shown = self._some(other for other in keys if other != number)
             bundle = messages.write_parts(self._to(Kind.KEY_BUNDLE, number), self.agreed, {o: keys[o] for o in shown})
             try:
-                sealed[number] = messages.read_shares(client.shares(bundle), self.agreed).sealed
+                sealed[number] = messages.read_parts(client.shares(bundle), self.agreed, Kind.SHARES).parts
             except SecureSumError:
                 continue
         for number in sealed:
@@ -90,7 +90,7 @@ class Server:
         shown = {n: signatures[n] for n in self.rng.permutation(sorted(signatures))[:quorum].tolist()}
         message = messages.write_certificate(self._to(Kind.CERTIFICATE, number), self.agreed, shown)
         try:
-            said = messages.read_unmasking(self.clients[number].unmask(message), self.agreed)
+            said = messages.read_parts(self.clients[number].unmask(message), self.agreed, Kind.UNMASKING)
         except SecureSumError:
             return
         self.certified.add(self.clients[number]._state.batch.rounds[0].survivors)  # asked again it says the same again

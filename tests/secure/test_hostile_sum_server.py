@@ -87,7 +87,7 @@ def test_a_nonce_that_was_changed_gives_another_channel(federation):
         federation.agreement,
         {number: message for number, message in keys.items() if number != 0},
     )
-    sealed = messages.read_shares(other.shares(for_other), federation.agreement).sealed[CLIENT]
+    sealed = messages.read_parts(other.shares(for_other), federation.agreement, Kind.SHARES).parts[CLIENT]
     with pytest.raises(BadShares):
         client.take_shares(share_bundle(federation, {0: sealed, 1: sealed, 3: sealed}))
     assert not client._state.batch.share_bundle
@@ -178,7 +178,7 @@ def sealed_for_client(federation):
         server.take_keys(message)
     for number, keys in server.key_bundles().items():
         server.take_shares(federation.clients[number].shares(keys))
-    return {number: server._batch.sealed[number].sealed[CLIENT] for number in range(N) if number != CLIENT}
+    return {number: server._batch.sealed[number].parts[CLIENT] for number in range(N) if number != CLIENT}
 
 
 def test_shares_that_were_changed_exchanged_or_held_back(federation):
@@ -187,7 +187,7 @@ def test_shares_that_were_changed_exchanged_or_held_back(federation):
     for wrong, error in (
         (sealed | {0: changed}, BadShares),
         (sealed | {0: sealed[1]}, BadShares),
-        (sealed | {0: federation.server._batch.sealed[0].sealed[1]}, BadShares),  # made for client 1
+        (sealed | {0: federation.server._batch.sealed[0].parts[1]}, BadShares),  # made for client 1
         ({0: sealed[0], 1: sealed[1]}, TooFewClients),
         (sealed | {CLIENT: sealed[0]}, ForeignClient),
     ):
@@ -281,7 +281,7 @@ def test_certificates_that_are_too_short_or_on_another_list(federation):
         assert client._state.batch.rounds[0].unmasking == b""
     revealed = client.unmask(certificate(federation, good))
     assert client.unmask(certificate(federation, good)) == revealed
-    said = messages.read_unmasking(revealed, federation.agreement)
+    said = messages.read_parts(revealed, federation.agreement, Kind.UNMASKING)
     assert revealed_of(said) == ({0, 1, 3}, {4})
 
 
@@ -356,9 +356,9 @@ def test_clients_that_lost_their_epoch_files_in_mid_batch(lost):
     sealed = {}
     for number, client in again.items():
         message = client.shares(bundle_for(number, Kind.KEY_BUNDLE, others(number, keys)))
-        sealed[number] = messages.read_shares(message, federation.agreement).sealed
+        sealed[number] = messages.read_parts(message, federation.agreement, Kind.SHARES).parts
     for number, client in again.items():
-        stale = messages.read_shares(clients[4]._state.batch.shares, federation.agreement).sealed.get(number)
+        stale = messages.read_parts(clients[4]._state.batch.shares, federation.agreement, Kind.SHARES).parts.get(number)
         if lost < 5:
             with pytest.raises(BadShares):
                 client.take_shares(bundle_for(number, Kind.SHARE_BUNDLE, {4: stale}))
@@ -387,4 +387,4 @@ def test_public_keys_of_low_order_are_no_partners(federation):
     forged[48:80] = bytes(32)
     forged[-64:] = identity(0).sign(messages.keys_statement(federation.agreement, 0, bytes(32)))
     message = federation.clients[CLIENT].shares(bundle(federation, keys | {0: bytes(forged)}))
-    assert set(messages.read_shares(message, federation.agreement).sealed) == {1, 3, 4}
+    assert set(messages.read_parts(message, federation.agreement, Kind.SHARES).parts) == {1, 3, 4}

@@ -18,15 +18,15 @@ READERS = {
     "batch": messages.read_batch,
     "keys": messages.read_keys,
     "key_bundle": partial(messages.read_parts, kind=Kind.KEY_BUNDLE),
-    "shares": messages.read_shares,
-    "share_bundle": messages.read_share_bundle,
-    "partners": messages.read_partners,
-    "partner_bundle": messages.read_partner_bundle,
+    "shares": partial(messages.read_parts, kind=Kind.SHARES),
+    "share_bundle": partial(messages.read_parts, kind=Kind.SHARE_BUNDLE),
+    "partners": partial(messages.read_parts, kind=Kind.PARTNERS),
+    "partner_bundle": partial(messages.read_parts, kind=Kind.PARTNER_BUNDLE),
     "masked": messages.read_masked,
     "survivors": messages.read_survivors,
     "signature": messages.read_signature,
     "certificate": messages.read_certificate,
-    "unmasking": messages.read_unmasking,
+    "unmasking": partial(messages.read_parts, kind=Kind.UNMASKING),
 }
 
 
@@ -93,19 +93,10 @@ def test_readers_give_back_what_was_written(written, graph, kind):
             nonce = message[messages.HEADER_BYTES + len(read.cipher) :][:16]
             again = read.header.pack(agreement_) + read.cipher + nonce + read.signature
             assert read.message == message
-        case "shares":
-            again = messages.write_shares(read, agreement_)
-        case "partners":
-            again = messages.write_partners(read[0], agreement_, read[1], read[2])
-        case "partner_bundle":
-            stated = {client: tag + bits for client, (tag, bits) in read[1].items()}
-            again = messages.write_parts(read[0], agreement_, stated)
-        case "key_bundle" | "share_bundle":
-            again = messages.write_parts(read[0], agreement_, read[1])
+        case "key_bundle" | "shares" | "share_bundle" | "partners" | "partner_bundle" | "unmasking":
+            again = messages.write_parts(read.header, agreement_, read.parts, own=read.own)
         case "signature":
             again = read[0].pack(agreement_) + read[1]
-        case "unmasking":
-            again = messages.write_unmasking(read, agreement_)
         case _:
             again = getattr(messages, f"write_{kind}")(read[0], agreement_, read[1])
     assert again == message

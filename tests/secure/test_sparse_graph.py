@@ -329,7 +329,8 @@ def test_statements_that_were_changed_exchanged_or_held_back(federation):
     for number, sealed in server.share_bundles().items():
         server.take_partners(federation.clients[number].take_shares(sealed))
     client = federation.clients[0]
-    true = messages.read_partner_bundle(server.partner_bundles()[0], agreed)[1]
+    bundle = messages.read_parts(server.partner_bundles()[0], agreed, Kind.PARTNER_BUNDLE)
+    true = {number: (part[:16], part[16:]) for number, part in bundle.parts.items()}
     header = SumHeader(kind=Kind.PARTNER_BUNDLE, epoch=1, round=0, client=0)
     first, second = sorted(true)[:2]
     stranger = next(c for c in range(1, N) if c not in agreed.graph.holders(0)) if len(true) < N - 1 else None
@@ -351,8 +352,8 @@ def test_statements_that_were_changed_exchanged_or_held_back(federation):
     client.mask(0, np.zeros(4, dtype=np.uint8))
     everybody = tuple(range(N))
     client.sign(survivors(federation, 0, everybody))
-    said = messages.read_unmasking(client.unmask(certificate(federation, 0, everybody)), agreed)
-    assert first not in said.shares
+    said = messages.read_parts(client.unmask(certificate(federation, 0, everybody)), agreed, Kind.UNMASKING)
+    assert first not in said.parts
     assert said.own == bytes(32)
 
 

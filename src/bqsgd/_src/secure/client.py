@@ -51,7 +51,7 @@ from bqsgd._src.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd._src.params import Codes, check_int
 from bqsgd._src.secure import masks, messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.messages import Bytes, Keys, Kind, SealedShares, SumHeader, Unmasking
+from bqsgd._src.secure.messages import Bytes, Keys, Kind, SumHeader
 from bqsgd._src.secure.roster import public_key
 from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
 from bqsgd._src.secure.state import (
@@ -222,9 +222,9 @@ class SumClient:
             if batch.bundle != digest:
                 raise ReplacedKeys(f"other keys for epoch {batch.epoch}; the client keeps to the first")
             return batch.shares
-        header, parts = messages.read_parts(bundle, agreed, Kind.KEY_BUNDLE)
-        self._check(header)
-        offered = {client: self._peer(client, part) for client, part in parts.items()}
+        offered_keys = messages.read_parts(bundle, agreed, Kind.KEY_BUNDLE)
+        self._check(offered_keys.header)
+        offered = {client: self._peer(client, part) for client, part in offered_keys.parts.items()}
         peers = {client: keys for client, keys in offered.items() if keys is not None}
         if len(peers) < agreed.rule.share_threshold:
             raise TooFewClients(f"{len(peers)} other clients sent keys, {agreed.rule.share_threshold} are needed")
@@ -232,12 +232,11 @@ class SumClient:
         # secrets under several sets of keys.
         batch.peers, batch.bundle = peers, digest
         batch.pairs = {client: self._pair_keys(client) for client in agreed.graph.masks(self.number) if client in peers}
-        answer = SealedShares(header=self._header(Kind.SHARES), sealed=self._sealed(), wrapped=self._wrapped())
-        batch.shares = messages.write_shares(answer, agreed)
+        batch.shares = messages.write_parts(self._header(Kind.SHARES), agreed, self._sealed(), own=self._wrapped())
         self._remember()
         return batch.shares
 
-    def _peer(self, client: int, part: memoryview) -> Keys | None:
+    def _peer(self, client: int, part: bytes) -> Keys | None:
         """The keys of a neighbour; None if no secret can be agreed on with them."""
         batch, common = self._current(), self._state.common
         keys = messages.read_keys(part, batch.agreement)
@@ -322,9 +321,9 @@ class SumClient:
             if batch.share_bundle != digest:
                 raise ReplacedKeys(f"other shares for epoch {batch.epoch}; the client keeps to the first")
             return batch.statement
-        header, sealed = messages.read_share_bundle(bundle, batch.agreement)
-        self._check(header)
-        opened = {client: self._open(client, part) for client, part in sealed.items()}
+        sealed = messages.read_parts(bundle, batch.agreement, Kind.SHARE_BUNDLE)
+        self._check(sealed.header)
+        opened = {client: self._open(client, part) for client, part in sealed.parts.items()}
         if len(opened) < rule.share_threshold:
             raise TooFewClients(f"{len(opened)} other clients sent shares, {rule.share_threshold} are needed")
         batch.held, batch.share_bundle = opened, digest
@@ -333,7 +332,7 @@ class SumClient:
             tags = {
                 client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES] for client in opened
             }
-            batch.statement = messages.write_partners(self._header(Kind.PARTNERS), batch.agreement, bits, tags)
+            batch.statement = messages.write_parts(self._header(Kind.PARTNERS), batch.agreement, tags, own=bits)
         self._remember()
         return batch.statement
 
@@ -354,10 +353,11 @@ class SumClient:
         batch = self._current()
         if not batch.share_bundle or batch.agreement.rule.sparse is None:
             raise WrongRound("statements of partners came before the shares, or on a full graph")
-        header, statements = messages.read_partner_bundle(bundle, batch.agreement)
-        self._check(header)
+        statements = messages.read_parts(bundle, batch.agreement, Kind.PARTNER_BUNDLE)
+        self._check(statements.header)
         strangers = {}
-        for client, (tag, bits) in statements.items():
+        for client, part in statements.parts.items():
+            tag, bits = part[: messages.TAG_BYTES], part[messages.TAG_BYTES :]
             if client not in batch.held:
                 raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
             expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
@@ -469,8 +469,7 @@ class SumClient:
         if foreign := signatures.keys() - frozenset(state.survivors):
             raise ForeignClient(f"client {min(foreign)} signed a list that it is not on")
         self._verify(header.round, state, signatures)
-        revealed = self._revealed(header.round, state.survivors)
-        state.unmasking = messages.write_unmasking(revealed, agreed)
+        state.unmasking = self._revealed(header.round, state.survivors)
         # No longer needed. Somebody who steals the state later does not find them.
         del batch.secrets[header.round]
         self._remember()
@@ -497,7 +496,7 @@ class SumClient:
             self._remember()
             raise
 
-    def _revealed(self, round: int, survivors: tuple[int, ...]) -> Unmasking:
+    def _revealed(self, round: int, survivors: tuple[int, ...]) -> bytes:
         """For each survivor shares of its self seed and unneeded noise, for each other client of its mask seed."""
         batch = self._current()
         agreed, rank = batch.agreement, {client: rank for rank, client in enumerate(survivors)}
@@ -528,7 +527,7 @@ class SumClient:
             secrets = batch.secrets[round]
             unneeded = secrets.noise_seeds[agreed.noise.first_unneeded(len(survivors), rank[self.number]) :]
             own = secrets.self_seed + (unneeded[0] if unneeded else _NO_SEED)
-        return Unmasking(header=self._header(Kind.UNMASKING, round), own=own, shares=revealed)
+        return messages.write_parts(self._header(Kind.UNMASKING, round), agreed, revealed, own=own)
 
     def _current(self) -> BatchState:
         if self._state.batch is None:

@@ -34,6 +34,7 @@ HEADER_BYTES = _HEADER.size
 _PUBLIC_KEY_BYTES = 32
 _NONCE_BYTES = 16
 _SIGNATURE_BYTES = 64
+_KEYS_BYTES = HEADER_BYTES + _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES
 TAG_BYTES = 16
 OWN_SEEDS_BYTES = 2 * SECRET_BYTES
 MAX_BATCH = 1 << 12
@@ -61,6 +62,10 @@ class Kind(IntEnum):
     SIGNATURE = 9
     CERTIFICATE = 10
     UNMASKING = 11
+
+
+_OWN_AMONG_PARTS = (Kind.SHARES, Kind.PARTNERS)
+"""In these messages what the sender says about itself is the part under its own number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +123,10 @@ def most_bytes(rule: Thresholds, *, rounds: int) -> int:
     """An upper bound on the length of all messages but masked vectors, for key batches of at most `rounds` rounds."""
     # For each number of survivors there are two numbers of trials that a client may keep.
     noise_parts = 2 * (rule.dropouts + 1)
-    keys = HEADER_BYTES + _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES
     shares = TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
     statement = TAG_BYTES + (rule.clients + 7) // 8
     wrapped = KEY_BYTES * rounds * (1 + rule.clients)
-    parts = rule.clients * (_ENTRY.size + max(keys, shares, statement)) + wrapped
+    parts = rule.clients * (_ENTRY.size + max(_KEYS_BYTES, shares, statement)) + wrapped
     return HEADER_BYTES + OWN_SEEDS_BYTES + _COUNT.size + parts
 
 
@@ -260,7 +264,7 @@ def keys_statement(agreement: Agreement, client: int, cipher: bytes) -> bytes:
 def read_keys(message: Bytes, agreement: Agreement) -> Keys:
     """Read a client's keys. The signature is not verified here."""
     header = read_header(message, agreement, Kind.KEYS)
-    body = bytes(_body(message, _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES))
+    body = bytes(_body(message, _KEYS_BYTES - HEADER_BYTES))
     return Keys(
         header=header,
         cipher=body[:_PUBLIC_KEY_BYTES],
@@ -270,30 +274,54 @@ def read_keys(message: Bytes, agreement: Agreement) -> Keys:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A message of parts, one for each client.
+
+    own: what the sender says about itself, apart from the parts. In SHARES, the wrapped keys of its masks: for each
+    round a check of the mask seed, then the key of the mask that it shares with each receiver, in ascending order,
+    hidden by the mask seed of the round. In PARTNERS, a bitmap of the mask neighbours with which it shares masks. In
+    UNMASKING, its self seed, then its first noise seed that is not needed (zeros if all its noise is needed); both are
+    zeros on a sparse graph, where they are opened from shares only. Otherwise empty.
+
+    parts: in KEY_BUNDLE, Keys messages. In SHARES and SHARE_BUNDLE, encrypted shares, by receiver and by sender. In
+    PARTNERS, a tag on the bitmap for each holder of the sender's shares. In PARTNER_BUNDLE, tag and bitmap by sender.
+    In UNMASKING, a share of the same two seeds for each other survivor, and of the mask seed for each missing client. The
+    lengths differ, 32 and 16 bytes, so that a server cannot take one for the other.
+    """
+
+    header: SumHeader
+    own: bytes
+    parts: Mapping[int, bytes]
+
+    def masked_with(self, agreement: Agreement) -> tuple[int, ...]:
+        """In SHARES: the clients whose masks with the sender are wrapped, ascending."""
+        return tuple(client for client in agreement.graph.masks(self.header.client) if client in self.parts)
+
+
 def write_parts(header: SumHeader, agreement: Agreement, parts: Mapping[int, Bytes], *, own: bytes = b"") -> bytes:
-    """A message of parts, one for each client, in the order of client numbers; `own` comes before them."""
-    pieces: list[Bytes] = [header.pack(agreement), own, _COUNT.pack(len(parts))]
+    """A message of parts in the order of client numbers; for `own` see `Parts`."""
+    before = own if header.kind is Kind.UNMASKING else b""
+    if header.kind in _OWN_AMONG_PARTS:
+        parts = {**parts, header.client: own}
+    pieces: list[Bytes] = [header.pack(agreement), before, _COUNT.pack(len(parts))]
     for client, part in sorted(parts.items()):
         pieces += [_ENTRY.pack(client, len(part)), part]
     return b"".join(pieces)
 
 
-def read_parts(
-    message: Bytes, agreement: Agreement, kind: Kind, *, own_bytes: int = 0
-) -> tuple[SumHeader, dict[int, memoryview]]:
-    """Read a message of parts: views of the message by client number. The caller checks the lengths of the parts.
-
-    own_bytes: length of what stands before the parts.
-    """
+def read_parts(message: Bytes, agreement: Agreement, kind: Kind) -> Parts:
+    """Read a message of parts. What they mean (keys, bitmaps, tags, the right share for a client) the caller checks."""
     header = read_header(message, agreement, kind)
-    body = memoryview(message)[HEADER_BYTES + own_bytes :]
+    start = HEADER_BYTES + (OWN_SEEDS_BYTES if kind is Kind.UNMASKING else 0)
+    own, body = bytes(message[HEADER_BYTES:start]), memoryview(message)[start:]
     if len(body) < _COUNT.size:
         raise BadSecureMessage("the message ends before the number of its parts")
     (count,) = _COUNT.unpack_from(body)
     # The count is only a claim of the sender, so it is bounded before the loop.
     if count > agreement.rule.clients:
         raise BadSecureMessage(f"{count} parts for {agreement.rule.clients} clients")
-    parts: dict[int, memoryview] = {}
+    parts: dict[int, bytes] = {}
     at, last = _COUNT.size, -1
     for _ in range(count):
         if len(body) - at < _ENTRY.size:
@@ -304,18 +332,36 @@ def read_parts(
             raise BadSecureMessage("parts must be in the order of client numbers, each client once")
         if size > len(body) - at:
             raise BadSecureMessage(f"the message ends within a part of {size} bytes")
-        parts[agreement.members.check(client)] = body[at : at + size]
+        parts[agreement.members.check(client)] = bytes(body[at : at + size])
         at, last = at + size, client
     if at != len(body):
         raise BadSecureMessage(f"{len(body) - at} bytes after the last part")
-    return header, parts
-
-
-def _check_sizes(parts: Mapping[int, memoryview], *allowed: int) -> None:
+    if kind in _OWN_AMONG_PARTS:
+        own = parts.pop(header.client, b"")
     for client, part in parts.items():
+        allowed = _part_sizes(kind, agreement, header.rounds, client)
         if len(part) not in allowed:
             lengths = " or ".join(map(str, allowed))
             raise BadSecureMessage(f"the part of client {client} must have {lengths} bytes, got {len(part)}")
+    read = Parts(header=header, own=own, parts=parts)
+    wrapped = KEY_BYTES * header.rounds * (1 + len(read.masked_with(agreement)))
+    if kind is Kind.SHARES and len(own) != wrapped:
+        raise BadSecureMessage(f"the wrapped keys of the sender must have {wrapped} bytes, got {len(own)}")
+    return read
+
+
+def _part_sizes(kind: Kind, agreement: Agreement, rounds: int, client: int) -> tuple[int, ...]:
+    """The lengths that the part of a client may have in this kind of message."""
+    sealed, bitmap = sealed_size(agreement, rounds), (len(agreement.graph.masks(client)) + 7) // 8
+    sizes: dict[Kind, tuple[int, ...]] = {
+        Kind.KEY_BUNDLE: (_KEYS_BYTES,),
+        Kind.SHARES: (sealed,),
+        Kind.SHARE_BUNDLE: (sealed,),
+        Kind.PARTNERS: (TAG_BYTES,),
+        Kind.PARTNER_BUNDLE: (TAG_BYTES + bitmap,),
+        Kind.UNMASKING: (SHARE_BYTES, 2 * SHARE_BYTES),
+    }
+    return sizes[kind]
 
 
 def secrets_per_round(agreement: Agreement) -> int:
@@ -332,75 +378,6 @@ def most_rounds(agreement: Agreement) -> int:
     """The most rounds of a key batch that a client accepts. It stores the shares of all of them at once."""
     holders = agreement.rule.clients - 1 if agreement.rule.sparse is None else agreement.rule.sparse.holders
     return max(1, min(MAX_BATCH, _MOST_HELD // (holders * secrets_per_round(agreement) * SHARE_BYTES)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SealedShares:
-    """Exchange 2, from a client: encrypted shares by receiver, and the wrapped keys of the sender's masks.
-
-    wrapped: for each round a check of the mask seed, then the key of the mask that the sender shares with each
-    receiver, in ascending order. The mask seed of the round hides the keys.
-    """
-
-    header: SumHeader
-    sealed: Mapping[int, bytes]
-    wrapped: bytes
-
-    def masked_with(self, agreement: Agreement) -> tuple[int, ...]:
-        """The clients whose masks with the sender are wrapped, ascending."""
-        return tuple(client for client in agreement.graph.masks(self.header.client) if client in self.sealed)
-
-
-def write_shares(shares: SealedShares, agreement: Agreement) -> bytes:
-    """The bytes of a client's shares. The part under the sender's own number holds the wrapped keys."""
-    return write_parts(shares.header, agreement, {**shares.sealed, shares.header.client: shares.wrapped})
-
-
-def read_shares(message: Bytes, agreement: Agreement) -> SealedShares:
-    """Encrypted shares and wrapped keys."""
-    header, parts = read_parts(message, agreement, Kind.SHARES)
-    wrapped = bytes(parts.pop(header.client, b""))
-    _check_sizes(parts, sealed_size(agreement, header.rounds))
-    sealed = {client: bytes(part) for client, part in parts.items()}
-    shares = SealedShares(header=header, sealed=sealed, wrapped=wrapped)
-    wrapped_bytes = KEY_BYTES * header.rounds * (1 + len(shares.masked_with(agreement)))
-    if len(wrapped) != wrapped_bytes:
-        raise BadSecureMessage(f"the wrapped keys of the sender must have {wrapped_bytes} bytes, got {len(wrapped)}")
-    return shares
-
-
-def read_share_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, bytes]]:
-    """Exchange 2, from the server: the shares that others encrypted for a client, by sender."""
-    header, parts = read_parts(message, agreement, Kind.SHARE_BUNDLE)
-    _check_sizes(parts, sealed_size(agreement, header.rounds))
-    return header, {client: bytes(part) for client, part in parts.items()}
-
-
-def write_partners(header: SumHeader, agreement: Agreement, bits: bytes, tags: Mapping[int, bytes]) -> bytes:
-    """Exchange 2, from a client, on a sparse graph: its statement, and a tag on it for each holder of its shares.
-
-    bits: with which of its mask neighbours the client shares masks (`bits_of`).
-    """
-    return write_parts(header, agreement, {**tags, header.client: bits})
-
-
-def read_partners(message: Bytes, agreement: Agreement) -> tuple[SumHeader, bytes, dict[int, bytes]]:
-    """A client's statement, and the tags for the holders of its shares."""
-    header, parts = read_parts(message, agreement, Kind.PARTNERS)
-    bits = bytes(parts.pop(header.client, b""))
-    # Only to refuse malformed bits here, as a bad message. The server compares what they say with what it knows.
-    chosen_of(bits, agreement.graph.masks(header.client))
-    _check_sizes(parts, TAG_BYTES)
-    return header, bits, {client: bytes(tag) for client, tag in parts.items()}
-
-
-def read_partner_bundle(message: Bytes, agreement: Agreement) -> tuple[SumHeader, dict[int, tuple[bytes, bytes]]]:
-    """Exchange 2, from the server, on a sparse graph: (tag, statement) by sender. The tags are not verified here."""
-    header, parts = read_parts(message, agreement, Kind.PARTNER_BUNDLE)
-    for client, part in parts.items():
-        if len(part) < TAG_BYTES:
-            raise BadSecureMessage(f"the statement of client {client} has no tag of {TAG_BYTES} bytes")
-    return header, {client: (bytes(part[:TAG_BYTES]), bytes(part[TAG_BYTES:])) for client, part in parts.items()}
 
 
 def write_masked(header: SumHeader, agreement: Agreement, lanes: Lanes) -> bytearray:
@@ -465,31 +442,3 @@ def read_certificate(message: Bytes, agreement: Agreement) -> tuple[SumHeader, d
         raise BadSecureMessage(f"{len(signers)} signatures take {_SIGNATURE_BYTES * len(signers)} bytes")
     starts = range(size, len(body), _SIGNATURE_BYTES)
     return header, {client: body[at : at + _SIGNATURE_BYTES] for client, at in zip(signers, starts, strict=True)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unmasking:
-    """Exchange 5, from a client: what a survivor reveals.
-
-    own: its self seed, then its first noise seed that is not needed (zeros if all its noise is needed). Both are zeros
-    on a sparse graph, where they are opened from shares only. shares: for each other survivor a share of the same two
-    seeds, for each missing client a share of its mask seed. The lengths differ, 32 and 16 bytes, so that a server
-    cannot take one for the other.
-    """
-
-    header: SumHeader
-    own: bytes
-    shares: Mapping[int, bytes]
-
-
-def write_unmasking(revealed: Unmasking, agreement: Agreement) -> bytes:
-    """The bytes of an unmasking."""
-    return write_parts(revealed.header, agreement, revealed.shares, own=revealed.own)
-
-
-def read_unmasking(message: Bytes, agreement: Agreement) -> Unmasking:
-    """Read an unmasking. Whether a share has the right length for its client is for the server to check."""
-    header, parts = read_parts(message, agreement, Kind.UNMASKING, own_bytes=OWN_SEEDS_BYTES)
-    _check_sizes(parts, SHARE_BYTES, 2 * SHARE_BYTES)
-    own = bytes(message[HEADER_BYTES : HEADER_BYTES + OWN_SEEDS_BYTES])
-    return Unmasking(header=header, own=own, shares={client: bytes(part) for client, part in parts.items()})

@@ -29,7 +29,7 @@ from bqsgd._src.errors import BadShares, ForeignClient, ReplacedKeys, RoundUsed,
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.masks import KEY_BYTES, Lanes, add_mask, lane_type, scratch_for, self_key, wrap_stream, xor
-from bqsgd._src.secure.messages import Bytes, KeyBatch, Keys, Kind, SealedShares, SumHeader, Unmasking
+from bqsgd._src.secure.messages import Bytes, KeyBatch, Keys, Kind, Parts, SumHeader
 from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES, combine
 
 
@@ -44,9 +44,9 @@ class _Batch(KeyBatch):
 
     keys: dict[int, Keys] = field(default_factory=dict)
     peers: dict[int, frozenset[int]] | None = None
-    sealed: dict[int, SealedShares] = field(default_factory=dict)
+    sealed: dict[int, Parts] = field(default_factory=dict)
     partners: dict[int, frozenset[int]] | None = None
-    statements: dict[int, tuple[bytes, dict[int, bytes]]] = field(default_factory=dict)
+    statements: dict[int, Parts] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Round:
     vectors: dict[int, Lanes] = field(default_factory=dict)
     survivors: tuple[int, ...] | None = None
     signatures: dict[int, bytes] = field(default_factory=dict)
-    unmaskings: dict[int, Unmasking] = field(default_factory=dict)
+    unmaskings: dict[int, Parts] = field(default_factory=dict)
     seeded: bool = False
 
 
@@ -153,12 +153,12 @@ class SumServer:
     def take_shares(self, message: Bytes) -> None:
         """Take a client's encrypted shares."""
         batch = self._current()
-        shares = messages.read_shares(message, batch.agreement)
+        shares = messages.read_parts(message, batch.agreement, Kind.SHARES)
         batch.check(shares.header)
         client = shares.header.client
         if batch.peers is None or batch.partners is not None or client not in batch.peers:
             raise WrongRound(f"shares of client {client} came too early, too late or without its keys")
-        if not shares.sealed.keys() <= batch.peers[client]:
+        if not shares.parts.keys() <= batch.peers[client]:
             raise ForeignClient(f"client {client} sent shares for clients that sent no keys")
         batch.sealed[client] = shares
 
@@ -169,7 +169,7 @@ class SumServer:
             # Both must have sent shares to each other: a client adds a mask only for a partner, and masks must cancel.
             batch.partners = {
                 client: frozenset(
-                    other for other in shares.sealed if other in batch.sealed and client in batch.sealed[other].sealed
+                    other for other in shares.parts if other in batch.sealed and client in batch.sealed[other].parts
                 )
                 for client, shares in sorted(batch.sealed.items())
             }
@@ -178,21 +178,21 @@ class SumServer:
     def share_bundles(self) -> dict[int, bytes]:
         """For each client that sent shares, the shares that its partners encrypted for it."""
         sent, partners = self._current().sealed, self._partners()
-        sealed = {client: {other: sent[other].sealed[client] for other in partners[client]} for client in partners}
+        sealed = {client: {other: sent[other].parts[client] for other in partners[client]} for client in partners}
         return self._bundles(Kind.SHARE_BUNDLE, sealed)
 
     def take_partners(self, message: Bytes) -> None:
         """On a sparse graph: take a client's statement of its partners."""
         batch = self._current()
-        header, bits, tags = messages.read_partners(message, batch.agreement)
-        batch.check(header)
-        client = header.client
+        statement = messages.read_parts(message, batch.agreement, Kind.PARTNERS)
+        batch.check(statement.header)
+        client = statement.header.client
         if batch.partners is None or client not in batch.partners:
             raise WrongRound(f"client {client} states its partners but sent no shares")
         near = batch.agreement.graph.masks(client)
-        if set(messages.chosen_of(bits, near)) != batch.partners[client].intersection(near):
+        if set(messages.chosen_of(statement.own, near)) != batch.partners[client].intersection(near):
             raise BadShares(f"client {client} states other partners than it has")
-        batch.statements[client] = (bits, tags)
+        batch.statements[client] = statement
 
     def partner_bundles(self) -> dict[int, bytes]:
         """On a sparse graph: to each client that stated its partners, the statements of those whose shares it holds."""
@@ -200,9 +200,9 @@ class SumServer:
         self._enough(len(statements), "stated their partners")
         for client in sorted(statements):
             bundles[client] = {
-                other: statements[other][1][client] + statements[other][0]
+                other: statements[other].parts[client] + statements[other].own
                 for other in self._partners()[client]
-                if other in statements and client in statements[other][1]
+                if other in statements and client in statements[other].parts
             }
         return self._bundles(Kind.PARTNER_BUNDLE, bundles)
 
@@ -296,13 +296,13 @@ class SumServer:
     def take_unmasking(self, message: Bytes) -> None:
         """Keep the shares that a survivor reveals."""
         batch, current, listed = self._current(), self._open(), frozenset(self.close())
-        revealed = messages.read_unmasking(message, batch.agreement)
+        revealed = messages.read_parts(message, batch.agreement, Kind.UNMASKING)
         batch.check(revealed.header, current.number)
         client = revealed.header.client
         if client not in listed:
             raise ForeignClient(f"client {client} is not among the survivors")
         # Two seeds for a survivor, one for a missing client: a share of the other kind would give a wrong seed later.
-        if any((len(share) == 2 * SHARE_BYTES) != (other in listed) for other, share in revealed.shares.items()):
+        if any((len(share) == 2 * SHARE_BYTES) != (other in listed) for other, share in revealed.parts.items()):
             raise BadShares(f"client {client} revealed the wrong kind of share")
         # The first answer counts: a later one could change a sum that was computed already.
         current.unmaskings.setdefault(client, revealed)
@@ -338,7 +338,7 @@ class SumServer:
         others = shares.masked_with(batch.agreement)
         size = KEY_BYTES * (1 + len(others))
         first = size * (self._open().number - batch.first_round)
-        wrapped = shares.wrapped[first : first + size]
+        wrapped = shares.own[first : first + size]
         check, pads = wrap_stream(self._secret(client), len(others))
         if check != wrapped[:KEY_BYTES]:
             raise BadShares(f"the shares of client {client}'s mask seed give a wrong seed")
@@ -355,9 +355,9 @@ class SumServer:
         if client in current.unmaskings and not self.sparse:
             return current.unmaskings[client].own
         shares = {
-            point: current.unmaskings[holder].shares[client]
+            point: current.unmaskings[holder].parts[client]
             for point, holder in enumerate(self._current().agreement.graph.holders(client), start=1)
-            if holder in current.unmaskings and client in current.unmaskings[holder].shares
+            if holder in current.unmaskings and client in current.unmaskings[holder].parts
         }
         if len(shares) < rule.share_threshold:
             raise TooFewClients(
