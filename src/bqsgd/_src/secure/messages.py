@@ -286,8 +286,8 @@ class Parts:
 
     parts: in KEY_BUNDLE, Keys messages. In SHARES and SHARE_BUNDLE, encrypted shares, by receiver and by sender. In
     PARTNERS, a tag on the bitmap for each holder of the sender's shares. In PARTNER_BUNDLE, tag and bitmap by sender.
-    In UNMASKING, a share of the same two seeds for each other survivor, and of the mask seed for each missing client. The
-    lengths differ, 32 and 16 bytes, so that a server cannot take one for the other.
+    In UNMASKING, a share of the same two seeds for each other survivor, and of the mask seed for each missing client.
+    The lengths differ, 32 and 16 bytes, so that a server cannot take one for the other.
     """
 
     header: SumHeader
