@@ -175,8 +175,8 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
     made = Federation(task, tmp_path, options={"allow-no-privacy": False, "epsilon": 3.0}, **given)
     run = made.serve()
     assert [receipt.status for receipt in run.last.clients] == ["ok"] * 4
-    kept = json.loads(made.grid.contexts[1000].state["bqsgd.plan"]["plan"])
-    assert kept["levels"] == run.last.clients[0].levels
+    (kept,) = made.grid.contexts[1000].state["bqsgd.plans"].values()
+    assert json.loads(kept)["levels"] == run.last.clients[0].levels
     assert 2.5 < run.summary.guarantee.epsilon <= 3.0
     again = made.serve()  # the same ledgers, a run of another name: nothing is left to spend
     assert [receipt.status for receipt in again.last.clients] == ["declined"] * 4

@@ -7,7 +7,8 @@ from bqsgd._src.params import Mechanism
 from bqsgd._src.planner.search import make_plan
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Relation, Release, Scheme, Terms, Unit
-from bqsgd._src.settings.client_plan import client_terms, release_in
+from bqsgd._src.settings import client_plan
+from bqsgd._src.settings.client_plan import client_terms, plans_kept_in, release_in
 from bqsgd._src.settings.config import BudgetChange
 
 
@@ -25,6 +26,19 @@ def test_one_budget_is_the_planner_s_own_plan(setting):
     own = Terms.of_batch(dimension=6, batch_size=20, dataset_size=60, linf=1 / 20)
     plan = make_plan(config.privacy.budget(client=0, round=0), own, rounds=6)
     assert release_in(config, where, client=0, round=5) == plan.release
+
+
+def test_a_later_process_uses_the_plans_that_an_earlier_one_kept(setting, monkeypatch):
+    config, where = setting(epsilon=10.0, rounds=6)
+    kept = {}
+    monkeypatch.setattr(client_plan, "_answers", {})
+    with plans_kept_in(kept):
+        first = release_in(config, where, client=0, round=0)
+    monkeypatch.setattr(client_plan, "_answers", {})
+    monkeypatch.setattr(client_plan, "_planned", lambda *_: pytest.fail("planned twice"))
+    with plans_kept_in(kept):
+        assert release_in(config, where, client=0, round=5) == first
+    assert len(kept) == 1
 
 
 def test_changed_budgets_compose_within_the_new_budget(setting):

@@ -8,11 +8,10 @@ client's own log, and the server only learns that there was one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, MutableMapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -29,20 +28,18 @@ from bqsgd._src.flower.messages import FRAME, MODEL, Plain, data_of, field_of, p
 from bqsgd._src.flower.processes import keep_ray_on_loopback
 from bqsgd._src.flower.settings import MakeTask, Node, check_name, read_settings
 from bqsgd._src.models import dimension_of
-from bqsgd._src.params import Mechanism
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message
-from bqsgd._src.settings.client_plan import keep_plan, keep_sum_plan, sum_plan
+from bqsgd._src.settings.client_plan import plans_kept_in
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.model_message import read_model, write_model
 from bqsgd._src.wire.reply import Reply
 
 logger = logging.getLogger("flwr.bqsgd")
-_PLAN, _HELD, _DIMENSION = "bqsgd.plan", "bqsgd.held", "bqsgd.dimension"
-_SUM_PLAN = ("levels", "trials", "width")
+_PLANS, _HELD, _DIMENSION = "bqsgd.plans", "bqsgd.held", "bqsgd.dimension"
 NO_ANSWER = "the client could not answer; its own log says why"
 """All that the server learns about an error here: even the kind of error can depend on the data."""
 
@@ -88,19 +85,6 @@ class _Asked:
         logger.warning("client %d declines: %s", self.node.client, reason)
         return pack(None, kind=FRAME, declined=reason, **stated)
 
-    def plan_once(self, question: object, plan: Callable[[], dict[str, Any]], recall: Callable[..., None]) -> None:
-        """Plan in the run's first message, and let the processes of later messages recall the plan.
-
-        question: what the plan depends on besides the settings. The ledger still decides what may be sent.
-        """
-        asked = json.dumps([self.config.to_dict(), self.node.client, question], sort_keys=True)
-        digest = hashlib.sha256(asked.encode()).hexdigest()
-        kept = self.memory.get(_PLAN)
-        if kept is not None and kept["digest"] == digest:
-            recall(**json.loads(kept["plan"]))
-        else:
-            self.memory[_PLAN] = ConfigRecord({"digest": digest, "plan": json.dumps(plan())})
-
 
 def client_app(make_task: MakeTask) -> ClientApp:
     """A ClientApp that trains privately.
@@ -130,7 +114,9 @@ def _guarded(
         # As on every engine: the order of sums, and so the bits of a frame, depend on the number of threads.
         with one_thread():
             asked = _Asked(make_task, message, context)
-            content = respond(asked) if asked.refusal is None else asked.declined(asked.refusal)
+            # Planning is slow: the run's first message plans, and the processes of later messages use its plans.
+            with plans_kept_in(context.state.setdefault(_PLANS, ConfigRecord())):
+                content = respond(asked) if asked.refusal is None else asked.declined(asked.refusal)
     except Exception as error:  # otherwise Flower would send its text, which may contain private values
         if isinstance(error, BqsgdError):
             logger.error("refused by this client: %s", error)
@@ -181,13 +167,6 @@ def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict
             limits=node.limits,
             private_log=private_log_at(node.private_path(run=asked.run)) if config.privacy.private_metrics else None,
         )
-        if sums is None and config.privacy.mechanism is None:
-            with suppress(Infeasible, PlanningTooLong):  # `answer` plans again, and declines with the reason
-                asked.plan_once(
-                    repr(client.terms),
-                    lambda: client.charge(0).release.mechanism.to_dict(),
-                    lambda **plan: keep_plan(config, client.terms, Mechanism.from_dict(plan), client=node.client),
-                )
         # A fresh process holds no model. Without this every message would have to be a whole model.
         record = memory.get(_HELD)
         client.held = None if record is None else read_model(record[MODEL].data, dimension=dimension_of(model))
@@ -205,14 +184,8 @@ def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict
 def _sum_client(asked: _Asked) -> SumClient | Reply:
     """The client's side of the run's secure sums, as its last answer left it. This process must hold the turn."""
     config, node, dimension = asked.config, asked.node, asked.dimension
-
-    def plan() -> dict[str, int]:
-        planned = sum_plan(config, dimension=dimension)
-        return {name: getattr(planned, name) for name in _SUM_PLAN}
-
     try:
         with cpu_seconds(node.limits.planning_seconds):
-            asked.plan_once(dimension, plan, lambda **figures: keep_sum_plan(config, dimension=dimension, **figures))
             setup = SumSetup.of(config, run=asked.run, dimension=dimension)
     except (Infeasible, PlanningTooLong) as error:
         return Reply.decline(node.client, f"no plan for the budget: {error}")

@@ -6,13 +6,16 @@ depend on the same figures get the same plan, or the same reason why there is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from bqsgd._src.errors import Infeasible, InvalidParameter
-from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.params import Mechanism
 from bqsgd._src.persample.clips import Clip
 from bqsgd._src.planner.plan import Budget
@@ -21,12 +24,14 @@ from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import as_given, rounded_up
 from bqsgd._src.release import Assumption, Relation, Release, Sampling, Scheme, Spent, Terms, Unit
-from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.settings.config import Config
 
-_Plan = TypeVar("_Plan")
-_answers: dict[Hashable, Any] = {}
+_Figures = dict[str, Any]
+"""A plan in plain values, for JSON."""
+_answers: dict[Hashable, _Figures | Infeasible] = {}
 """Question -> the plan, or the Infeasible that says why there is none."""
+_store: ContextVar[MutableMapping[str, Any] | None] = ContextVar("store", default=None)
+"""What `plans_kept_in` was given."""
 _MOST_ANSWERS = 1024
 
 
@@ -135,24 +140,15 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
             "all clients of a secure sum need one plan, so all must have one sampling rate: use Poisson batches and "
             "set rate, the chance of a sample to be in a round's batch, or give levels and trials"
         )
-    question = _sum_question(config, dimension=dimension)
-    terms, budget, _, rounds, _ = question
-    return _answer(question, lambda: plan_sum(budget, terms, rule, rounds=rounds, window=window))
-
-
-def _sum_question(config: Config, *, dimension: int) -> tuple[Terms, PrivacyBudget, Thresholds, int, float | None]:
-    privacy, secure = config.privacy, config.secure
-    # The size of the data does not matter: `sum_plan` refuses settings whose plan would depend on it.
+    # Any size of the data will do: settings whose plan would depend on it were refused above.
     terms = client_terms(config, dimension=dimension, dataset_size=privacy.batch_size)
-    rule = secure.rule(config.asked)
-    return terms, privacy.budget(client=0, round=0).privacy, rule, config.turns, secure.window
+    budget, rounds = privacy.budget(client=0, round=0).privacy, config.turns
 
+    def figures() -> _Figures:
+        plan = plan_sum(budget, terms, rule, rounds=rounds, window=window)
+        return {"levels": plan.levels, "trials": plan.trials, "width": plan.width}
 
-def keep_sum_plan(config: Config, *, dimension: int, levels: int, trials: int, width: int) -> None:
-    """Take this as the plan of the run's secure sums, as `keep_plan` does for one client."""
-    rule, window = config.secure.rule(config.asked), config.secure.window
-    plan = SumPlan(rule=rule, levels=levels, trials=trials, width=width, window=window)
-    _keep(_sum_question(config, dimension=dimension), plan)
+    return SumPlan(rule=rule, window=window, **_answer((terms, budget, rule, rounds, window), figures))
 
 
 def plan_release(terms: Terms, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:
@@ -161,8 +157,8 @@ def plan_release(terms: Terms, budget: Budget, *, rounds: int, spent: Spent = ()
     Raises:
         Infeasible: no levels and trials meet the budget.
     """
-    mechanism = _answer((terms, budget, rounds, spent), lambda: _planned(terms, budget, rounds, spent))
-    return Release(mechanism=mechanism, terms=terms)
+    figures = _answer((terms, budget, rounds, spent), lambda: _planned(terms, budget, rounds, spent).to_dict())
+    return Release(mechanism=Mechanism.from_dict(figures), terms=terms)
 
 
 def _planned(terms: Terms, budget: Budget, rounds: int, spent: Spent) -> Mechanism:
@@ -177,30 +173,37 @@ def _planned(terms: Terms, budget: Budget, rounds: int, spent: Spent) -> Mechani
     return least_error_mechanism(budget, terms, rounds=rounds, spent=before)
 
 
-def keep_plan(config: Config, terms: Terms, mechanism: Mechanism, *, client: int) -> None:
-    """Take `mechanism` as the plan for the client's first budget, which saves planning it again.
+@contextmanager
+def plans_kept_in(store: MutableMapping[str, Any]) -> Iterator[None]:
+    """In this block, look plans up in `store`, and keep there those that are made or used: digest -> JSON.
 
-    For a plan that the same client found in an earlier process. The ledger still decides whether a message may be sent.
+    For a client whose rounds are answered by a process each. The ledger still decides whether a message may be sent.
     """
-    _keep((terms, config.privacy.budget(client=client, round=0), config.turns, ()), mechanism)
+    before = _store.set(store)
+    try:
+        yield
+    finally:
+        _store.reset(before)
 
 
-def _answer(question: Hashable, plan: Callable[[], _Plan]) -> _Plan:
-    """The plan for `question`: as it was answered before, or made now."""
-    answer: _Plan | Infeasible | None = _answers.get(question)
+def _answer(question: Hashable, plan: Callable[[], _Figures]) -> _Figures:
+    """The figures of the plan for `question`: as it was answered before, or made now."""
+    store, answer = _store.get(), _answers.get(question)
+    digest = "" if store is None else hashlib.sha256(repr(question).encode()).hexdigest()
+    if answer is None and store is not None and digest in store:
+        answer = json.loads(store[digest])
     if answer is None:
         try:
             answer = plan()
         except Infeasible as error:
             answer = error
-        _keep(question, answer)
+        # Clients of many sizes ask many questions. Clearing is safe with other threads at work, dropping the oldest is
+        # not.
+        if len(_answers) >= _MOST_ANSWERS:
+            _answers.clear()
+        _answers[question] = answer
     if isinstance(answer, Infeasible):
         raise Infeasible(str(answer))  # a new one, because raising the same error again would lengthen its traceback
+    if store is not None:
+        store[digest] = json.dumps(answer)
     return answer
-
-
-def _keep(question: Hashable, answer: Any) -> None:
-    # Clients of many sizes ask many questions. Clearing is safe with other threads at work, dropping the oldest is not.
-    if len(_answers) >= _MOST_ANSWERS:
-        _answers.clear()
-    _answers[question] = answer
