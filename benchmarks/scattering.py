@@ -19,9 +19,8 @@ import scipy.special
 import torch
 
 import benchmarks
-from bqsgd._src.data import scattering
 from bqsgd._src.data._pixels import transformed
-from bqsgd._src.data.scattering import constants, each_position
+from bqsgd._src.data.scattering import SCATTERING, constants, each_position
 
 PAGE = Path(__file__).parent.parent / "docs" / "data.md"
 IMAGES, REPEATS = 512, 9
@@ -53,10 +52,10 @@ def main() -> int:
     torch.set_num_threads(1)
     images = np.random.default_rng(0).random((IMAGES, 28, 28), dtype=np.float32)
     pixels, theirs = torch.from_numpy(images), kymatio()
-    cases: dict[str, Callable[[], object]] = {"bqsgd": lambda: transformed(scattering, images[:, None])}
+    cases: dict[str, Callable[[], object]] = {"bqsgd": lambda: transformed(SCATTERING, images[:, None])}
     for batch in BATCHES:
         cases[f"kymatio, batches of {batch}"] = lambda batch=batch: [theirs(part) for part in pixels.split(batch)]  # type: ignore[misc]
-    difference = float(np.abs(transformed(scattering, images[:64, None]) - theirs(pixels[:64]).numpy()).max())
+    difference = float(np.abs(transformed(SCATTERING, images[:64, None]) - theirs(pixels[:64]).numpy()).max())
     best = dict.fromkeys(cases, float("inf"))
     for _ in range(REPEATS):
         for name, run in cases.items():

@@ -43,12 +43,12 @@ def images(count, seed=0):
 
 def test_an_image_has_the_same_features_wherever_it_stands(network):
     pixels = images(19)
-    found = transformed(pretrained, pixels)
+    found = transformed(pretrained.IMAGENET, pixels)
     assert found.shape == (19, 1280)
-    np.testing.assert_array_equal(found, transformed(pretrained, pixels, threads=2))
-    np.testing.assert_array_equal(found[17:], transformed(pretrained, pixels[17:]))
+    np.testing.assert_array_equal(found, transformed(pretrained.IMAGENET, pixels, threads=2))
+    np.testing.assert_array_equal(found[17:], transformed(pretrained.IMAGENET, pixels[17:]))
     normalised = (pixels - np.float32(0.5)) / np.float32(0.25)
-    np.testing.assert_allclose(found, transformed(pretrained, normalised, mean=0.5, deviation=0.25), atol=1e-3)
+    np.testing.assert_allclose(found, transformed(pretrained.IMAGENET, normalised, mean=0.5, deviation=0.25), atol=1e-3)
     np.testing.assert_allclose(found.mean(axis=1), 0, atol=1e-5)
     np.testing.assert_allclose(found.std(axis=1), 1, atol=1e-3)
 
@@ -80,4 +80,4 @@ def test_padding_is_that_of_tensorflow():
 )
 def test_what_is_refused_before_anything_is_fetched(pixels, error, message):
     with pytest.raises(error, match=message):
-        transformed(pretrained, pixels)
+        transformed(pretrained.IMAGENET, pixels)

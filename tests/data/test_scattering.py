@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd import data
-from bqsgd._src.data import scattering
 from bqsgd._src.data._pixels import transformed
 from bqsgd._src.data.features import compute_features, features_shape
 from bqsgd._src.data.scattering import (
     DEVIATIONS,
     MEANS,
     OPPONENTS,
+    SCATTERING,
     Scattering,
     kinds,
     low_pass,
@@ -28,7 +28,7 @@ from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.run import Run
 from bqsgd._src.tasks.named import NamedTask, settings_of
 
-features = partial(transformed, scattering)
+features = partial(transformed, SCATTERING)
 
 
 def coefficients(height, width, pixels):

@@ -103,7 +103,7 @@ def test_what_is_trained_cannot_change_in_mid_run(private, tmp_path):
     batches = iter(made.loader)
     made.step(next(batches))
     model[0].weight.requires_grad_(False)
-    with pytest.raises(InvalidParameter, match="other parameters require gradients"):
+    with pytest.raises(InvalidParameter, match="parameters that require gradients have changed"):
         made.step(next(batches))
     model[0].weight.requires_grad_(True)
     model[1] = nn.BatchNorm1d(3, affine=False)
@@ -593,7 +593,7 @@ REFUSED = {
     "half precision": ({"model": lambda: nn.Linear(4, 2).bfloat16()}, "must be float32"),
     "an optimiser of another model": (
         {"optimizer": lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])},
-        "not the model's",
+        "does not belong to the model",
     ),
     "an optimiser of half the model": ({"optimizer": lambda model: torch.optim.SGD([model.weight])}, "requires_grad_"),
     "lbfgs": ({"optimizer": lambda model: torch.optim.LBFGS(model.parameters())}, "LBFGS"),

@@ -84,6 +84,6 @@ def test_the_step_is_the_mean_of_the_ranks_means(told):
 
 def test_a_rank_without_budget_ends_the_loop_of_all(told):
     _, (first, second) = told
-    assert first["ended"] == second["ended"] == "the budget of rank 1 is spent: every rank stops here"
+    assert first["ended"] == second["ended"] == "the budget of rank 1 is spent, so every rank stops"
     assert first["taken"] == second["taken"]
     assert second["spent"] <= 0.5

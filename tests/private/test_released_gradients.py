@@ -134,7 +134,7 @@ def test_hooks_of_others_run_before_the_gradients_are_looked_at(private):
     made.optimizer.zero_grad()
     made.backward(next(iter(made.loader)))
     made.optimizer.register_step_pre_hook(meddle)
-    with pytest.raises(InvalidParameter, match="step hook was registered after"):
+    with pytest.raises(InvalidParameter, match="step hook that was registered after"):
         made.optimizer.step()
 
 

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.server import aggregation
-from bqsgd._src.settings.config import RULES, smallest_quorum
+from bqsgd._src.settings.config import RULES, ServerSettings
 
 values = st.floats(-1e3, 1e3, allow_nan=False, width=32)
 
@@ -82,7 +82,7 @@ def test_preconditions():
     with pytest.raises(NonFiniteInput, match="overflow"):
         aggregation.krum([[0.0], [1e200], [-1e200]], byzantine=0)
     with pytest.raises(InvalidParameter, match="one of"):
-        smallest_quorum("mode", byzantine=0)
+        ServerSettings(aggregation="mode")
     with pytest.raises(InvalidParameter, match="withstands no adversary"):
-        smallest_quorum("mean", byzantine=1)
-    assert [smallest_quorum(rule, byzantine=1) for rule in RULES[1:]] == [3, 3, 5, 5]
+        ServerSettings(aggregation="mean", byzantine=1)
+    assert [ServerSettings(aggregation=rule, byzantine=1).fewest_updates for rule in RULES[1:]] == [3, 3, 5, 5]

@@ -67,12 +67,10 @@ class _Commands(typer.core.TyperGroup):
 
 def _new_option(error: click.NoSuchOption) -> str | None:
     """The message for an unknown option that was an option before, or is a setting without one; None for any other."""
-    names: list[str] = []
-    context = error.ctx
-    while context is not None and context.parent is not None:  # the outermost context is the program itself
-        names.insert(0, str(context.info_name))
-        context = context.parent
-    command, option = " ".join(names), error.option_name
+    assert error.ctx is not None
+    # Without the program's own name, which may be "python -m bqsgd".
+    program = error.ctx.find_root().command_path
+    command, option = error.ctx.command_path.removeprefix(program).strip(), error.option_name
     replacement = OPTIONS.get(command, {}).get(option)
     if replacement is not None:
         return f"{option} has been replaced by {replacement}"

@@ -59,7 +59,9 @@ def _settings_options() -> Iterator[typer.core.TyperOption]:
     from bqsgd._src.tasks.named import ALL_GROUPS
 
     for group in ALL_GROUPS.values():
-        for name, field in group.options():
+        for name, field in group.settings().items():
+            if not field.metadata["option"]:
+                continue
             kind, option = kind_of(field), f"--{name.replace('_', '-')}"
             yield typer.core.TyperOption(
                 param_decls=[name, f"{option}/--no-{option[2:]}" if kind is bool else option],

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,16 @@ _CHUNK = 32
 _Floats = npt.NDArray[np.float32]
 
 
-class Transform(Protocol):
-    """A module that computes features of images."""
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """What computes features of images. Both functions are called with the shape of an image.
 
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one image's features. Raises InvalidParameter for images that the transform does not take."""
+    output_shape: returns the shape of its features, or raises InvalidParameter if it does not take such images.
+    chunk_transform: returns the function from pixels in [0, 1], a few images at a time, to their features.
+    """
 
-    def chunk_transform(self, input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
-        """The function from pixels in [0, 1], a few images at a time, to their features."""
+    output_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    chunk_transform: Callable[[tuple[int, ...]], Callable[[_Floats], _Floats]]
 
 
 def transformed(

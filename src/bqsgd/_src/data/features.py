@@ -127,13 +127,13 @@ def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _transform(name: str) -> Transform:
-    """The module that computes these features. Imported here because it loads torch and compiled loops."""
+    """The transform of this name. Imported here because it loads torch and compiled loops."""
     if name not in FEATURES:
         raise InvalidParameter(f"features must be one of {', '.join(FEATURES)}, got {name!r}")
     if name == "imagenet":
-        from bqsgd._src.data import pretrained
+        from bqsgd._src.data.pretrained import IMAGENET
 
-        return pretrained
-    from bqsgd._src.data import scattering
+        return IMAGENET
+    from bqsgd._src.data.scattering import SCATTERING
 
-    return scattering
+    return SCATTERING

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bqsgd._src.data._pixels import Transform
 from bqsgd._src.data._sources import File, Published, fetched
 from bqsgd._src.errors import InvalidParameter
 
@@ -122,14 +123,14 @@ def network() -> EfficientNetLite0:
     return EfficientNetLite0(weights).eval()
 
 
-def output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
+def _output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an image's features, (1280,)."""
     if len(input_shape) != 3 or input_shape[0] != 3:
         raise InvalidParameter(f"ImageNet features need colour images, (3, height, width), got {input_shape}")
     return (WIDTH,)
 
 
-def chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
+def _chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
     """Features (n, 1280) of colour images: the mean over an image and its mirror image, with mean 0 and deviation 1.
 
     Raises:
@@ -151,3 +152,6 @@ def chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats
         return features
 
     return of_chunk
+
+
+IMAGENET = Transform(output_shape=_output_shape, chunk_transform=_chunk_transform)

@@ -26,6 +26,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from bqsgd._src.data._pixels import Transform
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
 
@@ -103,7 +104,7 @@ class Scattering:
         return rows @ (images @ columns.T)
 
 
-def output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
+def _output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an image's features: (81 * channels, height / 4, width / 4)."""
     if len(input_shape) != 3 or input_shape[0] not in (1, 3):
         raise InvalidParameter(
@@ -113,7 +114,7 @@ def output_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
     return CHANNELS * input_shape[0], height // REDUCTION, width // REDUCTION
 
 
-def chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
+def _chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
     """Normalised coefficients (n, 81 * channels, height / 4, width / 4) of images (n, channels, height, width).
 
     Each coefficient becomes (coefficient - mean) / deviation with the constants of its kind; then all channels at one
@@ -142,6 +143,9 @@ def chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats
         return torch.cat(rows).numpy()
 
     return of_chunk
+
+
+SCATTERING = Transform(output_shape=_output_shape, chunk_transform=_chunk_transform)
 
 
 def kinds() -> list[int]:

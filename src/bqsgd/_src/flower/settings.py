@@ -20,7 +20,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from bqsgd._src.engines.engine import FEW
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.opening import ledger_path, register_path
-from bqsgd._src.params import check_int, check_positive, short_repr
+from bqsgd._src.params import check_int, short_repr
 from bqsgd._src.secure.roster import public_key, read_identity, read_roster, write_identity
 from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.group import Group, setting
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.storage import one_at_a_time, private_folder, write_atomic
 from bqsgd._src.tasks.task import Task
@@ -189,25 +190,15 @@ def _usual_folder() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
-    """What the server needs besides the run's settings.
+class Service(Group):
+    """What the server needs besides the run's settings."""
 
-    folder: on the server's disk, for the checkpoint and the records; None keeps nothing.
-    join_seconds: how long to wait for all clients; after that the run begins with those that have joined.
-    round_seconds: how long a round waits for replies, if the run has no deadline.
-    force: begin even if the plans say that nothing can be learnt.
-    """
-
-    folder: Path | None = None
-    join_seconds: float = 300.0
-    round_seconds: float = 3600.0
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("join_seconds", "round_seconds"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        if not isinstance(self.force, bool):
-            raise InvalidParameter(f"force must be true or false, got {short_repr(self.force)}")
+    folder: Path | None = setting(  # noqa: RUF009 (it makes a field)
+        None, "On the server's disk, for the checkpoint and the records. Default: keep nothing."
+    )
+    join_seconds: float = setting(300.0, "Wait this long for all clients, then begin with some.", positive=True)
+    round_seconds: float = setting(3600.0, "A round waits this long for replies if it has no deadline.", positive=True)
+    force: bool = setting(False, "Begin even if the plans say that nothing can be learnt.")
 
 
 def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[str, Any]]:
@@ -219,17 +210,15 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Service, dict[
     options = {name: value for name, value in run_config.items() if value != ""}
     if "optimiser" in options:  # the spelling of apps that earlier versions made
         options["optimizer"] = options.pop("optimiser")
-    known = Config().flat()
     if "budgets" in options:
         options["budgets"] = _read_budgets(options["budgets"])
-    settings = {name: options.pop(name) for name in list(options) if name in known}
-    service = {field.name: options.pop(field.name) for field in fields(Service) if field.name in options}
-    if "folder" in service:
-        service["folder"] = Path(str(service["folder"])).expanduser()
-    config = Config.of(**settings)
+    if "folder" in options:
+        options["folder"] = Path(str(options["folder"])).expanduser()
+    service = Service(**{name: options.pop(name) for name in Service.settings() if name in options})
+    config = Config.of(**{name: options.pop(name) for name in Config().flat() if name in options})
     if config.run.name is not None:
         check_name(config.run.name)
-    return config, Service(**service), options
+    return config, service, options
 
 
 def _read_budgets(text: object) -> list[Any]:

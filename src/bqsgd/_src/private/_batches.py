@@ -7,6 +7,7 @@ import math
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ _log = logging.getLogger("bqsgd.samples")
 
 
 class Batch:
-    """One Poisson batch, for one step. Beyond its first samples it is read when the step is taken."""
+    """One Poisson batch, for one step. Its first samples are in memory; the step reads the others."""
 
     def __init__(self, number: int, drawn: int, reading: Iterator[Part]) -> None:
         self._number, self._drawn, self._reading = number, drawn, reading
@@ -34,15 +35,16 @@ class Batch:
         return self._drawn
 
     def __reduce__(self) -> str:
-        raise TypeError("a batch is for one step of the process that drew it: it cannot be copied or pickled")
+        # A copy could be used for a second step, which would be accounted as a new draw.
+        raise TypeError("a batch cannot be copied or pickled: it is for one step of the process that drew it")
 
 
 class PoissonLoader:
     """Poisson batches of a loader's data set: iterate over it once per epoch, as over the loader itself.
 
     Every sample is drawn independently with probability L / n from the cryptographic generator; a batch may be empty or
-    larger than L. Which samples are drawn is secret. Whatever a program does with a batch besides `step` is outside the
-    guarantee: a printed training loss, or skipping batches for what is in them.
+    larger than L. Which samples are drawn is secret. The guarantee covers `step` only: it does not cover a training
+    loss that the program prints, or batches that it skips because of what they contain.
     """
 
     def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources, sample: Any = None) -> None:
@@ -50,15 +52,18 @@ class PoissonLoader:
         self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn), sample)
         self._samples = len(self._reader)
         if self.batch_size > self.samples:
-            raise InvalidParameter(f"batch_size={self.batch_size} is more than the {self.samples} samples")
+            raise InvalidParameter(
+                f"batch_size={self.batch_size} exceeds the {self.samples} samples of the data set; lower it"
+            )
         self.steps = math.ceil(self.samples / self.batch_size)
         self.next_draw = 0
         self._most, self._sources = micro_batch, sources
         self._fresh: Batch | None = None
         """The batch that may be used for a step."""
         self._drawn: deque[tuple[int, int, int]] = deque()
+        """(number of the draw, samples, pieces) of the batches that the workers are reading ahead, in order."""
         self.asked: Iterator[list[int]] = iter(())
-        """The numbers of the samples of an epoch, piece by piece, for the workers."""
+        """The numbers of an epoch's samples, piece by piece, for the workers."""
         self._how = _workers_of(loader) | {
             "collate_fn": self._reader.collate,
             "generator": torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
@@ -96,12 +101,14 @@ class PoissonLoader:
         for _ in range(self.steps):
             if drawn is not self._drawn:
                 raise InvalidParameter(
-                    "the loader was iterated over anew meanwhile, and its workers now read for that iteration: go "
-                    "through one epoch at a time"
+                    "a second iteration over the loader has begun, and its workers now read for that one: go through "
+                    "one epoch at a time"
                 )
             with interrupts_deferred(), self._sources.lent(Purpose.READ, self.next_draw):
                 first = next(pieces, None)
-                if first is None:  # an interrupt has ended the reading; what was drawn ahead goes with it
+                if first is None:
+                    # An interrupt has ended the reading. Drop what was drawn ahead too: nobody knows how much of it the
+                    # workers have read, and a draw must not be used twice.
                     drawn.clear()
                     pieces = self._read(self._draw(drawn))
                     first = next(pieces)
@@ -112,14 +119,15 @@ class PoissonLoader:
             if drawn is self._drawn:
                 self._fresh = None
                 with interrupts_deferred(), self._sources.lent(Purpose.READ, number):
-                    for _ in reading:  # samples of a batch that was not used must not be taken for the next one's
+                    # Read a batch that was not used to its end: what is left must not become part of the next one.
+                    for _ in reading:
                         pass
 
     def _read(self, drawing: Iterator[list[int]]) -> Generator[list[Part]]:
         """The samples of an epoch, piece by piece.
 
-        When a worker dies or takes too long, each sample of the piece waited for is read by a worker of its own. The
-        one that does it counts as zero, and all others as if it were not there.
+        When a worker dies or takes too long, a new worker reads each sample of its piece alone. Only the sample that
+        causes the failure then counts as zero; all others are read as usual.
         """
         waited_for: deque[list[int]] = deque()
         while True:
@@ -127,9 +135,9 @@ class PoissonLoader:
             waited_for.clear()
             self.asked = _noted(chain(outstanding, drawing), waited_for)
             try:
-                for found in _without_alarm(iter(self._pieces)):
+                for parts in _without_alarm(iter(self._pieces)):
                     waited_for.popleft()
-                    yield found
+                    yield parts
                 return
             except InvalidParameter:
                 raise
@@ -144,15 +152,19 @@ class PoissonLoader:
         return DataLoader(cast(Any, self._reader), **({"batch_sampler": _Draws(self)} | self._how | settings))
 
     def _alone(self, number: int) -> list[Part]:
-        """One sample, read by a worker of its own."""
+        """One sample, read by a new worker."""
         try:
             alone = self._loader(batch_sampler=[[number]], num_workers=1, persistent_workers=False)
             return next(_without_alarm(iter(alone)))
         except Exception:
+            # No data: the sample counts as zero. An error would tell the program something about this sample.
             return [Part(numbers=np.asarray([number], np.int64), data=None)]
 
     def _draw(self, queue: deque[tuple[int, int, int]]) -> Iterator[list[int]]:
-        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`; none for an empty one."""
+        """The numbers of the samples of an epoch's steps, in pieces of at most `micro_batch`.
+
+        An empty batch is one empty piece, so that every step has at least one.
+        """
         for _ in range(self.steps):
             self.check_size()
             rng = self._sources.at(Purpose.BATCH, self.next_draw)
@@ -167,29 +179,32 @@ class PoissonLoader:
         """The samples of a batch, once.
 
         Raises:
-            InvalidParameter: it is not the batch that this loader gave last, or it was used already.
+            InvalidParameter: the batch is not the last one of this loader, or it was used already.
         """
         if not isinstance(batch, Batch):
             raise InvalidParameter(f"step takes a batch of private.loader, got {type(batch).__name__}")
         if batch is not self._fresh:
             raise InvalidParameter(
-                "a batch is for one step, taken before the next batch is asked for: each step is accounted with a draw "
-                "of its own; nothing was spent"
+                "this batch was used already, or the loader has given another one since: use each batch once, before "
+                "asking for the next, because every step is accounted with its own draw; nothing was spent"
             )
         self._fresh = None
         return batch._reading
 
     def check_size(self) -> None:
-        """Raise when the data set has another size than the one that was planned for."""
+        """Raise InvalidParameter if the size of the data set has changed since training was planned."""
         if len(self._reader) != self.samples:
             raise InvalidParameter(
-                f"the data set has {len(self._reader)} samples now and had {self.samples} when training was planned, "
-                "so the sampling rate would differ; call make_private again"
+                f"the data set has {len(self._reader)} samples now, but had {self.samples} when training was planned; "
+                "this changes the sampling rate, so call make_private again"
             )
 
 
 class _Draws(Sampler[list[int]]):
-    """What torch's loader asks for the numbers of the samples, always in the process that trains."""
+    """Gives torch's loader the numbers of the samples. It always runs in the process that trains.
+
+    Workers that persist keep this object for all epochs, so it looks up the numbers of the current one.
+    """
 
     def __init__(self, loader: PoissonLoader) -> None:
         self._loader = loader
@@ -199,8 +214,9 @@ class _Draws(Sampler[list[int]]):
 
 
 def _without_alarm(workers: Any) -> Iterator[list[Part]]:
-    """The same workers. When one dies torch raises an error in the midst of whatever runs then, also after a spend;
-    whoever waits for its piece finds out anyway."""
+    """The same workers, without torch's alarm."""
+    # When a worker dies, torch's handler of SIGCHLD raises an error in whatever code runs then, also after a spend. We
+    # do not need it: whoever waits for the worker's piece gets an error as well.
     if getattr(workers, "_worker_pids_set", False):
         cast(Any, signal_handling)._remove_worker_pids(id(workers))
         workers._worker_pids_set = False
@@ -214,36 +230,31 @@ def _noted(pieces: Iterator[list[int]], note: deque[list[int]]) -> Iterator[list
 
 
 def _reading(first: list[Part], pieces: Generator[list[Part]], more: int) -> Iterator[Part]:
-    """The samples of a batch: those of its first piece, then of so many more."""
+    """The samples of a batch: those of its first piece, then those of `more` pieces."""
     try:
         yield from first
         for _ in range(more):
             yield from next(pieces)
     except BaseException:
-        pieces.close()  # nobody could tell how many of this batch's are left, and they must not be the next batch's
+        # Nobody knows how many pieces of this batch are left, and they must not become part of the next one.
+        pieces.close()
         raise
 
 
 def _workers_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader reads its samples; what it draws and pins is not taken over."""
+    """The settings with which a loader reads its samples. Its sampler and pinned memory are not used."""
     how: dict[str, Any] = {"num_workers": loader.num_workers}
     if loader.num_workers:
         names = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
-        how |= {name: getattr(loader, name) for name in names} | {"worker_init_fn": _Beginning(loader.worker_init_fn)}
+        how |= {name: getattr(loader, name) for name in names}
+        how["worker_init_fn"] = partial(_begin, loader.worker_init_fn)
     return how
 
 
-class _Beginning:
-    """What a worker process runs first.
-
-    A terminal sends Ctrl-C to all processes, and the one that trains decides what it stops. An interrupt that a worker
-    meets is then raised by a record.
-    """
-
-    def __init__(self, own: Callable[[int], Any] | None) -> None:
-        self._own = own
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._own is not None:
-            self._own(worker)
+def _begin(users_own: Callable[[int], Any] | None, worker: int) -> None:
+    """The first thing that a worker process runs. `users_own` is the loader's own worker_init_fn."""
+    # A terminal sends Ctrl-C to all processes, and the one that trains decides what it stops. With the signal ignored
+    # here, a KeyboardInterrupt in a worker can only come from a record's own code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if users_own is not None:
+        users_own(worker)

@@ -1,4 +1,4 @@
-"""What the optimizer steps on: gradients that were released, zeros, or none."""
+"""Lets an optimizer step only on gradients that were released, on zeros, or on none."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ with two data sets, each with a ledger of its own, may take turns."""
 class Gradients:
     """Puts released gradients into a model, and lets its optimizer step on no others.
 
-    Contents are compared, with copies kept here: whether a gradient was released cannot be told from the tensor that
-    holds it.
+    It compares values with copies kept here: code can write a tensor without leaving a trace, so the tensor itself does
+    not tell whether its content was released.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._guard = _Guard(model, optimizer)
         self.close = weakref.finalize(self, self._guard.leave)
-        """Let the optimizer step on anything again."""
+        """Let the optimizer step on any gradient again."""
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """What was released into each of these parameters and not cleared since.
@@ -53,58 +53,56 @@ class Gradients:
         *,
         onto: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Make `update`, flat, the gradient of these parameters: in new tensors, whatever the old ones hold by now.
+        """Make the flat vector `update` the gradient of these parameters, and clear all other gradients.
 
-        Other gradients are cleared: only code that ran during the step can have made them. The optimizer looks at the
-        gradients after all hooks that it has by now.
-
-        onto: what `held` gave before the step, to which the update is added.
+        onto: what `held` returned before the step, to which the update is added.
         """
+        # Cleared, and put into new tensors below: code of the model or the data may have written gradients during the
+        # step, and may still hold the old tensors.
         for parameter in _parameters(self._optimizer, self._model):
             parameter.grad = None
         start = 0
         for n, parameter in enumerate(parameters):
             stop = start + parameter.numel()
-            own = torch.tensor(update[start:stop], device=parameter.device).view_as(parameter)
+            part = torch.tensor(update[start:stop], device=parameter.device).view_as(parameter)
             before = None if onto is None else onto[n]
-            _released[parameter] = own if before is None else before + own
+            _released[parameter] = part if before is None else before + part
+            # A copy, so that a change of `.grad` does not change what it is compared with.
             parameter.grad = _released[parameter].clone()
             start = stop
         self._guard.come_last(self._optimizer)
 
 
 class _Guard:
-    """What an optimizer runs before each of its steps.
-
-    The optimizer keeps it, so it knows the model only as long as others do.
-    """
+    """A hook that an optimizer runs before each of its steps."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        # A weak reference: the optimizer keeps this hook, and must not keep the model alive.
         self._model, self._on_guard = weakref.ref(model), True
         self._handle = optimizer.register_step_pre_hook(self)
 
     def come_last(self, optimizer: Optimizer) -> None:
-        """Run after all other hooks of the optimizer: one that ran later could change what was looked at."""
+        """Run after all other hooks of the optimizer: a later one could change gradients that were checked already."""
         self._handle.remove()
         if self._on_guard:
             self._handle = optimizer.register_step_pre_hook(self)
 
     def leave(self) -> None:
-        """Run no more."""
+        """Remove the hook for good."""
         self._on_guard = False
         self._handle.remove()
 
-    def __call__(self, optimizer: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        closure = given[1] if len(given) > 1 else named.get("closure")
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             raise InvalidParameter(
-                "optimizer.step(closure) computes gradients that nothing makes private: call private.backward(batch), "
-                "then optimizer.step() without a closure"
+                "optimizer.step(closure) computes gradients that are not private: call private.backward(batch), then "
+                "optimizer.step() without a closure"
             )
         if not isinstance(next(reversed(optimizer._optimizer_step_pre_hooks.values())), _Guard):
             raise InvalidParameter(
-                "a step hook was registered after the gradients were released, and could change them: register it "
-                "before private.backward(batch)"
+                "a step hook that was registered after private.backward(batch) could change the released gradients: "
+                "register it before"
             )
         _check(optimizer, self._model())
 
@@ -113,9 +111,9 @@ def _check(optimizer: Optimizer, model: nn.Module | None) -> None:
     for parameter in _parameters(optimizer, model):
         if not _may_be_stepped_on(parameter):
             raise InvalidParameter(
-                "the model holds a gradient that was not released, or was changed after that, and would not be "
+                "the model holds a gradient that was not released, or was changed after that, so the step would not be "
                 "private: leave out loss.backward(), and change no .grad between private.backward(batch) and "
-                "optimizer.step(); optimizer.zero_grad() clears what is there"
+                "optimizer.step(); optimizer.zero_grad() clears all gradients"
             )
 
 
@@ -126,10 +124,11 @@ def _parameters(optimizer: Optimizer, model: nn.Module | None) -> Iterator[Tenso
 
 
 def _may_be_stepped_on(parameter: Tensor) -> bool:
-    """Whether a parameter's gradient is what was released, or depends on no data: none, or zeros."""
+    """Whether a parameter's gradient is None, zero, or exactly what was released; none of them leaks data."""
     gradient = parameter.grad
     if gradient is None:
         return True
+    # A sparse gradient is never a released one, and torch.equal does not take it.
     if gradient.layout is not torch.strided:
         return False
     if parameter.requires_grad and parameter in _released:

@@ -39,7 +39,9 @@ class Peers:
             if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
                 return cls()
             meet(timeout_seconds=_WAIT.total_seconds())
+            # Only a group that we made: the user ends their own.
             atexit.register(dist.destroy_process_group)
+        # Frames are bytes on the CPU, which other backends, such as nccl, do not carry.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=group)
 
@@ -56,34 +58,35 @@ class Peers:
         """
         if self.size == 1:
             return [np.frombuffer(content, np.uint8)]
-        longest = max(sizes)
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found = [torch.zeros_like(own) for _ in range(self.size)]
+        # All ranks must send equally many bytes, so shorter contents are padded.
+        sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        # Zeros, not `empty`: a rank may send fewer bytes, and the others would be old memory of this process.
+        gathered = [torch.zeros_like(sent) for _ in range(self.size)]
         try:
-            dist.all_gather(found, own, group=self._group)
+            dist.all_gather(gathered, sent, group=self._group)
         except RuntimeError as error:
             raise PeerLost(f"a rank is gone, or sent too few bytes: {str(error).splitlines()[0][:200]}") from error
-        return [received.numpy()[:size] for received, size in zip(found, sizes, strict=True)]
+        return [received.numpy()[:size] for received, size in zip(gathered, sizes, strict=True)]
 
     def channel(self, rank: int) -> Channel:
         """Messages to and from one other rank."""
         return Channel(rank, group=self._group, wait=_WAIT)
 
     def tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's note."""
+        """Every rank's note, in the order of ranks. A rank may be hostile: the caller checks the values."""
         written = json.dumps(note, allow_nan=False).encode().ljust(_NOTE_BYTES)
-        found = self.gather(written, [_NOTE_BYTES] * self.size)
+        contents = self.gather(written, [_NOTE_BYTES] * self.size)
         try:
-            notes = [json.loads(content.tobytes()) for content in found]
+            notes = [json.loads(content.tobytes()) for content in contents]
         except (ValueError, RecursionError) as error:
-            raise InvalidParameter("a rank sent something that is not a note of make_private") from error
+            raise InvalidParameter("a rank sent bytes that make_private did not write") from error
         if any(not isinstance(other, dict) or other.keys() != note.keys() for other in notes):
-            raise InvalidParameter("the ranks do not run the same version of make_private")
+            raise InvalidParameter("the ranks run different versions of bqsgd; install the same one on all of them")
         return notes
 
     def share(self, model: nn.Module) -> None:
-        """Begin with the model of rank 0 on every rank."""
+        """Copy the model of rank 0 to every rank."""
         if self.size > 1:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):

@@ -1,6 +1,6 @@
-"""Secure sums between the ranks of a private loop: rank 0 carries the steps, and no rank sees another's message.
+"""Secure sums between the ranks of a private loop: rank 0 carries the messages, and no rank sees another's values.
 
-Ranks do not come and go, so nobody may be missing: a rank that sends nothing ends the step for all of them.
+Every sum needs all ranks: a rank that sends nothing ends the step for all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MOST_WORDS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class SecureRanks:
-    """What a rank needs for secure sums with the others.
+    """Keys of a rank for secure sums with the others.
 
-    roster: file of all ranks' identity keys. identity: file of this rank's own; `{client}` in it stands for its number.
-    colluders: most ranks that may tell rank 0 all they know.
+    roster: file of all ranks' public keys. identity: file of this rank's own key; `{client}` in it stands for the
+    rank's number. colluders: most ranks that may tell rank 0 all they know.
 
     >>> SecureRanks(roster="roster.toml", identity="keys/{client}.pem").colluders
     0
@@ -61,11 +61,11 @@ class RankSums:
 
     def __init__(self, peers: Peers, *, plan: SumPlan, dimension: int, secure: SecureRanks, seed: int | None) -> None:
         roster = roster_of(secure.roster, peers.size)
-        # Every rank adds to the name of the run: one that was restarted is in no sum of before.
-        own = (
+        # Every rank adds a token to the name of the run, so a rank that restarts can never join a sum from before.
+        token = (
             secrets.token_hex(16) if seed is None else hashlib.sha256(f"{seed}-{peers.rank}".encode()).hexdigest()[:32]
         )
-        tokens = [str(note["token"])[:32] for note in peers.tell({"token": own})]
+        tokens = [str(note["token"])[:32] for note in peers.tell({"token": token})]
         run = "private-" + hashlib.sha256("-".join(tokens).encode()).hexdigest()
         agreement = Agreement(
             roster=roster, run=run, rule=plan.rule, dimension=dimension, width=plan.width, trials=plan.trials
@@ -77,10 +77,10 @@ class RankSums:
         self._longest = most_bytes(plan.rule, rounds=_KEY_ROUNDS) + 4 * dimension + _MOST_WORDS
 
     def mean(self, masked: Callable[[], bytearray | None], *, round: int) -> npt.NDArray[np.float32]:
-        """The mean of all ranks' values in ranges; `masked` is called once, when this rank's vector is due.
+        """The mean of all ranks' values, in units of the range. `masked` is called once, when the sum needs the vector.
 
         Raises:
-            TooFewClients: a rank sent nothing, or refused a step: no rank has a mean.
+            TooFewClients: a rank sent nothing or refused a step, so no rank has a mean.
         """
 
         def answer(message: bytes) -> Reply:
@@ -98,19 +98,20 @@ class RankSums:
             others = [channels[rank] for rank in sorted(messages) if rank != SERVER]
             for channel in others:
                 channel.send(MessageKind.MODEL, messages[channel.peer])
+            # After all messages are out, so that the ranks compute at the same time.
             if SERVER in messages:
                 yield answer(messages[SERVER])
             for channel in others:
                 kind, content = channel.receive(most_bytes=self._longest)
                 yield _reply(channel.peer, content if kind is MessageKind.FRAME else None)
 
-        found = self._rounds.round(dict.fromkeys(range(self._peers.size), b"step"), round=round, carry=carry)
-        if found.total is None:
-            silent = "; ".join(f"rank {reply.client}: {reply.reason}" for reply in found.trouble.values())
-            words = f"{found.lost}; {silent}"
-            result, kind = words.encode()[:_MOST_WORDS], MessageKind.NO_SUM
+        outcome = self._rounds.round(dict.fromkeys(range(self._peers.size), b"step"), round=round, carry=carry)
+        if outcome.total is None:
+            silent = "; ".join(f"rank {reply.client}: {reply.reason}" for reply in outcome.trouble.values())
+            reason = f"{outcome.lost}; {silent}"
+            result, kind = reason.encode()[:_MOST_WORDS], MessageKind.NO_SUM
         else:
-            mean = self._plan.mean(found.total.lanes, survivors=len(found.total.survivors)).astype("<f4")
+            mean = self._plan.mean(outcome.total.lanes, survivors=len(outcome.total.survivors)).astype("<f4")
             result, kind = mean.tobytes(), MessageKind.SUM
         for channel in channels.values():
             channel.send(kind, result)
@@ -134,8 +135,9 @@ class RankSums:
                 f"the sum of this step is lost: {one_line(content[:_MOST_WORDS].decode(errors='replace'))}"
             )
         if kind is not MessageKind.SUM or len(content) != 4 * self._dimension:
-            raise InvalidParameter("rank 0 sent something that is not the mean of a step")
+            raise InvalidParameter("rank 0 sent a message that is not the mean of a step")
         mean = np.frombuffer(content, "<f4").astype(np.float32)
+        # Rank 0 is not trusted, and NaN would destroy the model of this rank.
         if not bool(np.isfinite(mean).all()):
             raise InvalidParameter("rank 0 sent a mean that is not finite")
         return mean

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -37,24 +36,22 @@ from bqsgd._src.persample.program import Forward, LossFunction, refuse_mixing
 from bqsgd._src.planner.plan import Budget, Plan
 from bqsgd._src.planner.recipe import fitting_range
 from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum, width_of
-from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.private._batches import Batch, PoissonLoader
 from bqsgd._src.private._gradients import Gradients
 from bqsgd._src.private._ranks import Peers
 from bqsgd._src.private._sums import RankSums, SecureRanks
 from bqsgd._src.release import Release, Sampling, Scheme, Terms
-from bqsgd._src.runtime.interrupts import StopNow, interrupts_deferred
+from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.settings.client_plan import clipped_terms, plan_release
 from bqsgd._src.wire.fixed import FixedWidth
 from bqsgd._src.wire.frame import HEADER_BYTES
 
-_log = logging.getLogger("bqsgd.private")
 _FORMAT = "bqsgd.private.v1"
 _AHEAD = 20
-"""Steps that the ledger records in one write; a crash leaves at most so many counted that were not taken."""
+"""Steps that the ledger records in one write. After a crash it may count up to this many that were never taken."""
 
 
 def make_private(
@@ -128,37 +125,31 @@ def make_private(
     the training process is trusted with the data; what it releases is protected
     """
     clip = L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound)
-    wanted = _Wanted(
-        budget=Budget(bits=bits, epsilon=epsilon, delta=delta),
-        epochs=check_int("epochs", epochs, 1, 2**31),
-        clip_norm=clip.norm,
-        range=None if range is None else check_positive("range", range),
-        mechanism=mechanism,
-        secure=secure,
-        ledger=ledger,
-    )
+    budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
+    check_int("epochs", epochs, 1, 2**31)
     check_int("micro_batch", micro_batch, 1, 2**31)
     _check_model(model, optimizer)
+    # After the checks of this rank's own arguments: once the ranks have met, one that fails keeps the others waiting.
     peers = Peers.met()
     if secure is not None and peers.size == 1:
         raise InvalidParameter("secure sums are between the ranks of torchrun; this process is alone")
     sources = Sources(seed=seed, client=peers.rank)
     batches = PoissonLoader(loader, micro_batch=micro_batch, sources=sources, sample=sample)
     objective = Objective(model, loss_fn, clip=clip, batch_size=batches.batch_size, forward=forward)
-    return Private(objective, optimizer, batches, peers, sources, wanted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """Settings of `make_private`, checked, under the names that they have there."""
-
-    budget: Budget
-    epochs: int
-    clip_norm: float
-    range: float | None
-    mechanism: Mechanism | None
-    secure: SecureRanks | None
-    ledger: str | Path | Ledger | None
+    return Private(
+        objective,
+        optimizer,
+        batches,
+        peers,
+        sources,
+        budget=budget,
+        epochs=epochs,
+        clip_norm=clip.norm,
+        range=None if range is None else check_positive("range", range),
+        mechanism=mechanism,
+        secure=secure,
+        ledger=ledger,
+    )
 
 
 class Private:
@@ -171,13 +162,19 @@ class Private:
         loader: PoissonLoader,
         peers: Peers,
         sources: Sources,
-        wanted: _Wanted,
+        *,
+        budget: Budget,
+        epochs: int,
+        clip_norm: float,
+        range: float | None,
+        mechanism: Mechanism | None,
+        secure: SecureRanks | None,
+        ledger: str | Path | Ledger | None,
     ) -> None:
-        model, budget, epochs = objective.model, wanted.budget, wanted.epochs
+        model = objective.model
         self.model, self.optimizer, self.loader, self.budget = model, optimizer, loader, budget
         self._objective, self._peers, self._sources = objective, peers, sources
-        self._clip_norm, self._range = wanted.clip_norm, wanted.range
-        self._mechanism, self._secure = wanted.mechanism, wanted.secure
+        self._clip_norm, self._range, self._mechanism, self._secure = clip_norm, range, mechanism, secure
         self._parameters = trainable(model)
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._sums: RankSums | None = None
@@ -186,6 +183,7 @@ class Private:
         told = self._peers.tell({"steps": len(self.loader), "dimension": self.dimension, "epochs": epochs})
         if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
             raise InvalidParameter("the ranks train models of different sizes or for different epochs")
+        # All ranks take the same number of steps in an epoch, because each step needs a frame from every rank.
         self.loader.steps = max(check_int("steps", note["steps"], 1, 2**40) for note in told)
         self._peers.share(model)
         self.rounds = epochs * len(self.loader)
@@ -197,17 +195,20 @@ class Private:
         self._plan: Plan | None = None
         self._settings: list[tuple[Mechanism, float]] | None = None
         """Mechanism and range of every rank."""
-        self._ledger = _opened(wanted.ledger, budget, peers)
-        if self._ledger is not None and not isinstance(wanted.ledger, Ledger):
+        self._ledger = _opened(ledger, budget, peers)
+        if self._ledger is not None and not isinstance(ledger, Ledger):
+            # Only a ledger that we opened: the user closes their own.
             weakref.finalize(self, self._ledger.close)
         self._sender = self._sending(f"private-{secrets.token_hex(8)}", resume=False)
         if not self._sender.spending.sent:
-            self.plan  # noqa: B018  (refuse a budget that cannot be met; with earlier spends this may be a resumed run)
+            # Refuse now a budget that cannot be met. With earlier spends this may be a resumed run, whose plan comes
+            # from its checkpoint.
+            self.plan  # noqa: B018
         self._gradients = Gradients(model, optimizer)
 
     def _sending(self, run: str, *, resume: bool) -> Sender:
-        """What records and sends the steps of a run. With secure sums nothing is reserved ahead: a sum that is lost
-        must not take with it what was reserved for others."""
+        """What records and sends the steps of a run."""
+        # With secure sums nothing is reserved ahead: if a sum is lost, only its own step has been counted.
         ahead = _AHEAD if self._secure is None else 1
         spending = Spending(self._ledger, run=run, seeded=self._sources.seeded, ahead=ahead, resume=resume)
         return Sender(spending, self._sources)
@@ -228,7 +229,7 @@ class Private:
         """What the ranks run for secure sums, None without them.
 
         Raises:
-            Infeasible: no plan meets the budget, or so many colluders cannot be borne.
+            Infeasible: no plan meets the budget, or the sums cannot withstand this many colluders.
         """
         rule, fixed = self._rule, self._mechanism
         if rule is None:
@@ -247,26 +248,24 @@ class Private:
     def plan(self) -> Plan:
         """What is run: mechanism, sampling and rounds, and what all rounds together guarantee.
 
-        What the ledger has recorded before counts: the steps are planned for what is left of the budget.
+        The steps are planned for what the earlier spends in the ledger leave of the budget.
         """
         if self._plan is None:
             spent = self._sender.spending.tally
             chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
-            release = Release(mechanism=chosen, terms=self._terms()) if chosen is not None else plan_release(
-                self._terms(), self.budget, rounds=self.rounds, spent=spent.spent
-            )  # fmt: skip
-            self._plan = self._planned(release, spent)
+            if chosen is None:
+                release = plan_release(self._terms(), self.budget, rounds=self.rounds, spent=spent.spent)
+            else:
+                release = Release(mechanism=chosen, terms=self._terms())
+            total = spent.compose(release, self.rounds)
+            self._plan = Plan(
+                budget=self.budget,
+                release=release,
+                rounds=self.rounds,
+                variance=noise_variance(release.mechanism),
+                guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
+            )
         return self._plan
-
-    def _planned(self, release: Release, spent: Accountant) -> Plan:
-        total = spent.compose(release, self.rounds)
-        return Plan(
-            budget=self.budget,
-            release=release,
-            rounds=self.rounds,
-            variance=noise_variance(release.mechanism),
-            guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
-        )
 
     @property
     def range(self) -> float:
@@ -297,12 +296,12 @@ class Private:
         return replace(terms, trust=self._peers.trust)
 
     def step(self, batch: Batch) -> None:
-        """One private step of the optimizer: its gradients are cleared, `backward(batch)`, `optimizer.step()`.
+        """Take one private step: clear the gradients, call `backward(batch)`, then `optimizer.step()`.
 
         A Ctrl-C is raised when the step is complete, a second one at once; the next step works after either.
 
         Raises:
-            BudgetExhausted: the step would pass the budget; nothing was recorded, and the model stays as it is.
+            BudgetExhausted: the step would exceed the budget; nothing was recorded, and the model stays as it is.
         """
         with interrupts_deferred():
             self.optimizer.zero_grad()
@@ -312,9 +311,9 @@ class Private:
     def backward(self, batch: Batch, *, accumulate: bool = False) -> None:
         """Put the private gradient of a batch into `.grad`, instead of `loss.backward()`; each call is counted.
 
-        Once the spend is recorded there is a gradient whatever the data are: a sample that cannot be read, raises an
-        error in the model or the loss, or has a gradient that is not finite, counts as zero. Until the optimizer has
-        stepped, the gradient must stay as it is: the optimizer refuses any other.
+        Once the spend is recorded there is a gradient, whatever the data are: a sample counts as zero if it cannot be
+        read, raises an error in the model or the loss, or has a gradient that is not finite. Do not change the gradient
+        before the optimizer steps: the optimizer refuses one that was changed.
 
         accumulate: add it to the gradients that were released since `optimizer.zero_grad()`, for a step on their sum.
 
@@ -326,6 +325,7 @@ class Private:
         with interrupts_deferred():
             self._check_unchanged()
             held = self._gradients.held(self._parameters)
+            # Last of the checks: from here on the batch counts as used, even if the ledger refuses the step.
             samples, step = self.loader.take(batch), self.steps
             if self._secure is not None:
                 update = self._summed(samples, step)
@@ -334,22 +334,24 @@ class Private:
             self._gradients.put(update, self._parameters, onto=held if accumulate else None)
 
     def _check_unchanged(self) -> None:
-        """Raise now what must not be raised once the step is recorded."""
+        """Check what the plan depends on, before the step is recorded: an error after that could depend on the data."""
         if torch.is_inference_mode_enabled():
             raise InvalidParameter("a step needs gradients: take it outside of torch.inference_mode()")
-        found = trainable(self.model)
-        if [id(p) for p in found] != [id(p) for p in self._parameters] or [p.shape for p in found] != self._shapes:
+        now = trainable(self.model)
+        if [id(p) for p in now] != [id(p) for p in self._parameters] or [p.shape for p in now] != self._shapes:
             raise InvalidParameter(
-                "other parameters require gradients now than when training was planned: they are what is clipped, sent "
-                "and counted; freeze before make_private, or call it again"
+                "the parameters that require gradients have changed since training was planned, and those are clipped, "
+                "sent and counted: freeze parameters before make_private, or call it again"
             )
         refuse_mixing(self.model)
-        for parameter in found:
+        for parameter in now:
             if not bool(parameter.isfinite().all()):
                 raise NonFiniteInput("the model holds NaN or infinity; lower the learning rate and resume")
         self.loader.check_size()
         if self._terms() != self.plan.release.terms:
-            raise InvalidParameter("loader or clip are not those that training was planned for; begin anew")
+            raise InvalidParameter(
+                "the loader or the clip has changed since training was planned; call make_private again"
+            )
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -360,7 +362,8 @@ class Private:
         """The mean of all ranks from a secure sum.
 
         Raises:
-            BudgetExhausted: this rank's budget is spent. TooFewClients: another rank sent nothing; all stop here.
+            BudgetExhausted: this rank's budget is spent.
+            TooFewClients: another rank sent nothing; all ranks stop at this step.
         """
         self._settle()
         assert self._sums is not None
@@ -369,7 +372,7 @@ class Private:
             return self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
         except SecureSumError as error:
             if self._refusal is not None:
-                raise BudgetExhausted("the budget of this rank is spent: every rank stops here") from self._refusal
+                raise BudgetExhausted("the budget of this rank is spent, so every rank stops") from self._refusal
             raise error
 
     def _frame(self, samples: Iterator[Part], step: int) -> bytearray | None:
@@ -385,7 +388,8 @@ class Private:
             if self._peers.size == 1:
                 raise
             self._refusal = reason
-            return None  # the others are told, so that all stop in the same step
+            # No error yet: the other ranks wait for this one, and are told first, so that all stop at the same step.
+            return None
 
     def _mean(self, samples: Iterator[Part]) -> Values:
         mean, lost = self._objective.mean(_until_error(samples))
@@ -395,13 +399,14 @@ class Private:
     def _settle(self) -> None:
         """Tell the other ranks, once, how this rank's frames are to be read."""
         if self._settings is None:
-            own = {"mechanism": self.plan.mechanism.to_dict(), "range": self.range, "step": self.steps}
-            told = self._peers.tell(own)
-            if any(note["step"] != self.steps for note in told):
+            note = {"mechanism": self.plan.mechanism.to_dict(), "range": self.range, "step": self.steps}
+            notes = self._peers.tell(note)
+            # A frame that names another step is refused, so ranks that are at different steps could never exchange any.
+            if any(note["step"] != self.steps for note in notes):
                 raise InvalidParameter(
-                    f"the ranks are at steps {[note['step'] for note in told]}; resume all from the same checkpoint"
+                    f"the ranks are at steps {[note['step'] for note in notes]}; resume all from the same checkpoint"
                 )
-            self._settings = [self._frames_of(rank, note) for rank, note in enumerate(told)]
+            self._settings = [self._frames_of(rank, note) for rank, note in enumerate(notes)]
             if self._secure is not None and self.sum_plan is not None:
                 if len(set(self._settings)) > 1:
                     raise InvalidParameter(
@@ -417,54 +422,60 @@ class Private:
                 )
 
     def _frames_of(self, rank: int, note: dict[str, Any]) -> tuple[Mechanism, float]:
-        """How to read the frames of a rank, if it asks for no more than an honest rank with these settings may.
+        """The mechanism and range of a rank's frames.
 
         Raises:
-            InvalidParameter: its range or its codes would give it more of a say than the others have.
+            InvalidParameter: its range or its codes are larger than this rank's settings allow, which would give it
+                more weight in the mean than the others have.
         """
         try:
             mechanism, reach = Mechanism.from_dict(note["mechanism"]), check_positive("range", note["range"])
         except (TypeError, ValueError, AttributeError) as error:
-            raise InvalidParameter(f"rank {rank} sent something that is not a note of make_private") from error
+            raise InvalidParameter(f"rank {rank} sent an invalid mechanism or range") from error
         if self._secure is not None:
-            return mechanism, reach  # must be this rank's own
+            return mechanism, reach  # `_settle` refuses any that differ from this rank's own
         most, bits = max(self.range, self._clip_norm), (mechanism.code_count - 1).bit_length()
         if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
             raise InvalidParameter(
-                f"rank {rank} sends {bits} bits per coordinate within +-{reach:g}; at most {self.budget.bits} bits "
-                f"within +-{most:g} are taken: give every rank the same bits, clip_norm and range"
+                f"rank {rank} sends {bits} bits per coordinate within +-{reach:g}; this rank accepts at most "
+                f"{self.budget.bits} bits within +-{most:g}: give every rank the same bits, clip_norm and range"
             )
         return mechanism, reach
 
     def _exchange(self, frame: bytearray | None, step: int) -> npt.NDArray[np.float32]:
-        """The mean of all ranks' frames, each of the same weight: none gains by a claim. Each is read as hostile."""
+        """The mean of all ranks' frames. Any of them may be hostile.
+
+        All have the same weight: a weight that a rank claims for itself would let it decide the mean.
+        """
         assert self._settings is not None
         sizes = [
             HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(self.dimension)
             for mechanism, _ in self._settings
         ]
+        # Zeros stand for a rank that sends nothing, because every rank must take part in the gathering.
         frames = self._peers.gather(frame or bytearray(sizes[self._peers.rank]), sizes)
         spent = [rank for rank, content in enumerate(frames) if not content.any()]
         if spent:
-            raise BudgetExhausted(f"the budget of rank {spent[0]} is spent: every rank stops here") from self._refusal
+            raise BudgetExhausted(f"the budget of rank {spent[0]} is spent, so every rank stops") from self._refusal
         total = Accumulator(self.dimension)
         for rank, (content, (mechanism, reach)) in enumerate(zip(frames, self._settings, strict=True)):
             total.add(content, range=reach, mechanism=mechanism, client=rank, round=step)
         return total.mean().astype(np.float32)
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
-        """What the steps so far, and all else in the ledger, guarantee; None before anything is spent."""
-        found = self._sender.spending.guarantee(delta=self.budget.delta if delta is None else delta)
-        return None if found is None else self._objective.stated(found)
+        """The guarantee of all steps so far and of everything else in the ledger; None before anything is spent."""
+        guarantee = self._sender.spending.guarantee(delta=self.budget.delta if delta is None else delta)
+        return None if guarantee is None else self._objective.stated(guarantee)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides those of model, optimizer and scheduler; plain values."""
+        """The state for a checkpoint, in plain values. Save those of the model, the optimizer and the scheduler too."""
         return {
             "format": _FORMAT,
             "run": self._sender.spending.run,
             "steps": self.steps,
             "range": self.range,
-            "plan": json.loads(json.dumps(self.plan.to_dict())),  # plain strings: torch.load takes them unasked
+            # Through JSON: torch.load with weights_only reads plain strings, and refuses our enums.
+            "plan": json.loads(json.dumps(self.plan.to_dict())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -474,7 +485,7 @@ class Private:
         draw new noise, which is a new release: they are counted, and the budget may then end training early.
 
         Raises:
-            InvalidParameter: the state is of other settings.
+            InvalidParameter: the state was saved with other settings.
             LedgerError: the ledger does not know the steps of this state; a lost ledger must be restored.
         """
         if self.steps:
@@ -488,7 +499,7 @@ class Private:
         check_int("steps", steps, 0, 2**40)
         before, self._range = self._range, check_positive("range", reach)
         same = plan.budget == self.budget and plan.rounds == self.rounds
-        # The ranks of a sum bring the noise of the sum plan, so the ledger must count that and no other.
+        # The ranks of a sum add the noise of the sum plan, so the ledger must count exactly that noise.
         same_noise = self.sum_plan is None or self.sum_plan.mechanism == plan.mechanism
         if not same or not same_noise or self._terms() != plan.release.terms:
             self._range = before
@@ -501,16 +512,16 @@ class Private:
         if self._ledger is not None and recorded < steps:
             self._range = before
             raise LedgerError(
-                f"the state was saved after {steps} steps and {self._ledger.path} knows {recorded} of them: "
-                "restore the ledger that belongs to this training"
+                f"the state was saved after {steps} steps, but {self._ledger.path} has recorded only {recorded} of "
+                "them: restore the ledger that belongs to this training"
             )
         self._plan, self._sender = plan, sender
         self._sender.next_round = self.loader.next_draw = steps
 
     def close(self) -> None:
-        """Give back the steps that were reserved and not taken. Done at exit as well, but not after a crash.
+        """Return the steps that were reserved and not taken, and make the optimizer an ordinary one again.
 
-        The optimizer is an ordinary one again.
+        This also happens when the program exits, but not after a crash.
         """
         self._gradients.close()
         if self._ledger is not None:
@@ -523,24 +534,27 @@ class Private:
         self.close()
 
     def __reduce__(self) -> str:
-        raise TypeError("private training cannot be copied or pickled: its noise and its budget exist once")
+        # Its noise and its budget exist once: a copy would use both a second time.
+        raise TypeError("private training cannot be copied or pickled; use state_dict for a checkpoint")
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what no plan can make private, each with what to do instead."""
+    """Refuse a model or an optimizer that cannot be made private; the message says what to do instead."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InvalidParameter("give the module itself (model.module): make_private joins the ranks")
     if hasattr(model, "_orig_mod"):
-        raise InvalidParameter("give the module itself, not what torch.compile made of it: layers are taken one by one")
+        raise InvalidParameter("give the module itself, not torch.compile's: the clip needs the layers one by one")
     refuse_mixing(model)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    own = trainable(model)
     if not held <= {id(parameter) for parameter in model.parameters()}:
-        raise InvalidParameter("the optimizer holds a parameter that is not the model's: nothing would make it private")
-    if not {id(parameter) for parameter in own} <= held:
         raise InvalidParameter(
-            "some parameters require gradients and are not in the optimizer: they would be sent and counted for "
-            "nothing; freeze them with requires_grad_(False), or add them to the optimizer"
+            "the optimizer holds a parameter that does not belong to the model, so its gradient would not be private: "
+            "give the optimizer the model's parameters only"
+        )
+    if not {id(parameter) for parameter in trainable(model)} <= held:
+        raise InvalidParameter(
+            "some parameters require gradients but are not in the optimizer, so they would be sent and counted without "
+            "any use: freeze them with requires_grad_(False), or add them to the optimizer"
         )
     if isinstance(optimizer, (LBFGS, SparseAdam)):
         raise InvalidParameter(f"{type(optimizer).__name__} cannot step on one dense gradient; use SGD, Adam or AdamW")
@@ -558,10 +572,6 @@ def _opened(ledger: str | Path | Ledger | None, budget: Budget, peers: Peers) ->
 
 
 def _until_error(samples: Iterator[Part]) -> Iterator[Part]:
-    """The parts of a batch; what is left counts as zero when no worker process can be started."""
-    try:
+    """The parts of a batch. When reading fails, for example if no worker process can start, the rest counts as zero."""
+    with errors_dropped("reading a batch failed; the rest of it counts as zero"):
         yield from samples
-    except (StopNow, GeneratorExit):
-        raise
-    except BaseException:
-        _log.debug("reading a batch failed; the rest of it counts as zero (keep this line private)", exc_info=True)

@@ -28,16 +28,6 @@ RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum")
 """The server's aggregation rules. Only the mean can be computed from a running sum."""
 
 
-def smallest_quorum(rule: str, *, byzantine: int) -> int:
-    """The fewest updates that the aggregation rule needs to withstand this many adversarial clients."""
-    if rule not in RULES:
-        raise InvalidParameter(f"aggregation must be one of {', '.join(RULES)}, got {rule!r}")
-    f = check_int("byzantine", byzantine, 0, 2**31)
-    if f and rule == "mean":
-        raise InvalidParameter(f"the mean withstands no adversary, got byzantine={f}; choose a robust rule or 0")
-    return {"mean": 1, "median": 2 * f + 1, "trimmed-mean": 2 * f + 1}.get(rule, 2 * f + 3)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BudgetChange:
     """The budget of client `client` from round `from_round` on. A field that is None keeps the run's value."""
@@ -267,12 +257,21 @@ class ServerSettings(Group):
                 raise InvalidParameter(f"{name} must lie in [0, 1), got {getattr(self, name)!r}; 0 switches it off")
         if self.subtract_noise and self.optimizer != "adam":
             raise InvalidParameter("subtract_noise is for adam: set optimizer = 'adam' or leave it out")
-        smallest_quorum(self.aggregation, byzantine=self.byzantine)
+        if self.byzantine and self.aggregation == "mean":
+            raise InvalidParameter(
+                f"the mean withstands no adversary, got byzantine={self.byzantine}; choose a robust rule or 0"
+            )
+
+    @property
+    def fewest_updates(self) -> int:
+        """Updates that the aggregation rule needs to withstand the adversarial clients."""
+        f = self.byzantine
+        return {"mean": 1, "median": 2 * f + 1, "trimmed-mean": 2 * f + 1}.get(self.aggregation, 2 * f + 3)
 
     @property
     def fewest_frames(self) -> int:
         """Frames that a round needs to count."""
-        return max(self.quorum, smallest_quorum(self.aggregation, byzantine=self.byzantine))
+        return max(self.quorum, self.fewest_updates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,10 +358,9 @@ class Config:
         privacy, clients, server = self.privacy, self.clients, self.server
         together, rounds = clients.cohort or clients.count, self.run.rounds
         if server.fewest_frames > together:
-            needed = smallest_quorum(server.aggregation, byzantine=server.byzantine)
             raise InvalidParameter(
-                f"{together} clients can never meet quorum={server.quorum} and the {needed} updates that "
-                f"{server.aggregation} needs with byzantine={server.byzantine}"
+                f"{together} clients can never meet quorum={server.quorum} and the {server.fewest_updates} updates "
+                f"that {server.aggregation} needs with byzantine={server.byzantine}"
             )
         if privacy.unit == Unit.SAMPLE and clients.local_steps > 1:
             raise InvalidParameter(

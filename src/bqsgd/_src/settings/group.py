@@ -7,7 +7,7 @@ everywhere outside its group: as an option, as a keyword and in Flower's run con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, fields
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -67,11 +67,6 @@ class Group:
     def of(cls, **values: Any) -> Self:
         """Build from the names that the settings have outside the group. An unknown name is refused."""
         return cls(**by_group({"": cls}, values)[""])
-
-    @classmethod
-    def options(cls) -> Iterator[tuple[str, Field[Any]]]:
-        """The settings that have an option on the command line, by name."""
-        return ((name, field) for name, field in cls.settings().items() if field.metadata["option"])
 
     def to_table(self) -> dict[str, Any]:
         """Plain values by key. A setting that is None is left out, because TOML has no null."""
