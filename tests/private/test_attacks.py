@@ -53,7 +53,7 @@ def test_a_batch_is_for_one_step(private, tmp_path):
     first = next(batches)
     made.step(first)
     weight = made.model.weight.detach().clone()
-    with pytest.raises(InvalidParameter, match="for one step"):
+    with pytest.raises(InvalidParameter, match="use each batch once"):
         made.step(first)
     second = next(batches)
     next(batches)
@@ -431,7 +431,7 @@ def test_one_epoch_at_a_time(private, persistent, points):
     old = iter(made.loader)
     stale = next(old)
     made.step(next(iter(made.loader)))
-    with pytest.raises(InvalidParameter, match="one step"):
+    with pytest.raises(InvalidParameter, match="use each batch once"):
         made.step(stale)
     with pytest.raises(InvalidParameter, match="one epoch at a time"):
         next(old)
@@ -443,7 +443,7 @@ def test_what_the_plan_was_made_for_cannot_be_set_by_hand(private):
     with pytest.raises(AttributeError):
         made.loader.batch_size = 1
     made.loader = other.loader
-    with pytest.raises(InvalidParameter, match="planned for"):
+    with pytest.raises(InvalidParameter, match="since training was planned"):
         made.step(next(iter(made.loader)))
     assert made.steps == 0
 
