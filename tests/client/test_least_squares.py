@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bqsgd._src.client.least_squares import LeastSquares, message_dimension, objective_of
+from bqsgd._src.client.least_squares import LeastSquares, objective_of
 from bqsgd._src.client.samples import Part
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.ledger import Ledger
@@ -168,7 +168,7 @@ def test_a_frame_comes_whatever_the_data_are():
     assert len({len(frame) for frame in frames}) == 1
     assert frames[1] == frames[2]  # no samples at all, and the same noise
     assert frames[0] != frames[1]
-    dimension = message_dimension("least-squares", model())
+    dimension = LeastSquares.of(model()).dimension
     assert read_frame(frames[0], dimension=dimension, range=0.05, client=0).header.dimension == dimension
 
 

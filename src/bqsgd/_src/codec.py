@@ -15,7 +15,8 @@ import numpy.typing as npt
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.mechanism.encoder import Encoding, add_decoded, decode, for_slices
 from bqsgd._src.noise import NoiseSource
-from bqsgd._src.params import Codes, Mechanism, Range, check_int, check_positive, check_range, parameters_digest
+from bqsgd._src.params import Codes, Kept, Mechanism, Range, check_int, check_positive, check_range, parameters_digest
+from bqsgd._src.subset import Subset
 from bqsgd._src.wire import entropy
 from bqsgd._src.wire._bits import readonly
 from bqsgd._src.wire.fixed import FixedWidth, Payload
@@ -35,6 +36,7 @@ def encode_frame(
     round: int,
     coding: str = "fixed",
     clamp: bool = False,
+    kept: Kept | None = None,
     threads: int = 1,
 ) -> bytearray:
     """Encode a vector with noise and return the frame to send; the frame says whether the noise was seeded.
@@ -42,6 +44,8 @@ def encode_frame(
     coding="fixed" takes log2(code_count) bits per coordinate whatever the values are, and writes straight into the
     frame, so that extra memory does not grow with the dimension. coding="entropy" is shorter, but the length of the
     frame then depends on the codes, so only a server that may see the codes should see it.
+
+    kept: says which part of a model the values are; None if they are all of it.
 
     >>> from bqsgd._src.noise import privacy_rng
     >>> mechanism = Mechanism(levels=2, trials=251)
@@ -58,11 +62,12 @@ def encode_frame(
     header = Header(
         coding=Coding[coding.upper()],
         seeded=rng.seeded,
-        digest=parameters_digest(mechanism, range=range, dimension=encoding.dimension),
+        digest=parameters_digest(mechanism, range=range, dimension=encoding.dimension, kept=kept),
         client=client,
         round=round,
         dimension=encoding.dimension,
         mechanism=mechanism,
+        kept=kept,
     )
     if header.coding is Coding.ENTROPY:
         return FrameWriter(header, entropy.compress(encoding.codes(threads=threads), mechanism)).seal()
@@ -117,6 +122,7 @@ def decode_frame(
     range: Range,
     dimension: int | None = None,
     mechanism: Mechanism | None = None,
+    kept: Kept | None = None,
     client: int | None = None,
     round: int | None = None,
 ) -> npt.NDArray[np.float64]:
@@ -133,7 +139,9 @@ def decode_frame(
     Raises:
         FrameError: the frame is damaged, hostile, or not the one expected; the subclass names the reason.
     """
-    checked = _checked(frame, dimension=dimension, mechanism=mechanism, range=range, client=client, round=round)
+    checked = _checked(
+        frame, dimension=dimension, mechanism=mechanism, range=range, kept=kept, client=client, round=round
+    )
     return decode(codes_of(checked), checked.header.mechanism, range=range)
 
 
@@ -167,21 +175,30 @@ class Accumulator:
         range: Range,
         weight: float = 1.0,
         mechanism: Mechanism | None = None,
+        subset: Subset | None = None,
         client: int | None = None,
         round: int | None = None,
     ) -> Header:
         """Check a frame as `decode_frame` does and add `weight` times its values; returns its header.
 
+        subset: which coordinates of the (rotated) vector the frame carries; None for all. What it carries is added as
+        an unbiased estimate of the vector.
+
         Raises:
             FrameError: the frame was refused and nothing was added.
             InvalidParameter: weight is not positive and finite.
         """
-        weight, range = check_positive("weight", weight), check_range(range, self.total.size)
+        kept = None if subset is None else subset.subsets.header
+        dimension = self.total.size if kept is None else kept.dimension
+        weight, range = check_positive("weight", weight), check_range(range, dimension)
         checked = _checked(
-            frame, dimension=self.total.size, mechanism=mechanism, range=range, client=client, round=round
+            frame, dimension=dimension, mechanism=mechanism, range=range, kept=kept, client=client, round=round
         )
         # `codes_of` checks every code before the first is added, so a refused frame leaves the sum unchanged.
-        add_decoded(self.total, codes_of(checked), checked.header.mechanism, range=range, weight=weight)
+        target = self.total if subset is None else np.zeros(dimension)
+        add_decoded(target, codes_of(checked), checked.header.mechanism, range=range, weight=weight)
+        if subset is not None:
+            self.total[subset.places] += target * subset.sizes
         self.weight += weight
         self.frames += 1
         self.seeded |= checked.header.seeded

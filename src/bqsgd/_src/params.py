@@ -21,6 +21,8 @@ from bqsgd._src.errors import InvalidParameter
 MAX_TRIALS = 1 << 20
 MAX_LEVELS = 1 << 20
 """With both at most 2^20 a code has at most 22 bits."""
+MOST_ONE_IN = 1 << 16
+"""Most coordinates out of which a message may carry one."""
 DIGEST_BYTES = 16
 
 Range = float | npt.NDArray[np.float64]
@@ -179,8 +181,29 @@ def check_range(range: Range, dimension: int | None = None) -> Range:
     return vector
 
 
-def parameters_digest(mechanism: Mechanism, *, range: Range, dimension: int) -> bytes:
-    """First 16 bytes of SHA-256 over (levels, trials, dimension, range, coarsening), little-endian: docs/wire.md."""
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Which part of a model a message carries: one in `one_in` of its `model_dimension` coordinates.
+
+    rotated: whether they are coordinates of the rotated model (`bqsgd._src.subset`).
+    """
+
+    one_in: int
+    rotated: bool
+    model_dimension: int
+
+    def __post_init__(self) -> None:
+        check_int("one_in", self.one_in, 2, MOST_ONE_IN)
+        check_int("model_dimension", self.model_dimension, 1, 2**63 - 1)
+
+    @property
+    def dimension(self) -> int:
+        """Coordinates of the message."""
+        return -(-self.model_dimension // self.one_in)
+
+
+def parameters_digest(mechanism: Mechanism, *, range: Range, dimension: int, kept: Kept | None = None) -> bytes:
+    """First 16 bytes of SHA-256 over (levels, trials, dimension, range, coarsening, kept): docs/wire.md."""
     range = check_range(range, dimension)
     state = hashlib.sha256(b"bqsgd.parameters.v1")
     check_int("dimension", dimension, 1, 2**63 - 1)
@@ -193,4 +216,6 @@ def parameters_digest(mechanism: Mechanism, *, range: Range, dimension: int) -> 
     # Only where there is one: digests of plain mechanisms are those of frames written before coarsening existed.
     if mechanism.coarsening is not None:
         state.update(struct.pack("<II", mechanism.coarsening.points, mechanism.coarsening.width))
+    if kept is not None:
+        state.update(b"kept" + struct.pack("<IIQ", kept.one_in, kept.rotated, kept.model_dimension))
     return state.digest()[:DIGEST_BYTES]

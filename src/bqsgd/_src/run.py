@@ -34,7 +34,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from bqsgd import __version__
-from bqsgd._src.client.least_squares import LeastSquares
+from bqsgd._src.client.least_squares import LeastSquares, message_dimension
 from bqsgd._src.client.sums import SumSetup, with_roster
 from bqsgd._src.engines.engine import Engine, MakeEngine, Setup
 from bqsgd._src.engines.in_process import in_process
@@ -119,7 +119,8 @@ class Run:
         sizes = None if listed is None else read_sizes(listed)
         self.config = config = with_roster(config)
         problem = LeastSquares.of(model) if config.run.method == LEAST_SQUARES else None
-        dimension = initial.size if problem is None else problem.dimension
+        subsets = self._objective.subsets
+        dimension = message_dimension(config, model)
         sums = SumSetup.of(config, run=config.run.name or "run", dimension=dimension)
         setup = Setup(
             task=task,
@@ -137,7 +138,7 @@ class Run:
             # At one rate a batch grows with the client's samples, so equal weights give every sample the same weight.
             choice = "equal"
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
-        self.server = Server(model=initial, weights=weights, config=config, least_squares=problem)
+        self.server = Server(model=initial, weights=weights, config=config, least_squares=problem, subsets=subsets)
         self._sums = None if sums is None else self._sum_rounds(sums)
         self.cohorts = Cohorts(config, self.engine.samples, choose=choose)
         """Who is asked, and how often each client was."""

@@ -241,7 +241,9 @@ def _foresee_run(config: Config, sizes: Sizes, *, force: bool) -> None:
     per_client, left_over = divmod(sizes.samples, clients)
     samples = {client: per_client + (client < left_over) for client in range(clients)}
     with planning() as progress:
-        outlook = foresee(config, samples, dimension=sizes.dimension, learnt=sizes.parameters, progress=progress)
+        outlook = foresee(
+            config, samples, dimension=config.kept(sizes.dimension), learnt=sizes.parameters, progress=progress
+        )
     if not force:
         check_outlook(outlook)
     for line in outlook.lines():

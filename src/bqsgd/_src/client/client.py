@@ -98,7 +98,9 @@ class Client:
         self.client = sender.sources.client
         """Its number; the server knows it by this."""
         if limits is not None:
-            refusal = limits.refusal(config, client=self.client) or limits.model_refusal(objective.dimension)
+            refusal = limits.refusal(config, client=self.client) or limits.model_refusal(
+                max(objective.dimension, dimension_of(objective.model))
+            )
             if refusal is not None:
                 raise InvalidParameter(refusal)
         # A guarantee for one sample takes the number of samples as public. One for the whole client hides it, so such a
@@ -169,8 +171,13 @@ class Client:
                 charge = self.charge(round)
             except (Infeasible, PlanningTooLong) as error:
                 return Reply.decline(self.client, f"no plan for the budget: {error}")
+            subsets = self.objective.subsets
             outlet: Outlet = partial(
-                encode_frame, client=self.client, range=self.range, coding=self.config.clients.coding
+                encode_frame,
+                client=self.client,
+                range=self.range,
+                coding=self.config.clients.coding,
+                kept=None if subsets is None else subsets.header,
             )
             if self.sums is not None:
                 check_noise(self.sums, charge.release, seeded=self.sources.seeded)
@@ -256,6 +263,7 @@ class Client:
     def _values(self, round: int) -> Values:
         """The clipped mean gradient, or the clipped update after several local steps."""
         rng = self.sources.at(Purpose.BATCH, round)
+        subset = self.objective.subset(round=round, client=None if self.config.shares_subset else self.client)
         if self.terms.unit is Unit.CLIENT:
             return client_values(
                 self.model,
@@ -263,9 +271,10 @@ class Client:
                 steps=self.config.clients.local_steps,
                 learning_rate=self.config.clients.local_learning_rate,
                 clip=self.objective.clip,
+                subset=subset,
             )
         rows = self._drawn(rng)
-        mean, dropped = self.objective.mean(self.samples.read(rows))
+        mean, dropped = self.objective.mean(self.samples.read(rows), subset)
         if self.private_log is not None:
             # The figures depend on the data, so whether writing them fails may too: there is a frame in any case.
             with errors_dropped("the private log failed"):

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.models import dimension_of
+from bqsgd._src.models import dimension_of, trainable
 from bqsgd._src.persample.clips import L2, Clip, Dual
 from bqsgd._src.persample.gradients import ClippedGradients
 from bqsgd._src.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension
 from bqsgd._src.persample.program import Forward, LossFunction
 from bqsgd._src.release import Unit
 from bqsgd._src.settings.config import LEAST_SQUARES, Config
+from bqsgd._src.subset import Subsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,19 @@ class LeastSquares:
         return moments_dimension(self.features, self.classes)
 
 
-def message_dimension(method: str, model: nn.Module) -> int:
-    """Coordinates of what a client sends: those of the model, or the moments of its inputs."""
-    return LeastSquares.of(model).dimension if method == LEAST_SQUARES else dimension_of(model)
+def message_dimension(config: Config, model: nn.Module) -> int:
+    """Coordinates of what a client sends: those of the model, a subset of them, or the moments of its inputs."""
+    if config.run.method == LEAST_SQUARES:
+        return LeastSquares.of(model).dimension
+    return config.kept(dimension_of(model))
+
+
+def subsets_of(config: Config, model: nn.Module) -> Subsets | None:
+    """Which coordinates messages carry; None if all."""
+    if config.clients.one_in == 1:
+        return None
+    shapes = tuple(tuple(parameter.shape) for parameter in trainable(model))
+    return Subsets(shapes=shapes, one_in=config.clients.one_in, rotated=config.rotates)
 
 
 class Moments(Objective):
@@ -99,7 +110,7 @@ class Moments(Objective):
                 "a whole number, with no forward of your own"
             )
 
-    def _moments(self, data: Any, *, indices: object, clip: L2 | Dual) -> ClippedGradients:
+    def _moments(self, data: Any, *, indices: object, subset: None, clip: L2 | Dual) -> ClippedGradients:
         self.check(data)
         return clipped_moments(data, classes=self.problem.classes, clip=clip, batch_size=self._divisor)
 
@@ -119,9 +130,10 @@ def objective_of(config: Config, model: nn.Module, loss_fn: LossFunction, forwar
     return (Moments if config.run.method == LEAST_SQUARES else Objective)(
         model,
         loss_fn,
-        clip=config.clip.make(),
+        clip=config.message_clip,
         batch_size=config.privacy.batch_size,
         forward=forward,
         unit=Unit(config.privacy.unit),
         packed=config.clients.packed_rows,
+        subsets=subsets_of(config, model),
     )

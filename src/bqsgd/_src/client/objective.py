@@ -29,6 +29,7 @@ from bqsgd._src.release import Unit
 from bqsgd._src.runtime.generators import alone, generators_kept, states
 from bqsgd._src.runtime.interrupts import errors_dropped
 from bqsgd._src.runtime.threads import check_ieee
+from bqsgd._src.subset import Subset, Subsets
 
 
 class Objective:
@@ -42,6 +43,7 @@ class Objective:
         forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
         unit: CLIENT if the loss may be a mean over samples, because the update is clipped as a whole.
         packed: run samples in any row of a pass; see `indices` of `clipped_gradients`.
+        subsets: the coordinates that messages carry; None for all.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Objective:
         forward: Forward | None = None,
         unit: Unit = Unit.SAMPLE,
         packed: bool = False,
+        subsets: Subsets | None = None,
     ) -> None:
         self.model, self.loss_fn, self.forward = model, loss_fn, forward
         self.clip, self.batch_size, self.unit, self.packed = clip, batch_size, unit, packed
+        self.subsets = subsets
         # A power of two gives the same rows as the batch size and divides without rounding, so that parts of a batch
         # add up exactly. A batch mean is clamped, so it must be divided by the batch size itself.
         self._divisor = batch_size if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
@@ -70,7 +74,7 @@ class Objective:
     @property
     def dimension(self) -> int:
         """Coordinates of what a sample adds."""
-        return dimension_of(self.model)
+        return dimension_of(self.model) if self.subsets is None else self.subsets.kept
 
     def check(self, data: Any) -> None:
         """Find out how samples of the form of `data` go through model and loss. The values of `data` are not read.
@@ -92,7 +96,8 @@ class Objective:
             # After the spend an error in a clip would cost every sample of every round, and nobody would be told.
             zeros = tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), data)
             with alone, generators_kept():
-                self._clipped(zeros, indices=None if self.packed else np.zeros(1, np.int64))
+                numbers = None if self.packed else np.zeros(1, np.int64)
+                self._clipped(zeros, indices=numbers, subset=self.subset(round=0, client=0))
             self._tried.add(form)
 
     def _road(self, form: Form) -> Road:
@@ -118,11 +123,17 @@ class Objective:
         known = [guarantee.assumption] if guarantee.assumption else []
         return replace(guarantee, assumption="; ".join([*known, *sorted(self._assumes)]))
 
-    def mean(self, parts: Iterable[Part]) -> tuple[Values, int]:
+    def subset(self, *, round: int, client: int | None) -> Subset | None:
+        """The coordinates of a message; None for all."""
+        return None if self.subsets is None else self.subsets.drawn(round=round, client=client)
+
+    def mean(self, parts: Iterable[Part], subset: Subset | None = None) -> tuple[Values, int]:
         """The clipped gradients of all parts over the public batch size, and how many samples count as zero.
 
         The mean is the same to the last bit however the samples are divided into parts: whole steps of the clip's grid
         are added, and divided once. How many count as zero depends on the data: keep it private.
+
+        subset: the coordinates that the mean holds; None for all.
         """
         is_batch_mean = isinstance(self.clip, BatchMean)
         total, lost = np.zeros(self.dimension), 0
@@ -133,7 +144,7 @@ class Objective:
                 gradients = None
                 with errors_dropped():
                     numbers = None if self.packed else samples.numbers
-                    gradients = self._clipped(samples.data, indices=numbers)
+                    gradients = self._clipped(samples.data, indices=numbers, subset=subset)
                 if gradients is not None:
                     mean = gradients.mean.numpy()
                     total += mean if is_batch_mean else mean * self._divisor

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bqsgd._src.models import dimension_of, to_vector, trainable
 from bqsgd._src.persample.clips import Clip
 from bqsgd._src.runtime.interrupts import errors_dropped
+from bqsgd._src.subset import Subset
 
 Values = npt.NDArray[np.floating]
 
@@ -27,12 +28,14 @@ def client_values(
     steps: int,
     learning_rate: float,
     clip: Clip,
+    subset: Subset | None = None,
 ) -> Values:
     """The clipped difference (received model - model after `steps` steps of SGD): a step for the server to subtract.
 
     The steps are made on a copy: whatever they and the forward leave there (parameters, frozen ones too, buffers,
     attributes) goes with it, and only the clipped update is released. The update is zero if the steps fail.
 
+    subset: the coordinates of the update that are kept, and clipped; None for all.
     mean_loss: draws a batch and returns its mean loss with the model it is given, None for an empty batch.
     """
     with errors_dropped():
@@ -48,8 +51,9 @@ def client_values(
                     if gradient is not None:
                         parameter.sub_(gradient, alpha=learning_rate)
         with np.errstate(over="ignore", invalid="ignore"):
-            return clip_update(received - to_vector(working), clip)
-    return np.zeros(dimension_of(model), np.float32)
+            update = received - to_vector(working)
+            return clip_update(update if subset is None else subset.keep(update), clip)
+    return np.zeros(dimension_of(model) if subset is None else len(subset.places), np.float32)
 
 
 def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.float32]:

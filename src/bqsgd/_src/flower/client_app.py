@@ -76,7 +76,7 @@ class _Asked:
     def dimension(self) -> int:
         """Coordinates of one message. Kept in the node's memory, so that most steps of a secure sum load no data."""
         if _DIMENSION not in self.memory:
-            dimension = message_dimension(self.config.run.method, self.task.make_model())
+            dimension = message_dimension(self.config, self.task.make_model())
             self.memory[_DIMENSION] = ConfigRecord({"dimension": dimension})
         return int(self.memory[_DIMENSION]["dimension"])
 
@@ -128,7 +128,8 @@ def _guarded(
 
 def _join(asked: _Asked) -> RecordDict:
     """Who this is. The server learns the number of samples, unless the guarantee hides the whole client."""
-    refusal = asked.node.limits.model_refusal(asked.dimension)
+    # Of a subset, the model has at most one_in times as many coordinates as a message.
+    refusal = asked.node.limits.model_refusal(asked.dimension * asked.config.clients.one_in)
     if refusal is not None:
         return asked.declined(refusal)
     stated = {} if asked.config.privacy.unit == Unit.CLIENT else {"samples": asked.task.samples_of(0)}

@@ -8,6 +8,7 @@ Key: C bound of a coordinate, C2 Euclidean bound, L public batch size, R range o
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,6 +96,14 @@ class Clip(ABC):
     def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> _Vector | None:
         """(batch,) factor of each sample, at most 1, from the norms of all its parameters; None where all are 1."""
         return None
+
+    def of_share(self, share: float) -> Clip:
+        """The clip of a random share of the coordinates, where the whole gradient has this clip.
+
+        A clip of single coordinates stays the same. A Euclidean norm shrinks by the root of the share, as the norm of
+        the kept part does.
+        """
+        return self
 
     def clipped(self, values: _Vector) -> _Vector:
         """One whole vector within the bounds of the clip: a client's update.
@@ -227,6 +236,9 @@ class L2(Clip):
         reach = _ranges(self.norm if range is None else range)
         return _sensitivity(linf=self.norm, l2=self.norm, range=reach, batch_size=batch_size, relation=relation)
 
+    def of_share(self, share: float) -> L2:
+        return L2(self.norm * math.sqrt(share))
+
     def bounds(self, count: int) -> tuple[float, ...]:
         return (self.norm,) * count
 
@@ -255,6 +267,10 @@ class Dual(Clip):
         reach = _ranges(self.bound if range is None else range)
         linf = min(self.bound, self.norm)
         return _sensitivity(linf=linf, l2=self.norm, range=reach, batch_size=batch_size, relation=relation)
+
+    def of_share(self, share: float) -> Dual:
+        # The clamp shrinks too, so that the two bounds keep their ratio, which the accountant uses.
+        return Dual(self.norm * math.sqrt(share), self.bound * math.sqrt(share))
 
     def bounds(self, count: int) -> tuple[float, ...]:
         return (min(self.bound, self.norm),) * count

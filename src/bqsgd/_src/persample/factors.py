@@ -293,6 +293,13 @@ class TableRows:
         summed = torch.from_numpy(values).to(errors.device)
         return cls(unique // rows, unique % rows, summed, batch=batch, rows=rows)
 
+    def gradients(self, part: slice) -> Dense:
+        """Those of some samples, as whole tables."""
+        chosen = (self.sample >= part.start) & (self.sample < part.stop)
+        tables = self.values.new_zeros(part.stop - part.start, self.rows, self.values.shape[1])
+        tables[self.sample[chosen] - part.start, self.row[chosen]] = self.values[chosen]
+        return Dense(tables.flatten(1))
+
     def take(self, index: Tensor) -> TableRows:
         place = torch.full((self.batch,), -1, device=index.device)
         place[index] = torch.arange(len(index), device=index.device)

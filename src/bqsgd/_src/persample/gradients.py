@@ -21,11 +21,13 @@ from bqsgd._src.persample._kernels.loops import Steps
 from bqsgd._src.persample.alone import AloneRoad
 from bqsgd._src.persample.clips import BatchMean, Clip
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered
+from bqsgd._src.persample.kept import kept_piece
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
 from bqsgd._src.persample.rows import Numbers, RowsRoad, check_numbers
 from bqsgd._src.persample.rules import NotLanes
 from bqsgd._src.runtime.generators import alone
+from bqsgd._src.subset import Subset
 
 
 class SlowGradientsWarning(UserWarning):
@@ -54,6 +56,7 @@ def clipped_gradients(
     clip: Clip,
     batch_size: int,
     forward: Forward | None = None,
+    subset: Subset | None = None,
 ) -> ClippedGradients:
     """Eq. (7): (1/L) sum over the batch of the clipped gradient of each sample, with L the *public* batch size.
 
@@ -73,6 +76,8 @@ def clipped_gradients(
         clip: `Scale`, `Clamp`, `L2`, `Dual` or `BatchMean`; `clip.sensitivity(batch_size=L)` belongs to the result.
         batch_size: L, fixed in advance; not the number of samples that happen to be in the batch.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets).
+        subset: the coordinates that are kept; the clip bounds the kept part of each sample, and the mean holds no
+            other coordinates.
 
     Raises:
         InvalidParameter: a layer mixes samples (BatchNorm), the loss is reduced, or an argument is out of place.
@@ -85,9 +90,14 @@ def clipped_gradients(
     numbers = None if indices is None else check_numbers(indices, len(leaves[0]))
     form, whole = Form.of(batch), Whole(model, loss_fn, forward)
     road = road_of(model, loss_fn, forward, form, batch_size=batch_size, packed=numbers is None)
-    found = places(clip, [value.numel() for value in whole.tensors()[0].values()])
+    sizes = [value.numel() for value in whole.tensors()[0].values()]
+    if subset is not None and list(np.diff(subset.subsets.starts)) != sizes:
+        raise InvalidParameter("the subset is one of another model's coordinates")
+    found = places(clip, sizes if subset is None else subset.counts)
     dimension = check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES)
     passes = road.passes(whole, leaves, numbers)
+    if subset is not None:
+        passes = _kept(passes, subset)
     if isinstance(clip, BatchMean):
         return _batch_mean(passes, found, clip, batch_size)
     total, dropped = Steps(dimension), 0
@@ -98,6 +108,12 @@ def clipped_gradients(
     for place in found:
         mean[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
     return ClippedGradients(mean, dropped)
+
+
+def _kept(passes: Iterator[tuple[int, int, list[Piece]]], subset: Subset) -> Iterator[tuple[int, int, list[Piece]]]:
+    """The passes with the kept coordinates alone."""
+    for samples, lost, pieces in passes:
+        yield samples, lost, [kept_piece(piece, subset) for piece in pieces]
 
 
 class Road(Protocol):
@@ -220,7 +236,7 @@ def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, 
     """
     if not pieces:
         return 0
-    used = [part for piece in pieces for part in _placed(piece, places)]
+    used = [part for piece in pieces for part in _placed(piece, places) if part[1].span.start < part[1].span.stop]
     finite = provably_finite([factor for factor, _ in used])
     dropped = int((~finite).sum())
     if dropped == len(finite):

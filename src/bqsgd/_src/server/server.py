@@ -31,6 +31,7 @@ from bqsgd._src.server.sums import SumOutcome
 from bqsgd._src.server.way_down import WayDown
 from bqsgd._src.settings.client_plan import sum_plan
 from bqsgd._src.settings.config import Config
+from bqsgd._src.subset import Subsets
 from bqsgd._src.wire.frame import Buffer, Frame, Header, read_frame
 from bqsgd._src.wire.reply import Reply
 
@@ -80,6 +81,7 @@ class Server:
         weights: client number -> p_i > 0, never what a client claims. Frames of other clients are refused.
         config: the run's settings.
         least_squares: the problem to solve, if the frames contain moments instead of gradients.
+        subsets: which coordinates the frames carry, if not all.
         clock: a clock in seconds, for the deadline.
 
     The mean is a running sum in O(d) memory; robust rules keep the frames until the round closes. Floating-point sums
@@ -93,6 +95,7 @@ class Server:
         weights: Mapping[int, float],
         config: Config,
         least_squares: LeastSquares | None = None,
+        subsets: Subsets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if model.ndim != 1 or model.dtype != np.float32:
@@ -102,8 +105,12 @@ class Server:
         total = sum(check_positive(f"weight of client {client}", weight) for client, weight in weights.items())
         self.weights = {client: weights[client] / total for client in sorted(weights)}
         self.config, self.model, self.round = config, model.copy(), 0
-        self.least_squares = least_squares
-        self.dimension = model.size if least_squares is None else least_squares.dimension
+        self.least_squares, self.subsets = least_squares, subsets
+        if subsets is not None and subsets.dimension != model.size:
+            raise InvalidParameter(f"subsets of {subsets.dimension} coordinates do not fit a model of {model.size}")
+        self.whole = model.size if least_squares is None else least_squares.dimension
+        """Coordinates that a round estimates."""
+        self.dimension = self.whole if subsets is None else subsets.kept
         """Coordinates of a frame."""
         self.optimizer = optimizer_of(config.server)
         self.state: State = self.optimizer.init(model.size)
@@ -176,7 +183,7 @@ class Server:
             asked=frozenset(numbers),
             bytes_models=size,
             bytes_down=size,
-            sum=Accumulator(self.dimension) if self.config.server.aggregation == "mean" else None,
+            sum=Accumulator(self.whole) if self.config.server.aggregation == "mean" else None,
         )
         return messages
 
@@ -227,7 +234,8 @@ class Server:
         return answer
 
     def _check_and_add(self, current: _OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
-        checked = read_frame(frame, dimension=self.dimension, range=self.range, client=sender)
+        kept = None if self.subsets is None else self.subsets.header
+        checked = read_frame(frame, dimension=self.dimension, range=self.range, kept=kept, client=sender)
         header = checked.header
         if header.client not in self.weights:
             raise FrameError(f"client {header.client} does not belong to this run")
@@ -247,10 +255,11 @@ class Server:
         if limit is not None and arrived - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
         if current.sum is not None:
-            current.sum.add(checked, range=self.range, weight=self.weights[header.client])
+            subset = None if self.subsets is None else self.subsets.drawn(round=self.round, client=header.client)
+            current.sum.add(checked, range=self.range, weight=self.weights[header.client], subset=subset)
         else:
             # Decoded only to find errors: refuse the frame now, since one bad frame at the close would cost the round.
-            decode_frame(checked, range=self.range)
+            decode_frame(checked, range=self.range, kept=kept)
             # A copy of the payload: the engine may reuse its buffer before the round closes.
             current.frames[header.client] = Frame(header=header, payload=checked.payload.copy())
         return header
@@ -309,7 +318,7 @@ class Server:
             or (current.total is not None and current.total.seeded),
             bytes_up=current.bytes_up,
             bytes_down=current.bytes_down,
-            bytes_up_float32=4 * self.dimension * used,
+            bytes_up_float32=4 * self.whole * used,
             bytes_down_float32=4 * self.model.size * len(current.asked),
             seconds=current.seconds,
         )
@@ -321,14 +330,17 @@ class Server:
         settings = self.config.server
         if current.total is not None and self.sums is not None:
             survivors = len(current.total.survivors)
-            gradient = self.sums.mean(current.total.lanes, survivors=survivors) * self.range
+            gradient = self._whole(self.sums.mean(current.total.lanes, survivors=survivors) * self.range)
         elif current.sum is not None:
             gradient = current.sum.mean()
+            if self.subsets is not None:
+                gradient = self.subsets.rotated_back(gradient, round=self.round)
         else:
             # In the order of the clients: a rule's floating-point sum depends on the order.
             frames = [current.frames[client] for client in sorted(current.frames)]
-            updates = np.stack([decode_frame(frame, range=self.range) for frame in frames])
-            gradient = aggregate(settings.aggregation, updates, byzantine=settings.byzantine)
+            kept = None if self.subsets is None else self.subsets.header
+            updates = np.stack([decode_frame(frame, range=self.range, kept=kept) for frame in frames])
+            gradient = self._whole(aggregate(settings.aggregation, updates, byzantine=settings.byzantine))
         needs_variance = self.least_squares is not None or settings.subtract_noise
         variance = self._noise_variance(current) if needs_variance else 0.0
         if self.least_squares is not None:
@@ -346,12 +358,21 @@ class Server:
         if self.averaged is not None:
             self.averaged = average(self.averaged, model, decay=self.config.server.average, round=self.round)
 
+    def _whole(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The estimate of a round's gradient from the coordinates that all clients have sent."""
+        if self.subsets is None:
+            return values
+        estimate = self.subsets.drawn(round=self.round, client=None).spread(values)
+        return self.subsets.rotated_back(estimate, round=self.round)
+
     def _noise_variance(self, current: _OpenRound) -> float:
         """The variance of the noise in a coordinate of the mean; public. Uncoarsened: sum p_i^2 (R / s_i)^2 m_i / 4."""
+        # A kept coordinate is multiplied by one_in, and one in one_in is kept.
+        share = 1 if self.subsets is None else self.subsets.one_in
         if current.total is not None and self.sums is not None:
-            return self.sums.variance(len(current.total.survivors)) * self.range**2
+            return self.sums.variance(len(current.total.survivors)) * self.range**2 * share
         total = sum(self.weights[client] for client in current.headers)
-        return sum(
+        return share * sum(
             (self.weights[client] / total * self.range / header.mechanism.levels) ** 2
             * variance_at_zero(header.mechanism)
             for client, header in sorted(current.headers.items())

@@ -39,7 +39,7 @@ def client_terms(config: Config, *, dimension: int, dataset_size: int) -> Terms:
     """The terms of a client that holds `dataset_size` samples, from the settings of the run."""
     privacy = config.privacy
     terms = clipped_terms(
-        config.clip.make(),
+        config.message_clip,
         range=config.range,
         batch_size=privacy.batch_size,
         sampling=_sampling(config, dataset_size),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import Mechanism, check_int
+from bqsgd._src.params import MOST_ONE_IN, Mechanism, check_int
 from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.recipe import BATCH_SIZE, CLIENTS, CLIP_BOUND, CLIP_NORM, LEARNING_RATE, ROUNDS
@@ -202,6 +202,9 @@ class ClientSettings(Group):
         1, "Steps that a client takes in a round; more than 1 needs --unit client.", between=(1, 2**20)
     )
     local_learning_rate: float = file_setting(0.1, "Learning rate of the local steps.", positive=True)
+    one_in: int = setting(
+        1, "Send one in this many coordinates, in a random subset of every round.", between=(1, MOST_ONE_IN)
+    )
     coding: str = file_setting(
         "fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=("fixed", "entropy")
     )
@@ -402,6 +405,7 @@ class Config:
             (every_sample, "takes every sample of a client once: set rate = 1 or sampling = 'none'"),
             (privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
             (self.clip.scales, "scales the moments of a sample to a norm: set clip = 'dual' or 'l2'"),
+            (self.clients.one_in == 1, "needs all moments: leave out one_in"),
             (not self.clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
             (server.optimizer == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimizer"),
             (server.average == 0, "has one model and nothing to average: leave out average"),
@@ -465,6 +469,25 @@ class Config:
         if self.clients.cohort is None:
             return self.run.rounds
         return min(self.run.rounds, self.clients.turns or self._fewest_turns)
+
+    @property
+    def message_clip(self) -> Clip:
+        """The clip of what a sample adds to a message: of its gradient, or of the kept part of it."""
+        return self.clip.make().of_share(1 / self.clients.one_in)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether a subset is one of rotated coordinates: a norm of the kept part then tells that of the whole."""
+        return self.clients.one_in > 1 and self.clip.scales
+
+    @property
+    def shares_subset(self) -> bool:
+        """Whether all clients keep the same coordinates, because sums or robust rules need them side by side."""
+        return self.secure.on or self.server.aggregation != "mean"
+
+    def kept(self, dimension: int) -> int:
+        """How many of a model's coordinates a message carries."""
+        return -(-dimension // self.clients.one_in)
 
     @property
     def range(self) -> float:

@@ -71,7 +71,7 @@ class Outlook:
     def signal(self) -> float:
         """G: the gradients of an average batch, clipped, all in one direction; then clamped to the range."""
         clip, privacy = self.config.clip, self.config.privacy
-        every_coordinate = math.sqrt(self.dimension)
+        every_coordinate = math.sqrt(self.dimension * self.config.clients.one_in)
         longest = clip.norm if clip.scales else clip.bound * every_coordinate
         # A client divides by L, however many samples it drew, so a smaller batch makes a shorter mean.
         if privacy.unit == Unit.SAMPLE and privacy.scheme is Scheme.POISSON and clip.rule != "batch-mean":
@@ -156,6 +156,8 @@ def foresee(
             for client, mechanism in mechanisms.items()
         )
         variance *= len(samples) / outlook.together  # a cohort averages over fewer clients
+    # A kept coordinate is multiplied by one_in, and one in one_in is kept.
+    variance *= config.clients.one_in
     return replace(outlook, noise=math.sqrt(variance))
 
 
@@ -268,4 +270,5 @@ def _gaussian_noise(outlook: Outlook) -> float:
     linf, l2 = terms.sensitivity.linf, terms.sensitivity.l2
     length = linf * math.sqrt(outlook.dimension) if l2 is None else l2
     budget = config.privacy.budget(client=0, round=0)
-    return length * config.range / shift_per_round(budget, rate=terms.sampling.rate, rounds=config.turns)
+    deviation = length * config.range / shift_per_round(budget, rate=terms.sampling.rate, rounds=config.turns)
+    return deviation * math.sqrt(config.clients.one_in)

@@ -13,13 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bqsgd._src.client.least_squares import message_dimension, objective_of
+from bqsgd._src.client.least_squares import LeastSquares, objective_of
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Reader, reader_of
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import dimension_of, load_vector
 from bqsgd._src.persample.program import Forward, LossFunction, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.settings.config import LEAST_SQUARES
 from bqsgd._src.settings.fit import Sizes, fit
 
 if TYPE_CHECKING:
@@ -185,7 +186,9 @@ class Task:
 
 def sizes_of(model: nn.Module, *, samples: int, method: str) -> Sizes:
     """The sizes of a run that learns `model` from this many samples of all clients."""
-    return Sizes(samples=samples, dimension=message_dimension(method, model), parameters=dimension_of(model))
+    parameters = dimension_of(model)
+    dimension = LeastSquares.of(model).dimension if method == LEAST_SQUARES else parameters
+    return Sizes(samples=samples, dimension=dimension, parameters=parameters)
 
 
 @contextmanager

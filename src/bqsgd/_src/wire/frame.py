@@ -18,7 +18,7 @@ import xxhash
 
 from bqsgd._src import errors
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import DIGEST_BYTES, Coarsening, Mechanism, Range, check_int, parameters_digest
+from bqsgd._src.params import DIGEST_BYTES, Coarsening, Kept, Mechanism, Range, check_int, parameters_digest
 from bqsgd._src.wire.fixed import Payload, layout
 
 _MAGIC = b"BQSG"
@@ -29,7 +29,9 @@ _ENTROPY_SLACK_BYTES = 16
 """An entropy-coded payload is at most this many bytes longer than the fixed-width payload of the same codes."""
 _CHECKSUM = struct.Struct("<Q")
 CHECKED_HEADER_BYTES = HEADER_BYTES - _CHECKSUM.size
-_SEEDED = 1
+_SEEDED, _SUBSET = 1, 2
+_KEPT = struct.Struct("<IIQ")
+"""Follows the header of a frame that carries a subset of the coordinates: one_in, rotated, model_dimension."""
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 _UNSTATED_MAX_DIMENSION = 1 << 24
 """The most codes of an entropy-coded frame if the caller states no dimension: a few bytes may expand to many codes."""
@@ -53,6 +55,7 @@ class Header:
         client, round: who sends the frame, and when; from 0 to 2^64 - 1.
         dimension: number of codes, at least 1.
         mechanism: the mechanism that made the codes.
+        kept: which part of the model the codes are, None for all of it.
         payload_bytes: set by `FrameWriter`, and checked against `payload_limits` apart from the other fields.
 
     Raises:
@@ -66,6 +69,7 @@ class Header:
     round: int
     dimension: int
     mechanism: Mechanism
+    kept: Kept | None = None
     payload_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -74,6 +78,13 @@ class Header:
         check_int("dimension", self.dimension, 1, 2**63 - 1)
         if len(self.digest) != DIGEST_BYTES:
             raise InvalidParameter(f"digest must be {DIGEST_BYTES} bytes, got {len(self.digest)}")
+        if self.kept is not None and self.kept.dimension != self.dimension:
+            raise InvalidParameter(f"{self.kept} has {self.kept.dimension} coordinates, the frame {self.dimension}")
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the payload."""
+        return HEADER_BYTES + (0 if self.kept is None else _KEPT.size)
 
     @property
     def payload_limits(self) -> tuple[int, int]:
@@ -105,7 +116,8 @@ def _read_header(view: memoryview) -> Header:
     if version != _VERSION:
         raise errors.UnsupportedVersion(f"this reader knows frame version {_VERSION}, got {version}")
     # Length before checksum: the checksum reads the whole buffer, which must not be longer than the frame.
-    expected = HEADER_BYTES + payload_bytes
+    header_bytes = HEADER_BYTES + (_KEPT.size if flags & _SUBSET else 0)
+    expected = header_bytes + payload_bytes
     if len(view) < expected:
         raise errors.TruncatedFrame(f"the header announces a frame of {expected} bytes, got {len(view)}")
     if len(view) > expected:
@@ -114,11 +126,12 @@ def _read_header(view: memoryview) -> Header:
         raise errors.ChecksumMismatch(f"the header states checksum {stated:016x}, the bytes give {actual:016x}")
     if coding not in (Coding.FIXED, Coding.ENTROPY):
         raise errors.BadHeader(f"coding must be 1 (fixed width) or 2 (entropy), got {coding}")
-    if flags & ~_SEEDED:
+    if flags & ~(_SEEDED | _SUBSET):
         raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
     try:
         # Points and width are both 0 if the codes are not coarsened, as in all older frames.
         coarsening = Coarsening(points=points, width=width) if points or width else None
+        kept = _read_kept(view) if flags & _SUBSET else None
         return Header(
             coding=Coding(coding),
             seeded=bool(flags & _SEEDED),
@@ -127,10 +140,18 @@ def _read_header(view: memoryview) -> Header:
             round=round_,
             dimension=dimension,
             mechanism=Mechanism(levels=levels, trials=trials, coarsening=coarsening),
+            kept=kept,
             payload_bytes=payload_bytes,
         )
     except InvalidParameter as error:
         raise errors.BadHeader(f"{error} (levels={levels}, trials={trials}, dimension={dimension})") from error
+
+
+def _read_kept(view: memoryview) -> Kept:
+    one_in, rotated, model_dimension = _KEPT.unpack_from(view, HEADER_BYTES)
+    if rotated not in (0, 1):
+        raise InvalidParameter(f"rotated must be 0 or 1, got {rotated}")
+    return Kept(one_in=one_in, rotated=bool(rotated), model_dimension=model_dimension)
 
 
 class Expected(TypedDict, total=False):
@@ -139,6 +160,7 @@ class Expected(TypedDict, total=False):
     dimension: int | None
     mechanism: Mechanism | None
     range: Range | None
+    kept: Kept | None
     client: int | None
     round: int | None
 
@@ -159,6 +181,7 @@ class Frame:
         dimension: int | None = None,
         mechanism: Mechanism | None = None,
         range: Range | None = None,
+        kept: Kept | None = None,
         client: int | None = None,
         round: int | None = None,
     ) -> Frame:
@@ -175,12 +198,15 @@ class Frame:
             coding = f"{header.coding.name.lower()} coding of {header.dimension} codes of {header.mechanism}"
             bytes_ = f"{most} bytes" if fewest == most else f"at most {most} bytes"
             raise errors.BadPayload(f"the {coding} takes {bytes_}, got {header.payload_bytes}")
+        # Who states a range will decode the codes, and must know what they stand for.
+        if (range is not None or kept is not None) and header.kept != kept:
+            raise errors.WrongParameters(f"expected {kept or 'all coordinates'}, the frame has {header.kept or 'all'}")
         if range is not None:
             if isinstance(range, np.ndarray) and range.shape != (header.dimension,):
                 raise errors.WrongDimension(
                     f"the range has shape {range.shape}, the frame {header.dimension} coordinates"
                 )
-            digest = parameters_digest(header.mechanism, range=range, dimension=header.dimension)
+            digest = parameters_digest(header.mechanism, range=range, dimension=header.dimension, kept=kept)
             if header.digest != digest:
                 raise errors.WrongParameters(
                     f"expected parameters digest {digest.hex()} (levels, trials, dimension, range), "
@@ -206,8 +232,8 @@ class FrameWriter:
         fewest, most = header.payload_limits
         size = check_int("payload_bytes", most if payload is None else len(payload), fewest, most)
         self.header = replace(header, payload_bytes=size)
-        self._buffer = bytearray(HEADER_BYTES + size)
-        self.payload: Payload = np.frombuffer(self._buffer, np.uint8, offset=HEADER_BYTES)
+        self._buffer = bytearray(header.header_bytes + size)
+        self.payload: Payload = np.frombuffer(self._buffer, np.uint8, offset=header.header_bytes)
         """The bytes of the payload, to be written in place; they start at a multiple of 16 within the frame."""
         if payload is not None:
             self.payload[:] = np.frombuffer(payload, np.uint8)
@@ -218,8 +244,11 @@ class FrameWriter:
         names = (header.digest, header.client, header.round, header.dimension)
         parameters = (mechanism.levels, mechanism.trials, header.payload_bytes)
         coarse = (0, 0) if mechanism.coarsening is None else (mechanism.coarsening.points, mechanism.coarsening.width)
-        flags = _SEEDED if header.seeded else 0
+        flags = (_SEEDED if header.seeded else 0) | (0 if header.kept is None else _SUBSET)
         _HEADER.pack_into(self._buffer, 0, _MAGIC, _VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
+        if header.kept is not None:
+            kept = header.kept
+            _KEPT.pack_into(self._buffer, HEADER_BYTES, kept.one_in, kept.rotated, kept.model_dimension)
         # Last, because it covers all other bytes of the frame.
         _CHECKSUM.pack_into(self._buffer, CHECKED_HEADER_BYTES, checksum(memoryview(self._buffer)))
         return self._buffer
@@ -249,4 +278,4 @@ def read_frame(buffer: Buffer, **expected: Unpack[Expected]) -> Frame:
             f"at most {_UNSTATED_MAX_DIMENSION} entropy-coded coordinates are read unless the reader states the "
             f"dimension; the frame claims {header.dimension}"
         )
-    return Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=HEADER_BYTES)).expect(**expected)
+    return Frame(header=header, payload=np.frombuffer(view, np.uint8, offset=header.header_bytes)).expect(**expected)

@@ -22,6 +22,7 @@ from bqsgd._src.client.sums import SumSetup, most_sum_bytes, with_roster
 from bqsgd._src.engines.engine import Setup, make_client
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup
 from bqsgd._src.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError
+from bqsgd._src.models import dimension_of
 from bqsgd._src.records.record import one_line
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.interrupts import stop_signals
@@ -110,8 +111,8 @@ def joined_run(
     if refusal is not None:
         decline(group, refusal)
     share, model = share_of(task, config, group), task.make_model()
-    dimension = message_dimension(config.run.method, model)
-    longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension, most_sum_bytes(config))
+    dimension = message_dimension(config, model)
+    longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension_of(model), most_sum_bytes(config))
     connection = ServerConnection(group.channel(SERVER), most_bytes=longest)
     kind, message = connection.get()
     try:
