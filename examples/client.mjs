@@ -15,6 +15,7 @@ const MODEL_HEADER_BYTES = 32;
 const FRAME_HEADER_BYTES = 80;
 const CHECKSUM_BYTES = 8;
 const FIXED_WIDTH = 1;
+const SUBSET_FLAG = 2;
 const ROUNDING_GRID = 2 ** 24;
 const LONG_WORDS = new Set([61, 65, 121, 122, 129, 241, 242, 481]);
 
@@ -71,11 +72,11 @@ function checkRange(range, dimension) {
 }
 
 /** The first 16 bytes of SHA-256 over everything that both sides must agree on. */
-export async function parametersDigest(mechanism, { range, dimension }) {
+export async function parametersDigest(mechanism, { range, dimension, kept = null }) {
   const { levels, trials, points, width } = checkMechanism(mechanism);
   const bounds = range instanceof Float64Array ? range : [range];
   const name = new TextEncoder().encode("bqsgd.parameters.v1");
-  const bytes = new Uint8Array(name.length + 17 + 8 * bounds.length + (points ? 8 : 0));
+  const bytes = new Uint8Array(name.length + 17 + 8 * bounds.length + (points ? 8 : 0) + (kept ? 20 : 0));
   const view = new DataView(bytes.buffer);
   bytes.set(name);
   let at = name.length;
@@ -91,8 +92,100 @@ export async function parametersDigest(mechanism, { range, dimension }) {
   if (points) {
     view.setUint32(at, points, true);
     view.setUint32(at + 4, width, true);
+    at += 8;
+  }
+  if (kept) {
+    bytes.set(new TextEncoder().encode("kept"), at);
+    writeKept(view, at + 4, kept);
   }
   return new Uint8Array(await crypto.subtle.digest("SHA-256", bytes)).slice(0, 16);
+}
+
+// ---- Subsets: one in N coordinates of the rotated vector ------------------------------------------------------------
+
+const KEPT_BYTES = 16;
+const BLOCK = 256;
+const EVERYBODY = 2n ** 64n - 1n;
+
+function writeKept(view, at, { oneIn, rotated, modelDimension }) {
+  view.setUint32(at, oneIn, true);
+  view.setUint32(at + 4, rotated ? 1 : 0, true);
+  view.setBigUint64(at + 8, BigInt(modelDimension), true);
+}
+
+/** The AES-128-CTR keystream that is named by a round and a client's number. */
+async function stream(name, round, client, count) {
+  const text = new TextEncoder().encode(`bqsgd.subset.v1 ${name}`);
+  const named = new Uint8Array(text.length + 16);
+  named.set(text);
+  new DataView(named.buffer).setBigUint64(text.length, round, true);
+  new DataView(named.buffer).setBigUint64(text.length + 8, client, true);
+  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", named));
+  const key = await crypto.subtle.importKey("raw", digest.slice(0, 16), "AES-CTR", false, ["encrypt"]);
+  const settings = { name: "AES-CTR", counter: new Uint8Array(16), length: 128 };
+  return new Uint8Array(await crypto.subtle.encrypt(settings, key, new Uint8Array(count)));
+}
+
+/**
+ * The coordinates that a client's message carries in a round; `client` null for a subset that all clients share.
+ * `shapes` are those of the trained tensors; `rotated` is true for clips that bound a Euclidean norm.
+ */
+export async function drawSubset({ shapes, oneIn, rotated }, { round, client }) {
+  if (!(Number.isInteger(oneIn) && oneIn >= 2 && oneIn <= 2 ** 16)) {
+    throw new Refusal("parameter", `oneIn must be an integer from 2 to 65536, got ${String(oneIn)}`);
+  }
+  const matrices = shapes.map((shape) => {
+    const size = shape.reduce((product, length) => product * length, 1);
+    const rows = shape.length > 1 ? shape[0] : 1;
+    return { rows, columns: size / rows };
+  });
+  const dimension = matrices.reduce((sum, { rows, columns }) => sum + rows * columns, 0);
+  const number = checkNumber64("round", round);
+  const signBytes = matrices.map(({ columns }) => Math.ceil(columns / 8)); // each tensor begins with a new byte
+  const bits = await stream("signs", number, EVERYBODY, signBytes.reduce((sum, count) => sum + count, 0));
+  let at = 0;
+  matrices.forEach((matrix, n) => {
+    const own = bits.subarray(at, at + signBytes[n]);
+    matrix.signs = Float32Array.from({ length: matrix.columns }, (_, j) => 1 - 2 * ((own[j >> 3] >> (j & 7)) & 1));
+    at += signBytes[n];
+  });
+  const count = Math.ceil(dimension / oneIn);
+  const sender = client === null ? EVERYBODY : checkNumber64("client", client);
+  const words = new DataView((await stream("places", number, sender, 4 * count)).buffer);
+  const places = Uint32Array.from({ length: count }, (_, n) => {
+    const size = Math.min(oneIn, dimension - n * oneIn);
+    return n * oneIn + Math.floor((words.getUint32(4 * n, true) * size) / 2 ** 32); // below 2^48, so exact
+  });
+  return { matrices, places, kept: { oneIn, rotated, modelDimension: dimension } };
+}
+
+/** Walsh-Hadamard transform of x[at .. at + size), in place. */
+function transform(x, at, size) {
+  for (let apart = size / 2; apart >= 1; apart /= 2) {
+    for (let start = at; start < at + size; start += 2 * apart) {
+      for (let i = start; i < start + apart; i += 1) [x[i], x[i + apart]] = [x[i] + x[i + apart], x[i] - x[i + apart]];
+    }
+  }
+  for (let i = at; i < at + size; i += 1) x[i] /= Math.sqrt(size);
+}
+
+/** The kept coordinates of one sample's flat gradient. Clip them (a norm C to C / sqrt(oneIn)), then add up. */
+export function keepPart(gradient, { matrices, places, kept }) {
+  if (gradient.length !== kept.modelDimension) {
+    throw new Refusal("dimension", `the subset is one of ${kept.modelDimension} coordinates, got ${gradient.length}`);
+  }
+  const whole = Float64Array.from(gradient);
+  let first = 0;
+  for (const { rows, columns, signs } of kept.rotated ? matrices : []) {
+    const block = Math.min(BLOCK, 2 ** Math.floor(Math.log2(columns)));
+    for (let row = first; row < first + rows * columns; row += columns) {
+      for (let j = 0; j < columns; j += 1) whole[row + j] *= signs[j];
+      for (let at = 0; at + block <= columns; at += block) transform(whole, row + at, block);
+      if (columns % block) transform(whole, row + columns - block, block);
+    }
+    first += rows * columns;
+  }
+  return Float64Array.from(places, (place) => whole[place]);
 }
 
 // ---- Checksum: XXH3, 64 bits, seed 0, default secret ----------------------------------------------------------------
@@ -369,7 +462,7 @@ export function pack(codes, codeCount) {
 }
 
 /** The frame of a vector of codes, coded at fixed width. Its noise came from WebCrypto: the seeded flag is 0. */
-export async function writeFrame(codes, { client, round, mechanism, range }) {
+export async function writeFrame(codes, { client, round, mechanism, range, kept = null }) {
   const { levels, trials, points, width, codeCount } = checkMechanism(mechanism);
   if (!(codes instanceof Uint32Array) || codes.length === 0 || !codes.every((code) => code < codeCount)) {
     throw new Refusal("code", `codes must be a Uint32Array of at least one code, each below ${codeCount}`);
@@ -379,14 +472,16 @@ export async function writeFrame(codes, { client, round, mechanism, range }) {
   const digest = await parametersDigest(mechanism, {
     range: checkRange(range, codes.length),
     dimension: codes.length,
+    kept,
   });
   const payload = pack(codes, codeCount);
-  const frame = new Uint8Array(FRAME_HEADER_BYTES + payload.length);
+  const start = FRAME_HEADER_BYTES + (kept ? KEPT_BYTES : 0);
+  const frame = new Uint8Array(start + payload.length);
   const view = new DataView(frame.buffer);
   frame.set(new TextEncoder().encode("BQSG"));
   view.setUint16(4, 1, true);
   view.setUint8(6, FIXED_WIDTH);
-  view.setUint8(7, 0);
+  view.setUint8(7, kept ? SUBSET_FLAG : 0);
   frame.set(digest, 8);
   view.setBigUint64(24, sender, true);
   view.setBigUint64(32, number, true);
@@ -396,22 +491,26 @@ export async function writeFrame(codes, { client, round, mechanism, range }) {
   view.setBigUint64(56, BigInt(payload.length), true);
   view.setUint32(64, points, true);
   view.setUint32(68, width, true);
-  frame.set(payload, FRAME_HEADER_BYTES);
+  if (kept) writeKept(view, FRAME_HEADER_BYTES, kept);
+  frame.set(payload, start);
   view.setBigUint64(72, checksumOf(frame, FRAME_HEADER_BYTES), true);
   return frame;
 }
 
 /**
- * Answer one model message: `update(model, round)` gives the vector to send, already clipped sample by sample.
+ * Answer one model message: `update(model, round, subset)` gives the vector to send, already clipped sample by sample.
+ * With `subsets` ({ shapes, oneIn, rotated }) the vector has the coordinates of `subset` alone: see `keepPart`.
  * A message or vector that is refused throws a Refusal; tell the server that you decline, never why.
  */
-export async function answer(message, update, { client, dimension, mechanism, range }) {
+export async function answer(message, update, { client, dimension, mechanism, range, subsets = null }) {
   const { round, model } = readModel(message, { dimension });
-  const values = await update(model, round);
-  if (values.length !== dimension) {
-    throw new Refusal("dimension", `the model has ${dimension} coordinates, the update ${values.length}`);
+  const subset = subsets && (await drawSubset(subsets, { round, client }));
+  const values = await update(model, round, subset);
+  const wanted = subset ? subset.places.length : dimension;
+  if (values.length !== wanted || (subset && subset.kept.modelDimension !== dimension)) {
+    throw new Refusal("dimension", `a message of this run has ${wanted} coordinates, the update ${values.length}`);
   }
-  return writeFrame(encode(values, mechanism, range), { client, round, mechanism, range });
+  return writeFrame(encode(values, mechanism, range), { client, round, mechanism, range, kept: subset?.kept ?? null });
 }
 
 // ---- Command line (Node) --------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from bqsgd._src.noise import ROUND_BITS
 from bqsgd._src.params import MAX_LEVELS, MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
 from bqsgd._src.server.server import Server
 from bqsgd._src.settings.config import Config
+from bqsgd._src.subset import Subsets
 from bqsgd._src.wire.fixed import MAX_CODE_COUNT, FixedWidth
 from bqsgd._src.wire.frame import Coding, FrameWriter, Header, read_frame
 from bqsgd._src.wire.model_message import write_model
@@ -487,6 +488,46 @@ def test_the_header_is_written_to_the_byte(run):
         None,
     )
     assert base64.b64decode(found) == bytes(writer.seal())
+
+
+def test_subsets_are_python_s_and_the_server_takes_their_frames(run):
+    shapes, one_in = [[10, 300], [10], [6, 1, 5, 5], [1], [3, 7]], 4
+    some = Subsets(shapes=tuple(map(tuple, shapes)), one_in=one_in, rotated=True)
+    gradient = np.random.default_rng(8).normal(size=some.dimension).astype(np.float32)
+    argument = {
+        "subsets": {"shapes": shapes, "oneIn": one_in, "rotated": True},
+        "gradient": base64_of(gradient.tobytes()),
+        "message": base64_of(write_model(np.zeros(some.dimension, np.float32), round=5)),
+        "dimension": some.dimension,
+    }
+    found = run(
+        """async (client, { subsets, gradient, message, dimension }) => {
+            const drawn = await client.drawSubset(subsets, { round: 5n, client: null });
+            const settings = { client: 3, dimension, mechanism: { levels: 1000, trials: 0 }, range: 8, subsets };
+            const update = (model, round, subset) => client.keepPart(floats(gradient), subset);
+            const frame = await client.answer(bytes(message), update, settings);
+            const wrong = await outcome(() => client.answer(bytes(message), () => floats(gradient), settings));
+            return { shared: Array.from(drawn.places), frame: text(frame), wrong };
+        }""",
+        argument,
+    )
+    assert found["shared"] == some.drawn(round=5, client=None).places.tolist()
+    assert found["wrong"] == "dimension"
+    frame = base64.b64decode(found["frame"])
+    values = decode_frame(frame, range=8.0, kept=some.header, client=3, round=5)
+    own = some.drawn(round=5, client=3)
+    assert np.abs(values - own.keep(gradient)).max() <= 8 / 1000 * (1 + 1e-6)
+    server = Server(
+        model=np.zeros(some.dimension, np.float32),
+        weights={3: 1.0},
+        config=Config.of(
+            clients=4, one_in=one_in, clip="l2", clip_norm=4.0, range=8.0, levels=1000, trials=0, epsilon=1e9
+        ),
+        subsets=some,
+    )
+    server.round = 5
+    server.open_round()
+    assert server.receive(frame).status == "ok"
 
 
 def test_a_damaged_frame_is_refused_by_the_server_side(run):

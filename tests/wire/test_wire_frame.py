@@ -14,12 +14,14 @@ from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal
 
 from bqsgd._src import errors
 from bqsgd._src.errors import FrameError, InvalidParameter
-from bqsgd._src.params import Coarsening, Mechanism, parameters_digest
+from bqsgd._src.params import Coarsening, Kept, Mechanism, parameters_digest
 from bqsgd._src.wire.frame import HEADER_BYTES, Coding, FrameWriter, Header, read_frame
 
 MECHANISM = Mechanism(levels=2, trials=251)
 CODES = codes_of(MECHANISM, 50, np.random.default_rng(0))
 FRAME = frame_of(CODES, MECHANISM, Coding.FIXED)
+KEPT = Kept(one_in=10, rotated=True, model_dimension=500)
+SUBSET = frame_of(CODES, MECHANISM, Coding.FIXED, kept=KEPT)
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_frames.json").read_text())
 """Frames written once and for all, client 7, round 3, seeded; how to read them: docs/wire.md."""
@@ -29,17 +31,19 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_frames.json").read_text())
 def test_golden_frames(golden: dict[str, Any]) -> None:
     codes, coding, data = golden["codes"], Coding[golden["coding"].upper()], bytes.fromhex(golden["frame"])
     mechanism = Mechanism(levels=golden["levels"], trials=golden["trials"])
-    assert (
-        decode_codes(data, dimension=len(codes), range=RANGE, mechanism=mechanism, client=7, round=3).tolist() == codes
-    )
+    kept = Kept(**golden["kept"]) if "kept" in golden else None
+    expected = {"dimension": len(codes), "range": RANGE, "mechanism": mechanism, "kept": kept, "client": 7, "round": 3}
+    assert decode_codes(data, **expected).tolist() == codes
     found = wire_reference.decode(data)
-    assert found["digest"] == parameters_digest(mechanism, range=RANGE, dimension=len(codes)).hex()
+    assert found["digest"] == parameters_digest(mechanism, range=RANGE, dimension=len(codes), kept=kept).hex()
+    assert found["kept"] == ((kept.one_in, kept.rotated, kept.model_dimension) if kept else None)
     assert (found["levels"], found["trials"]) == (mechanism.levels, mechanism.trials)
     assert (found["client"], found["round"], found["seeded"], found["codes"]) == (7, 3, True, codes)
     array = np.array(codes, dtype=np.min_scalar_type(mechanism.code_count - 1))
     # zstandard's bytes may differ between its releases; only the meaning of its frames is fixed.
-    payload = data[80:] if coding is Coding.ENTROPY and data[80] == 2 else None
-    assert frame_of(array, mechanism, coding, payload) == data
+    start = 96 if kept else 80
+    payload = data[start:] if coding is Coding.ENTROPY and data[start] == 2 else None
+    assert frame_of(array, mechanism, coding, payload, kept=kept) == data
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
@@ -92,7 +96,17 @@ def edit(offset: int, fmt: str, *values: int | bytes, frame: bytes = FRAME, seal
         (edit(0, "4s", b"PNG!"), errors.BadMagic, "starts with b'BQSG', got b'PNG!'"),
         (edit(4, "H", 2), errors.UnsupportedVersion, "knows frame version 1, got 2"),
         (edit(6, "B", 3), errors.BadHeader, "coding must be 1 .* got 3"),
-        (edit(7, "B", 2), errors.BadHeader, "flags .* 0x02"),
+        (edit(7, "B", 4), errors.BadHeader, "flags .* 0x04"),
+        (edit(7, "B", 2), errors.TruncatedFrame, "announces a frame of 146 bytes, got 130"),
+        (edit(7, "B", 0, frame=SUBSET), errors.OversizedFrame, "announces a frame of 130 bytes, got 146"),
+        (edit(80, "I", 1, frame=SUBSET), errors.BadHeader, "one_in must be from 2 to 65536, got 1"),
+        (edit(80, "I", 2**16 + 1, frame=SUBSET), errors.BadHeader, "one_in must be from 2 to 65536, got 65537"),
+        (edit(80, "I", 11, frame=SUBSET), errors.BadHeader, "has 46 coordinates, the frame 50"),
+        (edit(84, "I", 2, frame=SUBSET), errors.BadHeader, "rotated must be 0 or 1, got 2"),
+        (edit(88, "Q", 0, frame=SUBSET), errors.BadHeader, "model_dimension must be from 1"),
+        (edit(88, "Q", 2**63, frame=SUBSET), errors.BadHeader, "model_dimension must be from 1"),
+        (edit(88, "Q", 501, frame=SUBSET), errors.BadHeader, "has 51 coordinates, the frame 50"),
+        (edit(88, "B", 0, frame=SUBSET, seal=False), errors.ChecksumMismatch, "the header states checksum"),
         (edit(64, "Q", 5), errors.BadHeader, "width must be from 1 .* got 0"),
         (edit(68, "I", 5), errors.BadHeader, "points must be from 2 .* got 0"),
         (edit(64, "II", 1, 9), errors.BadHeader, "points must be from 2 .* got 1"),

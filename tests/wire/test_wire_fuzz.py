@@ -17,7 +17,7 @@ from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal, zstd_pa
 
 from bqsgd._src import errors
 from bqsgd._src.errors import FrameError
-from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.params import Coarsening, Kept, Mechanism
 from bqsgd._src.wire.fixed import FixedWidth
 from bqsgd._src.wire.frame import Coding, read_frame
 
@@ -35,6 +35,7 @@ FIELDS = [
     (64, "I"),
     (68, "I"),
 ]
+SUBSET_FIELDS = [(80, "I"), (84, "I"), (88, "Q")]
 PREFIX_FIELDS = [(80, "B"), (81, "B"), (82, "H"), (84, "I"), (88, "I"), (92, "I")]
 SIZES = {"B": 8, "H": 16, "I": 32, "Q": 64}
 
@@ -57,6 +58,8 @@ def corpus() -> list[bytes]:
             codes = rng.binomial(points - 1, 0.5, dimension).astype(np.uint8)
             frames.append(frame_of(codes, mechanism, Coding.FIXED))
             frames.append(frame_of(codes, mechanism, Coding.ENTROPY))
+            kept = Kept(one_in=10, rotated=points > 8, model_dimension=10 * dimension)
+            frames.append(frame_of(codes, mechanism, Coding.FIXED, kept=kept))
     return frames
 
 
@@ -72,7 +75,7 @@ def mutate(frame: bytes, other: bytes, rng: random.Random) -> bytes:
     elif kind == 4:  # extension
         data += rng.randbytes(rng.randint(1, 64))
     elif kind == 5:  # a field of the header, of the entropy prefix
-        fields = FIELDS + [f for f in PREFIX_FIELDS if f[0] + SIZES[f[1]] // 8 <= len(data)]
+        fields = FIELDS + [f for f in PREFIX_FIELDS + SUBSET_FIELDS if f[0] + SIZES[f[1]] // 8 <= len(data)]
         at, fmt = rng.choice(fields)
         old = struct.unpack_from("<" + fmt, data, at)[0]
         value = rng.choice([0, 1, old + 1, old - 1, old * 2, 2**60, rng.getrandbits(16), rng.getrandbits(64)])
@@ -90,7 +93,8 @@ def mutate(frame: bytes, other: bytes, rng: random.Random) -> bytes:
             data = bytearray(frame[:80] + data)
     if rng.random() < 0.75 and len(data) >= 80:
         if rng.random() < 0.8:
-            struct.pack_into("<Q", data, 56, len(data) - 80)
+            subset = 16 if data[7] & 2 and len(data) >= 96 else 0
+            struct.pack_into("<Q", data, 56, len(data) - 80 - subset)
         return reseal(data)
     return bytes(data)
 
@@ -108,7 +112,7 @@ def outcome(frame: bytes, **expected: object) -> str:
     if head.coding is Coding.FIXED:  # one byte string a code vector
         out = np.empty(coder.payload_bytes(codes.size), np.uint8)
         coder.pack(codes, out)
-        assert out.tobytes() == frame[80:]
+        assert out.tobytes() == frame[head.header_bytes :]
     return "valid"
 
 
@@ -117,7 +121,7 @@ def outcome(frame: bytes, **expected: object) -> str:
 def test_mutants_are_decoded_or_refused(mutants: int) -> None:
     frames, rng = corpus(), random.Random(20240607)
     for frame in frames:  # compiles every kernel before memory is looked at
-        assert outcome(frame, range=RANGE) == "valid"
+        assert outcome(frame, range=RANGE, kept=read_frame(frame).header.kept) == "valid"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seen: collections.Counter[str] = collections.Counter()
     for _ in range(mutants):

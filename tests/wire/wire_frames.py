@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from bqsgd._src.params import Mechanism, parameters_digest
+from bqsgd._src.params import Kept, Mechanism, parameters_digest
 from bqsgd._src.wire import entropy
 from bqsgd._src.wire.fixed import Codes, FixedWidth
 from bqsgd._src.wire.frame import CHECKED_HEADER_BYTES, Coding, FrameWriter, Header, checksum, read_frame
@@ -23,16 +23,22 @@ def codes_of(mechanism: Mechanism, dimension: int, rng: np.random.Generator, spr
 
 
 def frame_of(
-    codes: Codes, mechanism: Mechanism, coding: Coding, payload: bytes | None = None, seeded: bool = True
+    codes: Codes,
+    mechanism: Mechanism,
+    coding: Coding,
+    payload: bytes | None = None,
+    seeded: bool = True,
+    kept: Kept | None = None,
 ) -> bytes:
     header = Header(
         mechanism=mechanism,
-        digest=parameters_digest(mechanism, range=RANGE, dimension=codes.size),
+        digest=parameters_digest(mechanism, range=RANGE, dimension=codes.size, kept=kept),
         client=7,
         round=3,
         dimension=codes.size,
         coding=coding,
         seeded=seeded,
+        kept=kept,
     )
     if coding is Coding.ENTROPY and payload is None:
         payload = entropy.compress(codes, mechanism)

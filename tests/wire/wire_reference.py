@@ -107,16 +107,19 @@ def decode(frame: bytes) -> dict[str, object]:
     )
     levels, trials, length, points, width, checksum = more
     assert (magic, version) == (b"BQSG", 1)
-    assert len(frame) == 80 + length
+    start = 96 if flags & 2 else 80
+    kept = struct.unpack("<IIQ", frame[80:96]) if flags & 2 else None
+    assert len(frame) == start + length
     assert xxhash.xxh3_64_intdigest(frame[:72] + frame[80:]) == checksum
     read = {1: fixed_codes, 2: entropy_codes}[coding]
     return {
-        "seeded": flags == 1,
+        "seeded": bool(flags & 1),
+        "kept": kept,
         "digest": digest.hex(),
         "client": client,
         "round": round_,
         "levels": levels,
         "trials": trials,
         "coarsening": (points, width),
-        "codes": read(frame[80:], dimension, points or 2 * levels + trials + 1),
+        "codes": read(frame[start:], dimension, points or 2 * levels + trials + 1),
     }
