@@ -1,4 +1,4 @@
-"""The same seed gives the same frames and the same final model, bit for bit, on every engine."""
+"""The same seed gives the same frames and the same final model, bit for bit, on every engine; with messages of a subset."""
 
 import hashlib
 from dataclasses import replace
@@ -16,7 +16,7 @@ from bqsgd._src.settings.config import Config
 SETTINGS = {
     "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,
     "seed": 11, "coding": "entropy", "optimizer": "adam", "subtract_noise": True, "learning_rate": 0.01,
-    "average": 0.5, "evaluate_every": 5, "weights": "equal",
+    "average": 0.5, "evaluate_every": 5, "weights": "equal", "one_in": 3,
 }  # fmt: skip
 
 
