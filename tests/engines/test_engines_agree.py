@@ -1,4 +1,4 @@
-"""The same seed gives the same frames and the same final model, bit for bit, on every engine; with messages of a subset."""
+"""With one seed, every engine sends the same frames (of subsets) and ends with the same model, bit for bit."""
 
 import hashlib
 from dataclasses import replace
