@@ -45,6 +45,11 @@ exact.backward(next(iter(exact.loader)))
 told["gradient"] = torch.cat([p.grad.flatten() for p in exact.model.parameters()]).tolist()
 told["own"] = [p.tolist() for p in exact.model.parameters()]
 
+# The same with a subset of the coordinates, which is not the same on both ranks.
+part = make("part", samples, mechanism=bqsgd.Mechanism(levels=1000, trials=0), seed=rank, one_in=2)
+part.backward(next(iter(part.loader)))
+told["part"] = torch.cat([p.grad.flatten() for p in part.model.parameters()]).tolist()
+
 # Rank 1 has a smaller budget: both stop, in the same step.
 short = make("short", batch_size, mechanism=bqsgd.Mechanism(levels=1, trials=20), epsilon=(8.0, 0.5)[rank], epochs=400)
 try:

@@ -68,6 +68,29 @@ def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, po
     assert (gradient(made, batch) - expected).abs().max() <= 1.1e-3
 
 
+def test_a_message_of_one_in_three_coordinates_is_clipped_counted_and_decoded_as_such(private, points):
+    model = nn.Linear(4, 2)
+    made = private(model, mechanism=EXACT, seed=3, clip_norm=0.7, range=1.0, one_in=3)
+    whole = private(nn.Linear(4, 2), mechanism=EXACT, seed=3, clip_norm=0.7, range=1.0)
+    assert (made.plan.release.terms.dimension, whole.plan.release.terms.dimension) == (4, 10)
+    ratio = made.plan.release.terms.sensitivity.l2 / whole.plan.release.terms.sensitivity.l2
+    assert ratio == pytest.approx(3**-0.5, rel=1e-6)
+    from bqsgd._src.client.draws import Purpose, Sources, draw_batch
+    from bqsgd._src.subset import Subsets
+
+    rows = draw_batch("poisson", batch_size=32, dataset_size=96, rng=Sources(seed=3, client=0).at(Purpose.BATCH, 0))
+    drawn = Subsets(shapes=((2, 4), (2,)), one_in=3, rotated=True).drawn(round=0, client=0)
+    total = 0
+    for row in rows:
+        parts = torch.autograd.grad(
+            LOSS(model(points[0][row : row + 1]), points[1][row : row + 1]).sum(), model.parameters()
+        )
+        kept = drawn.keep(torch.cat([part.flatten() for part in parts]).double().numpy())
+        total += kept * min(1, 0.7 / 3**0.5 / np.linalg.norm(kept)) / 32
+    found = gradient(made, next(iter(made.loader))).numpy()
+    assert np.abs(found - drawn.estimate(total)).max() <= 5e-3
+
+
 def test_the_model_is_tried_once_for_samples_of_one_form_however_many_are_drawn(private, monkeypatch):
     from bqsgd._src.persample import program
 

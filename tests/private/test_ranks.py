@@ -82,6 +82,12 @@ def test_the_step_is_the_mean_of_the_ranks_means(told):
     assert (torch.tensor(first["gradient"]) - total).abs().max() <= 0.6e-3
 
 
+def test_messages_of_subsets_give_every_rank_the_same_estimate(told):
+    _, (first, second) = told
+    assert first["part"] == second["part"] != first["gradient"]
+    assert torch.tensor(first["part"]).norm() < 4 * torch.tensor(first["gradient"]).norm()
+
+
 def test_a_rank_without_budget_ends_the_loop_of_all(told):
     _, (first, second) = told
     assert first["ended"] == second["ended"] == "the budget of rank 1 is spent, so every rank stops"

@@ -90,6 +90,13 @@ def test_the_step_is_the_mean_of_all_ranks(told):
 
 
 @pytest.mark.slow
+def test_a_sum_of_subsets_gives_every_rank_the_same_estimate(told):
+    parts = [torch.tensor(each["part"]) for each in told]
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    assert 0 < parts[0].norm() < 4 * torch.tensor(told[0]["gradient"]).norm()
+
+
+@pytest.mark.slow
 def test_a_checkpoint_is_not_resumed_with_less_noise_in_the_sums_than_its_ledger_counts(told):
     for rank in told:
         assert rank["resumed"].startswith("refused: "), rank["resumed"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -135,6 +135,13 @@ class Subsets:
     shapes: tuple[tuple[int, ...], ...]
     one_in: int
     rotated: bool
+
+    @classmethod
+    def of(cls, parameters: Iterable[Any], *, one_in: int, rotated: bool) -> Subsets | None:
+        """Subsets of the coordinates of these tensors; None if messages carry all of them."""
+        if one_in == 1:
+            return None
+        return cls(shapes=tuple(tuple(each.shape) for each in parameters), one_in=one_in, rotated=rotated)
 
     def __post_init__(self) -> None:
         check_int("one_in", self.one_in, 1, MOST_ONE_IN)
@@ -252,3 +259,7 @@ class Subset:
         result = np.zeros(self.subsets.dimension)
         result[self.places] = values * self.sizes
         return result
+
+    def estimate(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """An unbiased estimate of the vector whose kept coordinates are `values`."""
+        return self.subsets.rotated_back(self.spread(values), round=self.round)

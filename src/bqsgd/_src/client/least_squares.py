@@ -77,10 +77,7 @@ def message_dimension(config: Config, model: nn.Module) -> int:
 
 def subsets_of(config: Config, model: nn.Module) -> Subsets | None:
     """Which coordinates messages carry; None if all."""
-    if config.clients.one_in == 1:
-        return None
-    shapes = tuple(tuple(parameter.shape) for parameter in trainable(model))
-    return Subsets(shapes=shapes, one_in=config.clients.one_in, rotated=config.rotates)
+    return Subsets.of(trainable(model), one_in=config.clients.one_in, rotated=config.rotates)
 
 
 class Moments(Objective):

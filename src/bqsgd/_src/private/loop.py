@@ -30,7 +30,7 @@ from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.models import trainable
-from bqsgd._src.params import Mechanism, check_int, check_positive
+from bqsgd._src.params import MOST_ONE_IN, Kept, Mechanism, check_int, check_positive
 from bqsgd._src.persample.clips import L2, Dual
 from bqsgd._src.persample.program import Forward, LossFunction, refuse_mixing
 from bqsgd._src.planner.plan import Budget, Plan
@@ -46,8 +46,9 @@ from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.settings.client_plan import clipped_terms, plan_release
+from bqsgd._src.subset import Subset, Subsets
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.frame import HEADER_BYTES
+from bqsgd._src.wire.frame import header_bytes
 
 _FORMAT = "bqsgd.private.v1"
 _AHEAD = 20
@@ -68,6 +69,7 @@ def make_private(
     clip_norm: float = 1.0,
     clip_bound: float | None = None,
     range: float | None = None,
+    one_in: int = 1,
     forward: Forward | None = None,
     sample: Any = None,
     micro_batch: int = 512,
@@ -94,6 +96,7 @@ def make_private(
         clip_norm: Euclidean bound of one sample's gradient.
         clip_bound: bound of each of its coordinates besides, for the dual clip.
         range: what the mean is clamped to before it is encoded; chosen from the plan unless given.
+        one_in: N; a message carries one in N coordinates of the rotated gradient, a random subset in every step.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
         sample: a made-up record as the data set gives one, for example (torch.zeros(3, 32, 32), 0): shapes and types
             are found out from it, and no record is read for them. Not needed for tensors in memory (TensorDataset, and
@@ -135,7 +138,14 @@ def make_private(
         raise InvalidParameter("secure sums are between the ranks of torchrun; this process is alone")
     sources = Sources(seed=seed, client=peers.rank)
     batches = PoissonLoader(loader, micro_batch=micro_batch, sources=sources, sample=sample)
-    objective = Objective(model, loss_fn, clip=clip, batch_size=batches.batch_size, forward=forward)
+    objective = Objective(
+        model,
+        loss_fn,
+        clip=clip.of_share(1 / check_int("one_in", one_in, 1, MOST_ONE_IN)),
+        batch_size=batches.batch_size,
+        forward=forward,
+        subsets=Subsets.of(trainable(model), one_in=one_in, rotated=True),
+    )
     return Private(
         objective,
         optimizer,
@@ -180,11 +190,14 @@ class Private:
         self._sums: RankSums | None = None
         self._form = loader.form()
         self._check_objective()
-        told = self._peers.tell({"steps": len(self.loader), "dimension": self.dimension, "epochs": epochs})
-        if any((note["dimension"], note["epochs"]) != (self.dimension, epochs) for note in told):
-            raise InvalidParameter("the ranks train models of different sizes or for different epochs")
+        note = {"steps": len(self.loader), "dimension": self._objective.dimension, "epochs": epochs}
+        told = self._peers.tell(note)
+        if any((each["dimension"], each["epochs"]) != (note["dimension"], epochs) for each in told):
+            raise InvalidParameter(
+                "the ranks train models of different sizes, for different epochs or with another one_in"
+            )
         # All ranks take the same number of steps in an epoch, because each step needs a frame from every rank.
-        self.loader.steps = max(check_int("steps", note["steps"], 1, 2**40) for note in told)
+        self.loader.steps = max(check_int("steps", each["steps"], 1, 2**40) for each in told)
         self._peers.share(model)
         self.rounds = epochs * len(self.loader)
         """Steps that the budget is planned for."""
@@ -289,7 +302,7 @@ class Private:
             range=self.range,
             batch_size=self._objective.batch_size,
             sampling=Sampling.of_batch(Scheme.POISSON, batch_size=loader.batch_size, dataset_size=loader.samples),
-            dimension=self.dimension,
+            dimension=self._objective.dimension,
         )
         if self._rule is not None:
             return in_sums(terms, self._rule)
@@ -369,7 +382,9 @@ class Private:
         assert self._sums is not None
         check_noise(self._sums.client, self.plan.release, seeded=self._sources.seeded)
         try:
-            return self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
+            mean = self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
+            subset = self._subset(step)
+            return mean if subset is None else subset.estimate(mean.astype(np.float64)).astype(np.float32)
         except SecureSumError as error:
             if self._refusal is not None:
                 raise BudgetExhausted("the budget of this rank is spent, so every rank stops") from self._refusal
@@ -379,11 +394,11 @@ class Private:
         """Record the step, then encode its clipped mean; None when the budget is spent."""
         self._settle()
         charge = Charge(release=self.plan.release, round=step, last_round=max(self.rounds - 1, step))
-        outlet: Outlet = partial(encode_frame, client=self._peers.rank, range=self.range)
+        outlet: Outlet = partial(encode_frame, client=self._peers.rank, range=self.range, kept=self._kept)
         if self._sums is not None:
             outlet = partial(masked_vector, self._sums.client, range=self.range)
         try:
-            return self._sender.send(charge, outlet, lambda: self._mean(samples))
+            return self._sender.send(charge, outlet, lambda: self._mean(samples, step))
         except BudgetExhausted as reason:
             if self._peers.size == 1:
                 raise
@@ -391,8 +406,18 @@ class Private:
             # No error yet: the other ranks wait for this one, and are told first, so that all stop at the same step.
             return None
 
-    def _mean(self, samples: Iterator[Part]) -> Values:
-        mean, lost = self._objective.mean(_until_error(samples))
+    def _subset(self, step: int, rank: int | None = None) -> Subset | None:
+        """The coordinates of a rank's message (default: this rank's), None for all. Secure sums need one for all."""
+        client = self._peers.rank if rank is None else rank
+        return self._objective.subset(round=step, client=None if self._secure is not None else client)
+
+    @property
+    def _kept(self) -> Kept | None:
+        subsets = self._objective.subsets
+        return None if subsets is None else subsets.header
+
+    def _mean(self, samples: Iterator[Part], step: int) -> Values:
+        mean, lost = self._objective.mean(_until_error(samples), self._subset(step))
         self.dropped += lost
         return mean
 
@@ -416,7 +441,7 @@ class Private:
                 self._sums = RankSums(
                     self._peers,
                     plan=self.sum_plan,
-                    dimension=self.dimension,
+                    dimension=self._objective.dimension,
                     secure=self._secure,
                     seed=self._sources.seed,
                 )
@@ -449,7 +474,7 @@ class Private:
         """
         assert self._settings is not None
         sizes = [
-            HEADER_BYTES + FixedWidth(mechanism.code_count).payload_bytes(self.dimension)
+            header_bytes(self._kept) + FixedWidth(mechanism.code_count).payload_bytes(self._objective.dimension)
             for mechanism, _ in self._settings
         ]
         # Zeros stand for a rank that sends nothing, because every rank must take part in the gathering.
@@ -459,8 +484,11 @@ class Private:
             raise BudgetExhausted(f"the budget of rank {spent[0]} is spent, so every rank stops") from self._refusal
         total = Accumulator(self.dimension)
         for rank, (content, (mechanism, reach)) in enumerate(zip(frames, self._settings, strict=True)):
-            total.add(content, range=reach, mechanism=mechanism, client=rank, round=step)
-        return total.mean().astype(np.float32)
+            subset = self._subset(step, rank)
+            total.add(content, range=reach, mechanism=mechanism, client=rank, round=step, subset=subset)
+        subsets = self._objective.subsets
+        mean = total.mean() if subsets is None else subsets.rotated_back(total.mean(), round=step)
+        return mean.astype(np.float32)
 
     def guarantee(self, *, delta: float | None = None) -> Guarantee | None:
         """The guarantee of all steps so far and of everything else in the ledger; None before anything is spent."""

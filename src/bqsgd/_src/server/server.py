@@ -362,8 +362,7 @@ class Server:
         """The estimate of a round's gradient from the coordinates that all clients have sent."""
         if self.subsets is None:
             return values
-        estimate = self.subsets.drawn(round=self.round, client=None).spread(values)
-        return self.subsets.rotated_back(estimate, round=self.round)
+        return self.subsets.drawn(round=self.round, client=None).estimate(values)
 
     def _noise_variance(self, current: _OpenRound) -> float:
         """The variance of the noise in a coordinate of the mean; public. Uncoarsened: sum p_i^2 (R / s_i)^2 m_i / 4."""

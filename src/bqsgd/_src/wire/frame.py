@@ -37,6 +37,11 @@ _UNSTATED_MAX_DIMENSION = 1 << 24
 """The most codes of an entropy-coded frame if the caller states no dimension: a few bytes may expand to many codes."""
 
 
+def header_bytes(kept: Kept | None) -> int:
+    """Bytes before the payload of a frame."""
+    return HEADER_BYTES + (0 if kept is None else _KEPT.size)
+
+
 class Coding(IntEnum):
     """How the payload holds the codes."""
 
@@ -84,7 +89,7 @@ class Header:
     @property
     def header_bytes(self) -> int:
         """Bytes before the payload."""
-        return HEADER_BYTES + (0 if self.kept is None else _KEPT.size)
+        return header_bytes(self.kept)
 
     @property
     def payload_limits(self) -> tuple[int, int]:
