@@ -42,12 +42,15 @@ class Point:
     """Bits per coordinate in place of the preset's own; of a sum, its modulus."""
     sum_of: tuple[int, int] | None = None
     """Levels and trials of a sum in so many bits, as `bqsgd plan --secure --bits` finds them."""
+    one_in: int | None = None
+    """In place of the preset's own: a message carries one in so many coordinates."""
     target: float | None = None
 
     @property
     def name(self) -> str:
         """Of its runs."""
-        return self.preset if self.bits is None else f"{self.preset}-{self.bits}bits"
+        bits = "" if self.bits is None else f"-{self.bits}bits"
+        return self.preset + bits + ("" if self.one_in is None else f"-one-in-{self.one_in}")
 
     def settings(self, seed: int, *, quick: bool) -> tuple[NamedTask, Config]:
         """Its settings with this seed."""
@@ -56,6 +59,8 @@ class Point:
             settings |= {"levels": self.sum_of[0], "trials": self.sum_of[1]}
         elif self.bits is not None:
             settings |= {"bits": self.bits}
+        if self.one_in is not None:
+            settings |= {"one_in": self.one_in}
         if not quick:
             return settings_of(**settings)
         if settings.get("method") == "least-squares":
@@ -86,6 +91,10 @@ POINTS = (
         Point(preset="cifar10-imagenet-eps1-sums", bits=bits, sum_of=pair)
         for bits, pair in ((8, (6, 183)), (7, (4, 90)), (6, (2, 43)))
     ),
+    *(Point(preset="mnist-eps3", one_in=one_in) for one_in in (1, 10, 50, 100)),
+    *(Point(preset="mnist-eps3-100", one_in=one_in) for one_in in (1, 20, 300)),
+    *(Point(preset="mnist-eps3-sums", one_in=one_in) for one_in in (1, 10, 100)),
+    *(Point(preset="mnist-eps3-sums-100", one_in=one_in) for one_in in (1, 10, 100)),
 )
 _TRUSTED, _SUMS = "server trusted with all data", "server sees only sums"
 REFERENCES = (
@@ -181,6 +190,7 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "public_data": PUBLIC_DATA.get(named.features),
         "clients": config.clients.count,
         "secure": config.secure.on,
+        "one_in": config.clients.one_in,
         "bits": point.bits if config.secure.on else config.privacy.bits,
         "target": point.target,
         "accuracies": accuracies,

@@ -77,6 +77,25 @@ def test_the_plan_of_a_proposal_is_within_budget_and_hardly_noisier_than_a_gauss
     assert 1 < proposal.range / noise < 3, "the range is about two deviations of the noise"
 
 
+def test_coordinates_are_left_out_where_there_is_much_noise_and_nowhere_else() -> None:
+    large = federation(dimension=40_000)
+    assert large.one_in(BUDGET, rounds=300) == 13
+    assert federation(dimension=40_000, clients=100).one_in(BUDGET, rounds=300) == 40  # a thousand are kept
+    assert federation(dimension=10**6, clients=100).one_in(BUDGET, rounds=300) == 100
+    shared = Federation(samples=60_000, clients=100, dimension=40_000, shares_noise=True)
+    assert 1 < shared.one_in(BUDGET, rounds=300) < 13
+    # Little noise, a tiny model, few rounds, few samples: nothing to gain.
+    assert (
+        Federation(samples=10**6, clients=4, dimension=40_000).one_in(
+            Budget(bits=8, epsilon=50.0, delta=1e-5), rounds=300
+        )
+        == 1
+    )
+    assert federation(dimension=1999).one_in(BUDGET, rounds=300) == 1
+    assert large.one_in(BUDGET, rounds=20) == 1
+    assert federation(samples=9_999, dimension=40_000).one_in(BUDGET, rounds=300) == 1
+
+
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="batch_size"):
         propose(BUDGET, federation(100, 10, 1), batch_size=101)

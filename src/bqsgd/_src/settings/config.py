@@ -203,7 +203,9 @@ class ClientSettings(Group):
     )
     local_learning_rate: float = file_setting(0.1, "Learning rate of the local steps.", positive=True)
     one_in: int = setting(
-        1, "Send one in this many coordinates, in a random subset of every round.", between=(1, MOST_ONE_IN)
+        1,
+        "Send one in this many coordinates, a random subset in every round. Default: fitted to the noise.",
+        between=(1, MOST_ONE_IN),
     )
     coding: str = file_setting(
         "fixed", "fixed (frames of equal size) or entropy (shorter frames).", choices=("fixed", "entropy")

@@ -50,7 +50,7 @@ def method_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Batch size, rate, range and learning rate, unless they are among `settings`."""
+    """Batch size, rate, range, subset and learning rate, unless they are among `settings`."""
     privacy, clip = config.privacy, config.clip
     # With a rate, the batch size is only a divisor, and may be larger than the data of a client.
     if "batch_size" in settings and privacy.rate is None:
@@ -75,6 +75,8 @@ def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any])
         fitted["range"] = fitting_range(
             budget, clip_norm=clip.norm, batch_size=batch_size, rate=rate, messages=config.turns
         )
+    if "one_in" not in settings and clip.scales and config.run.method != LEAST_SQUARES:
+        fitted["one_in"] = federation.one_in(budget, rounds=config.run.rounds)
     if "learning_rate" not in settings:
         fitted["learning_rate"] = federation.learning_rate(budget)
     return fitted

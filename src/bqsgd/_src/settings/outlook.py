@@ -106,6 +106,11 @@ class Outlook:
             f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
             f"the signal is at most {self.signal:.2g} long"
         )
+        if self.config.clients.one_in > 1:
+            yield (
+                f"a message carries one in {self.config.clients.one_in} coordinates of the gradient: beside this noise "
+                "the others are not worth their bits"
+            )
         if self.hopeless or self.noise_to_signal > _NOISY:
             yield (
                 f"over {self.config.run.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest "
