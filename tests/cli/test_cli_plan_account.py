@@ -101,11 +101,16 @@ def test_plan_proposes_batch_rounds_and_clip_when_none_are_given(bqsgd):
     fields = bqsgd(*asked, "--json").json
     plan, proposal = Plan.from_dict(fields), fields["proposal"]
     assert 2.9 < plan.guarantee.epsilon <= 3
-    l2, linf = (proposal[clip] / (proposal["batch_size"] * proposal["range"]) for clip in ("clip_norm", "clip_bound"))
+    # A message carries 3,054 of 39,700 coordinates, and the clip bounds what is kept of each sample.
+    assert proposal["one_in"] == 13
+    share = 13**0.5 * proposal["batch_size"] * proposal["range"]
+    l2, linf = (proposal[clip] / share for clip in ("clip_norm", "clip_bound"))
     run = ["--levels", plan.mechanism.levels, "--trials", plan.mechanism.trials, "--rounds", proposal["rounds"]]
     setup = ["--batch-size", proposal["batch_size"], "--linf", linf, "--l2", l2, *asked[5:]]
+    setup[setup.index("--dimension") + 1] = 3054
     accounted = bqsgd("account", *run, *setup, "--json").json["guarantee"]
     assert accounted["epsilon"] == pytest.approx(plan.guarantee.epsilon, rel=1e-6)
     shown = " ".join(bqsgd(*asked).out.split())
     assert f"train with bqsgd train --epsilon 3 --delta 1e-05 --bits 8 --rounds {proposal['rounds']}" in shown
-    assert f"--clients 4 --batch-size {proposal['batch_size']} --range {proposal['range']}" in shown
+    assert f"--clients 4 --batch-size {proposal['batch_size']} --range {proposal['range']} --one-in 13" in shown
+    assert "a message carries one in 13 coordinates, 0.61 bits per coordinate of the model" in shown

@@ -117,6 +117,7 @@ def test_python_the_command_plan_and_the_flower_template_have_the_same_answer() 
     assert answer(python) == answer(command.config)
     batch_size, range, clip, learning_rate = answer(command.config)
     assert plan.proposal is not None
+    assert plan.proposal.one_in == command.config.clients.one_in == 1
     assert (plan.proposal.batch_size, plan.proposal.range) == (batch_size, range)
     assert (plan.proposal.clip_norm, plan.proposal.clip_bound) == (clip.norm, clip.bound)
     assert (template["batch_size"], template["range"]) == (batch_size, range)

@@ -132,8 +132,14 @@ class PlanAnswer(PrintedAnswer):
                 f"bqsgd train --epsilon {as_given(budget.epsilon)} --delta {as_given(budget.delta)} "
                 f"--bits {budget.bits} --rounds {self.proposal.rounds} --clients {self.proposal.clients} "
                 f"--batch-size {self.proposal.batch_size} "
-                f"--range {self.proposal.range:g}"
+                f"--range {self.proposal.range:g} --one-in {self.proposal.one_in}"
             )
+            if self.proposal.one_in > 1:
+                per_coordinate = mechanism.bits_per_coordinate / self.proposal.one_in
+                lines["subset"] = (
+                    f"a message carries one in {self.proposal.one_in} coordinates, {per_coordinate:.2g} bits per "
+                    "coordinate of the model: beside the noise, the others are not worth their bits"
+                )
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -400,7 +406,8 @@ def _proposed(
         )
     proposal = propose(budget, federation, batch_size=batch_size, rounds=rounds)
     client |= {"batch_size": proposal.batch_size, "linf": proposal.linf, "l2": proposal.l2}
-    return _terms(dimension=federation.dimension, **client), proposal.rounds, proposal
+    kept = math.ceil(federation.dimension / proposal.one_in)
+    return _terms(dimension=kept, **client), proposal.rounds, proposal
 
 
 def _terms(*, sampling: str, relation: str | None, **client: Any) -> Terms:

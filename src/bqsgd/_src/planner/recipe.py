@@ -153,16 +153,17 @@ class Proposal:
     clip_norm: float
     clip_bound: float
     range: float
+    one_in: int
 
     @property
     def l2(self) -> float:
-        """The most that one sample can move the vector, as a fraction of the range."""
-        return self.clip_norm / (self.batch_size * self.range)
+        """The most that one sample can move the vector of a message, as a fraction of the range."""
+        return self.clip_norm / (self.batch_size * self.range) / math.sqrt(self.one_in)
 
     @property
     def linf(self) -> float:
         """The most that one sample can move a coordinate, as a fraction of the range."""
-        return min(self.clip_norm, self.clip_bound) / (self.batch_size * self.range)
+        return min(self.clip_norm, self.clip_bound) / (self.batch_size * self.range) / math.sqrt(self.one_in)
 
 
 def propose(
@@ -181,6 +182,7 @@ def propose(
         clip_norm=CLIP_NORM,
         clip_bound=CLIP_BOUND,
         range=fitting_range(budget, clip_norm=CLIP_NORM, batch_size=batch_size, rate=rate, messages=rounds),
+        one_in=federation.one_in(budget, rounds=rounds),
     )
 
 
