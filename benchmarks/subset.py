@@ -1,7 +1,7 @@
 """CPU time of a step whose messages carry one in N coordinates, beside a plain step, on one thread.
 
 The linear model on scattering features that the MNIST presets train (batch 2048) and LeNet-5 (batch 256), with the L2
-clip. Rivals take turns, and each keeps its best CPU time, which a busy machine disturbs less than the clock on the wall.
+clip. Rivals take turns, and each keeps its best CPU time, which a busy machine disturbs less than the wall clock.
 """
 
 from __future__ import annotations
