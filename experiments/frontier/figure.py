@@ -1,8 +1,8 @@
-"""The frontier drawn: accuracy against proven epsilon beside published figures, and against the bytes sent up."""
+"""The frontier drawn: accuracy against proven epsilon beside published figures, and against the megabytes a client sends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ def draw_frontier(
     from matplotlib.figure import Figure
 
     done = [row for row in rows if row["mean"] is not None]
-    figure = Figure(figsize=(10, 9), dpi=130, layout="constrained")
+    figure = Figure(figsize=(10, 13.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 2).ravel()
+    panels = figure.subplots(3, 2).ravel()
     drawn: dict[str, Any] = {}
     for panel, (dataset, title) in zip(panels[:3], _PANELS.items(), strict=True):
         panel.set_xlim(0, 9 if dataset == "cifar-10" else 3.6)
@@ -57,7 +57,14 @@ def draw_frontier(
         panel.set_title(title)
         panel.set_xlabel("total epsilon at delta 1e-5")
         panel.set_ylabel("test accuracy, per cent")
-    _bytes_panel(panels[3], done)
+    imagenet = {"each": "cifar10-imagenet-eps1", "sums": "cifar10-imagenet-eps1-sums"}
+    _curves_panel(panels[3], done, imagenet, lambda row: f"{round(row['bits_measured'])}")
+    panels[3].set(title="CIFAR-10, ε = 1: bits per coordinate", xlim=(0, None))
+    for panel, clients in zip(panels[4:], ("", "-100"), strict=True):
+        mnist = {"each": f"mnist-eps3{clients}", "sums": f"mnist-eps3-sums{clients}"}
+        _curves_panel(panel, done, mnist, lambda row: f"1/{row['one_in']}" if row["one_in"] > 1 else "all")
+        panel.set(title=f"MNIST, {clients[1:] or 4} clients: share of coordinates", xscale="log")
+    panels[3].margins(x=0.12)
     for panel in panels:
         panel.grid(visible=True, alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
@@ -93,25 +100,27 @@ def _label(panel: Any, words: str, epsilon: float, accuracy: float, *, lift: int
     )  # fmt: skip
 
 
-def _bytes_panel(panel: Any, done: Sequence[Mapping[str, Any]]) -> None:
+def _curves_panel(
+    panel: Any, done: Sequence[Mapping[str, Any]], presets: Mapping[str, str], words: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """Accuracy over megabytes per client. presets: kind -> the preset whose points make a curve."""
     means: list[float] = []
-    for preset, kind in (("cifar10-imagenet-eps1", "each"), ("cifar10-imagenet-eps1-sums", "sums")):
+    for kind, preset in presets.items():
         curve = sorted((row for row in done if row["preset"] == preset), key=lambda row: row["bytes_up"])
         if not curve:
             continue
         marker, edge, face, _ = _MARKS[kind]
-        places = [(row["bytes_up"] / 1e6, 100 * row["mean"]) for row in curve]
+        places = [(row["bytes_up"] / row["clients"] / 1e6, 100 * row["mean"]) for row in curve]
         panel.errorbar(
             *zip(*places, strict=True), yerr=[100 * (row["standard_error"] or 0.0) for row in curve],
             color=edge, marker=marker, markerfacecolor=face, markersize=9, capsize=4,
         )  # fmt: skip
         for row, place in zip(curve, places, strict=True):
             panel.annotate(
-                f"{round(row['bits_measured'])}", place, xytext=(0, 12 if kind == "sums" else -24),
+                words(row), place, xytext=(0, 12 if kind == "sums" else -24),
                 textcoords="offset points", ha="center", fontsize=12, color=edge,
             )  # fmt: skip
         means += [mean for _, mean in places]
-    panel.set(xlabel="megabytes sent up in a run", xlim=(0, None), title="CIFAR-10, ε = 1: bits per coordinate")
-    panel.margins(x=0.12)
+    panel.set(xlabel="megabytes sent up by a client", ylabel="test accuracy, per cent")
     if means:  # a point above and below, so that a hundredth does not look like a slope
         panel.set_ylim(min(means) - 1, max(means) + 1)

@@ -172,7 +172,16 @@ def _trained(named: NamedTask, config: Config, folder: Path, *, force: bool = Fa
 
 
 def _fields(summary: Summary, named: NamedTask, config: Config) -> dict[str, Any]:
-    kept = ("accuracy", "loss", "rounds", "guarantee", "bytes_up", "bytes_up_float32", "bits_per_coordinate")
+    kept = (
+        "accuracy",
+        "loss",
+        "rounds",
+        "guarantee",
+        "bytes_up",
+        "bytes_up_float32",
+        "bytes_down",
+        "bits_per_coordinate",
+    )
     fields = summary.to_dict()
     return {name: fields[name] for name in (*kept, "seeded", "seconds")} | {"config": plain_settings(named, config)}
 
@@ -200,6 +209,8 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bits_measured": None if worst is None else max(one["bits_per_coordinate"] for one in runs),
         "bytes_up": None if worst is None else max(one["bytes_up"] for one in runs),
         "bytes_up_float32": None if worst is None else max(one["bytes_up_float32"] for one in runs),
+        # Older runs did not keep what was sent down.
+        "bytes_down": max((one["bytes_down"] for one in runs if "bytes_down" in one), default=None),
         "seeded": any(one["seeded"] for one in runs),
         "config": None if worst is None else worst["config"],
     }

@@ -16,8 +16,8 @@ def table(fields: dict[str, Any]) -> str:
         "![Accuracy against epsilon and against bytes](figures/frontier.png)",
         "",
         "| run | data; clients | features; what they saw | who sees what | total ε | bits | accuracy, each seed "
-        "| mean ± standard error | target | sent up, MB; times less than float32 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| mean ± standard error | target | a client sends, MB; times less than float32 | a client receives, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(row) for row in rows]
     if rows:
@@ -28,7 +28,8 @@ def table(fields: dict[str, Any]) -> str:
             f"ε: total over all rounds at δ = {guarantee['delta']:g}, {guarantee['relation']} {guarantee['unit']}; "
             f"{' or '.join(methods)}. The largest of the runs and clients; noise from the operating system. Bits: as "
             "measured, headers and keys included. A run is `bqsgd train --preset NAME`; one with other bits is the "
-            "preset with `--bits`, of sums with the levels and trials that `bqsgd plan --secure --bits` finds.",
+            "preset with `--bits`, of sums with the levels and trials that `bqsgd plan --secure --bits` finds; one with "
+            "another share of the coordinates has `--one-in`.",
         ]
     lines += ["", "References, published figures at δ = 1e-05:", ""]
     lines += ["| | data | accuracy | ε | who sees what | other data |", "|---|---|---|---|---|---|"]
@@ -42,6 +43,7 @@ def table(fields: dict[str, Any]) -> str:
 
 def _line(row: dict[str, Any]) -> str:
     spread = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.2f}"
+    down = "" if row["bytes_down"] is None else f"{row['bytes_down'] / row['clients'] / 1e6:.3g}"
     target = "" if row["target"] is None else f"{100 * row['target']:.1f}"
     return (
         f"| `{row['point']}` | {row['dataset']}; {row['clients']} "
@@ -49,7 +51,7 @@ def _line(row: dict[str, Any]) -> str:
         f"| {rounded_up(row['guarantee']['epsilon'])} | {row['bits_measured']:.2f} "
         f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
         f"| **{100 * row['mean']:.2f}**{spread} | {target} "
-        f"| {row['bytes_up'] / 1e6:.1f}; {row['bytes_up_float32'] / row['bytes_up']:.1f} |"
+        f"| {row['bytes_up'] / row['clients'] / 1e6:.3g}; {row['bytes_up_float32'] / row['bytes_up']:.3g} | {down} |"
     )
 
 
