@@ -25,13 +25,13 @@ from experiments.lab import RESULTS, provenance, read_json, write_json
 from bqsgd import data
 from bqsgd._src.client.least_squares import LeastSquares
 from bqsgd._src.data.features import whole_features
+from bqsgd._src.descent.optimizers import average, schedule
 from bqsgd._src.persample import moments
 from bqsgd._src.persample.clips import L2
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.search import total_shift
 from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.server import least_squares as solving
-from bqsgd._src.server.optimizers import average, schedule
 
 PLACE = RESULTS / "one_message.json"
 EPSILONS, DELTA, CLIENTS = (0.05, 0.1, 0.2, 0.3, 0.59, 1.0), 1e-5, 4

@@ -17,10 +17,10 @@ from experiments.paper.runs import EVALUATIONS, Job, simulation, task
 
 from bqsgd._src.client.draws import Purpose, draw_batch, seed_for
 from bqsgd._src.client.objective import Objective
+from bqsgd._src.descent.optimizers import optimizer_of, schedule
 from bqsgd._src.models import load_vector
 from bqsgd._src.persample import L2, BatchMean
 from bqsgd._src.release import Scheme
-from bqsgd._src.server.optimizers import optimizer_of, schedule
 from bqsgd._src.wire.model_message import read_model, write_model
 
 NO_CLIP = BatchMean(1e6)

@@ -64,6 +64,7 @@ from bqsgd._src.settings.outlook import check_outlook, foresee
 from bqsgd._src.storage import one_writer
 from bqsgd._src.tasks.task import Evaluation, Task
 from bqsgd._src.wire.model_change import is_change
+from bqsgd._src.wire.model_steps import is_steps
 from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED, Reply
 
 _log = logging.getLogger("bqsgd.run")
@@ -453,11 +454,12 @@ def run_round(
 
 
 def _exchanged(server: Server, engine: Engine, messages: Mapping[int, bytes]) -> Iterator[Reply]:
-    """The replies to these messages. A client that does not hold the changed model is sent the whole one."""
+    """The replies to these messages. A client that does not hold the model that was changed is sent the whole one."""
     clients, carry = server.config.clients, partial(engine.exchange, round=server.round)
     whole: dict[int, bytes] = {}
     for reply in carry(messages) if clients.ask is None else carry(messages, enough=clients.cohort):
-        if reply.reason == WHOLE_MODEL_NEEDED and is_change(messages.get(reply.client, b"")):
+        message = messages.get(reply.client, b"")
+        if reply.reason == WHOLE_MODEL_NEEDED and (is_change(message) or is_steps(message)):
             whole[reply.client] = server.whole_model(reply.client)
         else:
             yield reply

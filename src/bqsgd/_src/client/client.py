@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from bqsgd._src.client.sender import Outlet, Sender
 from bqsgd._src.client.sums import answer_step, check_noise, masked_vector
 from bqsgd._src.client.values import Values, client_values
 from bqsgd._src.codec import encode_frame
+from bqsgd._src.descent.descent import Descent
 from bqsgd._src.errors import BudgetExhausted, Infeasible, InvalidParameter, ModelNotHeld
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.spending import Charge, Spending
@@ -34,7 +35,7 @@ from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message
-from bqsgd._src.settings.client_plan import client_terms, public_size, release_in
+from bqsgd._src.settings.client_plan import client_terms, public_size, release_in, sum_plan
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.wire.model_change import receive_model
@@ -119,7 +120,7 @@ class Client:
         self.public_size = public_size(config, len(samples))
         """The number of samples that it states."""
         self.held: ModelMessage | None = None
-        """The model it was sent last, if the next message may be its changes."""
+        """The model it was sent last, if the next message may be its changes or steps."""
         self._charge: Charge | None = None
         """For the first round that was planned within the budget in force."""
         self._form: Any = None
@@ -128,23 +129,42 @@ class Client:
     def answer(self, message: bytes | bytearray | memoryview) -> Reply:
         """Read the server's message and reply: to a model with a frame, to a step of a secure sum with the next one.
 
-        A damaged model message raises ModelMessageError and costs nothing; changes of a model that the client does not
-        hold are declined with WHOLE_MODEL_NEEDED. A refused step of a sum is declined, and nothing was revealed; the
-        reason depends on messages alone.
+        A damaged model message raises ModelMessageError and costs nothing; one that does not lead on from the model
+        that is held is declined with WHOLE_MODEL_NEEDED. A refused step of a sum is declined, and nothing was revealed;
+        the reason depends on messages alone.
         """
         if self.sums is not None and is_sum_message(message):
             return answer_step(self.sums, message)
         started = time.perf_counter()
         try:
-            received = receive_model(message, dimension=dimension_of(self.model), held=self.held)
+            received = self.read(message)
         except ModelNotHeld:
             return Reply.decline(self.client, WHOLE_MODEL_NEEDED)
-        if self.config.server.down_bits is not None:
+        if self.config.server.down_bits is not None or self.config.repeats_steps:
             self.held = received
         elapsed = time.perf_counter() - started
         reply = self.update(received.model, received.round)
         self.sender.seconds["frame"] = elapsed
         return reply
+
+    def read(self, message: bytes | bytearray | memoryview) -> ModelMessage:
+        """The model that a message leads to, from the model that is held if it is not a whole one.
+
+        Raises:
+            ModelNotHeld: the message does not lead on from the model that is held.
+            ModelMessageError: the message is not valid.
+        """
+        if not self.config.repeats_steps:
+            return receive_model(message, dimension=dimension_of(self.model), held=self.held)
+        return self._descent.receive(message, held=self.held)
+
+    @cached_property
+    def _descent(self) -> Descent:
+        """The server's steps, to be repeated."""
+        sums = sum_plan(self.config, dimension=self.objective.dimension) if self.config.secure.on else None
+        return Descent(
+            config=self.config, dimension=dimension_of(self.model), subsets=self.objective.subsets, sums=sums
+        )
 
     def update(self, model: npt.NDArray[np.float32], round: int) -> Reply:
         """The frame of one round, its spend recorded before it is returned; or the reason for sending nothing.

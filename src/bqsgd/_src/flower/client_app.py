@@ -27,7 +27,6 @@ from bqsgd._src.errors import BqsgdError, Infeasible, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, MODEL, Plain, data_of, field_of, pack
 from bqsgd._src.flower.processes import keep_ray_on_loopback
 from bqsgd._src.flower.settings import MakeTask, Node, check_name, read_settings
-from bqsgd._src.models import dimension_of
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.modes import one_thread
@@ -35,7 +34,7 @@ from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message
 from bqsgd._src.settings.client_plan import plans_kept_in
 from bqsgd._src.tasks.task import Task
-from bqsgd._src.wire.model_message import read_model, write_model
+from bqsgd._src.wire.model_message import write_model
 from bqsgd._src.wire.reply import Reply
 
 logger = logging.getLogger("flwr.bqsgd")
@@ -170,10 +169,10 @@ def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict
         )
         # A fresh process holds no model. Without this every message would have to be a whole model.
         record = memory.get(_HELD)
-        client.held = None if record is None else read_model(record[MODEL].data, dimension=dimension_of(model))
+        client.held = None if record is None else client.read(record[MODEL].data)
         reply = client.answer(question)
-        if client.held is not None:  # the next message may be the changes of this model
-            held = write_model(client.held.model, round=client.held.round)
+        if client.held is not None:  # the next message may lead on from this model
+            held = write_model(client.held.model, round=client.held.round, memory=client.held.memory)
             memory[_HELD] = pack(held, kind=MODEL).array_records[MODEL]
         if field_of(asked.message, "report", bool):
             guarantee = client.spending.guarantee(delta=config.privacy.delta)

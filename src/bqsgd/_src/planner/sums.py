@@ -99,10 +99,12 @@ class SumPlan:
         """The most that the clients' rounding adds to the variance of the mean over all, in squared ranges."""
         return 1 / (4 * self.rule.clients * self.levels**2)
 
-    def mean(self, lanes: npt.NDArray[np.unsignedinteger[Any]], *, survivors: int) -> npt.NDArray[np.float64]:
-        """The mean of the survivors' values, in ranges, from the sum of their codes modulo 2^width."""
+    def mean(
+        self, lanes: npt.NDArray[np.unsignedinteger[Any]], *, survivors: int, width: int | None = None
+    ) -> npt.NDArray[np.float64]:
+        """The mean of the survivors' values, in ranges, from the sum of their codes modulo 2^width (the plan's)."""
         twice = 2 * survivors * self.levels + self.noise.in_sum(survivors)
-        modulus = 1 << self.width
+        modulus = 1 << (self.width if width is None else width)
         # Read the residues as a window of integers around the centre of the codes, where a sum most likely lies.
         lowest = -((modulus - twice) // 2)
         codes = lowest + (lanes.astype(np.int64) - lowest) % modulus

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from bqsgd._src.client.least_squares import LeastSquares
 from bqsgd._src.codec import Accumulator, decode_frame
+from bqsgd._src.descent.descent import Descent, moved
+from bqsgd._src.descent.optimizers import State, average, optimizer_of
 from bqsgd._src.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd._src.mechanism.coarsening import variance_at_zero
 from bqsgd._src.params import Mechanism, check_positive
@@ -26,13 +28,14 @@ from bqsgd._src.records.record import ClientRecord, RoundRecord, Status
 from bqsgd._src.secure.server import Total
 from bqsgd._src.server.aggregation import aggregate, one_liar_in_sum, one_liar_moves, one_liar_words
 from bqsgd._src.server.least_squares import solve
-from bqsgd._src.server.optimizers import State, average, optimizer_of, schedule
 from bqsgd._src.server.sums import SumOutcome
 from bqsgd._src.server.way_down import WayDown
 from bqsgd._src.settings.client_plan import sum_plan
 from bqsgd._src.settings.config import Config
 from bqsgd._src.subset import Subsets
 from bqsgd._src.wire.frame import Buffer, Frame, Header, read_frame
+from bqsgd._src.wire.model_message import model_bytes
+from bqsgd._src.wire.model_steps import STEPS_HEADER_BYTES, Aggregate
 from bqsgd._src.wire.reply import Reply
 
 _MOST_REFUSED = 1000
@@ -112,12 +115,14 @@ class Server:
         """Coordinates that a round estimates."""
         self.dimension = self.whole if subsets is None else subsets.kept
         """Coordinates of a frame."""
-        self.optimizer = optimizer_of(config.server)
-        self.state: State = self.optimizer.init(model.size)
+        self.state: State = optimizer_of(config.server).init(model.size)
         self.averaged = model.astype(np.float64) if config.server.average else None
         self.sums = sum_plan(config, dimension=self.dimension) if config.secure.on else None
         """The plan of the secure sums, if the run has them."""
-        self.way_down = WayDown(self.model, bits=config.server.down_bits)
+        self.descent = Descent(config=config, dimension=model.size, subsets=subsets, sums=self.sums)
+        self.way_down = WayDown(
+            self.model, bits=config.server.down_bits, descent=self.descent if self._steps_are_shorter else None
+        )
         self.range, self.mechanism = config.range, config.privacy.mechanism
         # With more codes than any budget of the run allows, a client could send values without limit.
         privacy = config.privacy
@@ -125,6 +130,14 @@ class Server:
         self.largest_code_count = 1 << most_bits if self.mechanism is None else self.mechanism.code_count
         self._clock = clock
         self._open: _OpenRound | None = None
+
+    @property
+    def _steps_are_shorter(self) -> bool:
+        """Whether clients can repeat the steps, and those between two turns of a client are shorter than a model."""
+        if not self.config.repeats_steps:
+            return False
+        between = -(-self.config.clients.count // self.config.asked)
+        return STEPS_HEADER_BYTES + between * self.descent.step_bytes < model_bytes(self.model.size)
 
     @property
     def _largest_reach(self) -> float:
@@ -176,7 +189,7 @@ class Server:
         if strangers or not numbers:
             reason = f"client {strangers[0]} is not part of it" if strangers else "none was named"
             raise InvalidParameter(f"a round must ask at least one client, all of this run; {reason}")
-        messages = {client: self.way_down.message(client, model=self.model, round=self.round) for client in numbers}
+        messages = {client: self._message(client) for client in numbers}
         size = sum(map(len, messages.values()))
         self._open = _OpenRound(
             opened=self._clock(),
@@ -187,10 +200,13 @@ class Server:
         )
         return messages
 
+    def _message(self, client: int, *, whole: bool = False) -> bytes:
+        return self.way_down.message(client, model=self.model, state=self.state, round=self.round, whole=whole)
+
     def whole_model(self, client: int) -> bytes:
-        """The message for a client that was sent changes of a model that it does not hold."""
+        """The message for a client that was sent changes or steps of a model that it does not hold."""
         current = self._current()
-        message = self.way_down.message(client, model=self.model, round=self.round, whole=True)
+        message = self._message(client, whole=True)
         current.bytes_down += len(message)
         return message
 
@@ -327,49 +343,61 @@ class Server:
         return record
 
     def _step(self, current: _OpenRound) -> None:
-        settings = self.config.server
-        if current.total is not None and self.sums is not None:
-            survivors = len(current.total.survivors)
-            gradient = self._whole(self.sums.mean(current.total.lanes, survivors=survivors) * self.range)
-        elif current.sum is not None:
-            gradient = current.sum.mean()
-            if self.subsets is not None:
-                gradient = self.subsets.rotated_back(gradient, round=self.round)
+        released = self._aggregate(current)
+        if released is not None:
+            gradient, variance = self.descent.gradient(released, round=self.round)
         else:
-            # In the order of the clients: a rule's floating-point sum depends on the order.
-            frames = [current.frames[client] for client in sorted(current.frames)]
-            kept = None if self.subsets is None else self.subsets.header
-            updates = np.stack([decode_frame(frame, range=self.range, kept=kept) for frame in frames])
-            gradient = self._whole(aggregate(settings.aggregation, updates, byzantine=settings.byzantine))
-        needs_variance = self.least_squares is not None or settings.subtract_noise
-        variance = self._noise_variance(current) if needs_variance else 0.0
+            gradient, variance = self._gradient(current), self._read_variance(current)
         if self.least_squares is not None:
             state, step = self.state, self.model - solve(self.least_squares, gradient, noise_variance=variance)
         else:
-            rate = settings.learning_rate * schedule(settings.schedule, round=self.round, rounds=self.config.run.rounds)
-            state, step = self.optimizer.update(self.state, gradient, learning_rate=rate, noise_variance=variance)
+            state, step = self.descent.step(self.state, gradient, variance=variance, round=self.round)
         # Checked before anything is assigned, so that the server still holds the last good model and state.
         with np.errstate(over="ignore"):
-            diverged = not bool(np.isfinite((self.model - step).astype(np.float32)).all())
+            diverged = not bool(np.isfinite(moved(self.model, step)).all())
         if diverged:
             raise BqsgdError(f"the model diverged in round {self.round} and was not changed; lower the learning rate")
-        model = self.way_down.move(self.model, step)
+        model = self.way_down.move(self.model, step, released)
         self.state, self.model = state, model
         if self.averaged is not None:
             self.averaged = average(self.averaged, model, decay=self.config.server.average, round=self.round)
 
-    def _whole(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The estimate of a round's gradient from the coordinates that all clients have sent."""
-        if self.subsets is None:
-            return values
-        return self.subsets.drawn(round=self.round, client=None).estimate(values)
+    def _aggregate(self, current: _OpenRound) -> Aggregate | None:
+        """What a client needs to repeat the step; None in a run whose clients cannot."""
+        if current.total is not None and self.sums is not None:
+            survivors = len(current.total.survivors)
+            return Aggregate(messages=survivors, width=self.sums.width, numbers=current.total.lanes)
+        if current.sum is not None or not self.config.repeats_steps:
+            return None
+        return Aggregate.estimate(
+            self._robust(current) / self.range,
+            messages=len(current.frames),
+            variance=self._read_variance(current),
+        )
+
+    def _gradient(self, current: _OpenRound) -> npt.NDArray[np.float64]:
+        if current.sum is None:
+            return self.descent.whole(self._robust(current), round=self.round)
+        gradient = current.sum.mean()
+        return gradient if self.subsets is None else self.subsets.rotated_back(gradient, round=self.round)
+
+    def _robust(self, current: _OpenRound) -> npt.NDArray[np.float64]:
+        """What the robust rule makes of the frames."""
+        # In the order of the clients: a rule's floating-point sum depends on the order.
+        frames = [current.frames[client] for client in sorted(current.frames)]
+        kept = None if self.subsets is None else self.subsets.header
+        updates = np.stack([decode_frame(frame, range=self.range, kept=kept) for frame in frames])
+        return aggregate(self.config.server.aggregation, updates, byzantine=self.config.server.byzantine)
+
+    def _read_variance(self, current: _OpenRound) -> float:
+        """The variance of the noise if something reads it, else 0."""
+        is_read = self.least_squares is not None or self.config.server.subtract_noise
+        return self._noise_variance(current) if is_read else 0.0
 
     def _noise_variance(self, current: _OpenRound) -> float:
         """The variance of the noise in a coordinate of the mean; public. Uncoarsened: sum p_i^2 (R / s_i)^2 m_i / 4."""
         # A kept coordinate is multiplied by one_in, and one in one_in is kept.
         share = 1 if self.subsets is None else self.subsets.one_in
-        if current.total is not None and self.sums is not None:
-            return self.sums.variance(len(current.total.survivors)) * self.range**2 * share
         total = sum(self.weights[client] for client in current.headers)
         return share * sum(
             (self.weights[client] / total * self.range / header.mechanism.levels) ** 2

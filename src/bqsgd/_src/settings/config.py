@@ -251,7 +251,7 @@ class ServerSettings(Group):
     deadline_seconds: float | None = file_setting(None, "Frames that arrive later are refused.", positive=True)
     down_bits: int | None = file_setting(
         None,
-        "Send the model's changes in this many bits per coordinate, 2 to 7. Default: whole models in float32.",
+        "Send the model's changes in this many bits per coordinate, 2 to 7. Default: exact models.",
         between=(FEWEST_BITS, MOST_BITS),
     )
 
@@ -486,6 +486,16 @@ class Config:
     def shares_subset(self) -> bool:
         """Whether all clients keep the same coordinates, because sums or robust rules need them side by side."""
         return self.secure.on or self.server.aggregation != "mean"
+
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether clients may be sent a round's aggregate instead of the model, and repeat the server's step.
+
+        All clients must send the same coordinates. The estimate of a robust rule is in float32, so it is smaller than a
+        model only if it holds fewer coordinates.
+        """
+        smaller = self.secure.on or (self.server.aggregation != "mean" and self.clients.one_in > 1)
+        return smaller and self.server.down_bits is None and self.run.method != LEAST_SQUARES
 
     def kept(self, dimension: int) -> int:
         """How many of a model's coordinates a message carries."""

@@ -43,6 +43,11 @@ class Change:
     scales: npt.NDArray[np.float32]
     payload: npt.NDArray[np.uint8]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in a message."""
+        return self.scales.nbytes + self.payload.nbytes
+
 
 def make_change(model: _Model, wanted: npt.NDArray[np.float64], *, bits: int) -> tuple[Change, _Model]:
     """The change that brings `model` as near to `wanted` as the bits allow, and the model that results.

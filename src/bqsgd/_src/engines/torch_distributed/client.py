@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from bqsgd._src.client.client import Client
 from bqsgd._src.client.least_squares import message_dimension
 from bqsgd._src.client.sums import SumSetup, most_sum_bytes, with_roster
+from bqsgd._src.descent.optimizers import optimizer_of
 from bqsgd._src.engines.engine import Setup, make_client
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup
 from bqsgd._src.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError
@@ -31,7 +32,7 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.tasks.task import Samples, Task
 from bqsgd._src.wire.frame import Buffer
-from bqsgd._src.wire.model_message import MODEL_HEADER_BYTES
+from bqsgd._src.wire.model_message import model_bytes
 
 _log = logging.getLogger("bqsgd.engines.torch_distributed")
 _GRACE_SECONDS = 20.0
@@ -112,7 +113,8 @@ def joined_run(
         decline(group, refusal)
     share, model = share_of(task, config, group), task.make_model()
     dimension = message_dimension(config, model)
-    longest = max(MOST_BYTES, MODEL_HEADER_BYTES + 4 * dimension_of(model), most_sum_bytes(config))
+    memory = optimizer_of(config.server).memory_size(dimension_of(model)) if config.repeats_steps else 0
+    longest = max(MOST_BYTES, model_bytes(dimension_of(model), memory=memory), most_sum_bytes(config))
     connection = ServerConnection(group.channel(SERVER), most_bytes=longest)
     kind, message = connection.get()
     try:

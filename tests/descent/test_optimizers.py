@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from bqsgd._src.descent import optimizers
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
-from bqsgd._src.server import optimizers
 from bqsgd._src.settings.config import SCHEDULES, ServerSettings
 
 GRADIENTS = np.random.default_rng(0).normal(size=(20, 7))

@@ -41,6 +41,10 @@ class Sgd:
         """The velocity; without momentum there is no state."""
         return {"velocity": np.zeros(dimension)} if self.momentum else {}
 
+    def memory_size(self, dimension: int) -> int:
+        """Numbers in the state."""
+        return dimension if self.momentum else 0
+
     def update(
         self, state: State, gradient: npt.ArrayLike, *, learning_rate: float, noise_variance: float | _Array = 0.0
     ) -> tuple[State, _Array]:
@@ -67,6 +71,10 @@ class Adam:
     def init(self, dimension: int) -> State:
         """Both moments and the number of steps taken."""
         return {"mean": np.zeros(dimension), "square": np.zeros(dimension), "steps": np.zeros(1)}
+
+    def memory_size(self, dimension: int) -> int:
+        """Numbers in the state."""
+        return 2 * dimension + 1
 
     def update(
         self, state: State, gradient: npt.ArrayLike, *, learning_rate: float, noise_variance: float | _Array = 0.0
