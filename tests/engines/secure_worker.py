@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from distributed_worker import linear, points
+import torch
+from distributed_worker import points
 
 from bqsgd._src.client.sums import made_identities
 from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
@@ -27,8 +28,17 @@ from bqsgd.distributed import join, torch_distributed
 SEED = 9
 
 
+DIMENSION = 180
+
+
+def wide():
+    """Large enough that steps are shorter than models."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(2, 60)
+
+
 def small_task(clients):
-    return Task(make_model=linear, shares=[points(60, client) for client in range(clients)])
+    return Task(make_model=wide, shares=[points(60, client) for client in range(clients)])
 
 
 def write_keys(folder, clients, *, generation=0):

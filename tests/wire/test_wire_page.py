@@ -10,15 +10,20 @@ import pytest
 import zstandard
 
 from bqsgd._src.codec import Accumulator
+from bqsgd._src.descent.descent import Descent
 from bqsgd._src.errors import BadPayload, CodeOutOfRange
 from bqsgd._src.mechanism.encoder import decode
 from bqsgd._src.noise import CUT_LAW, ROUNDING_SLACK_STEPS, binomial_pmf
 from bqsgd._src.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
+from bqsgd._src.secure.messages import HEADER_BYTES
+from bqsgd._src.settings.client_plan import sum_plan
+from bqsgd._src.settings.config import Config
 from bqsgd._src.wire import entropy
 from bqsgd._src.wire.fixed import FixedWidth
 from bqsgd._src.wire.frame import Coding, FrameWriter, Header
 from bqsgd._src.wire.model_change import make_change, write_changes
-from bqsgd._src.wire.model_message import write_model
+from bqsgd._src.wire.model_message import ModelMessage, write_model
+from bqsgd._src.wire.model_steps import STEPS_HEADER_BYTES, Aggregate, StepKind, part_bytes, write_steps
 from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
@@ -61,7 +66,32 @@ def test_worked_examples_are_what_the_library_writes():
     change, after = make_change(np.array([1.0, -0.5], np.float32), np.array([1.75, -0.75]), bits=3)
     assert write_changes([change], model=after, round=7) in shown
     assert WHOLE_MODEL_NEEDED in PAGE
+    assert example_of_steps() in shown
     assert len(frame) == 81  # the shortest frame of fixed width
+
+
+def example_of_steps():
+    """The message that leads to the same model by a step, as the server writes it and a client repeats it."""
+    config = Config.of(
+        clients=4, secure=True, dropouts=0, levels=1, trials=0, range=1.0, momentum=0.0, schedule="constant",
+        learning_rate=1.0,
+    )  # fmt: skip
+    descent = Descent(config=config, dimension=2, subsets=None, sums=sum_plan(config, dimension=2))
+    none, after = np.empty(0), np.array([1.75, -0.75], np.float32)
+    aggregate = Aggregate(messages=4, width=4, numbers=np.array([1, 5], np.uint8))
+    message = write_steps([aggregate.part()], kind=StepKind.SUMS, one_in=1, model=after, memory=none, round=7)
+    held = ModelMessage(round=6, model=np.array([1.0, -0.5], np.float32), memory=none)
+    assert descent.receive(message, held=held).model.tobytes() == after.tobytes()
+    return message
+
+
+def test_lengths_of_steps():
+    """56 + ceil(k w / 8) bytes beside 48 + ceil(k w / 8) of a masked vector, and 64 + 4k for estimates."""
+    assert "takes 56 + ceil(k w / 8) bytes" in " ".join(PAGE.split())
+    for kept, width in ((1, 2), (1000, 9), (2057, 21)):
+        assert STEPS_HEADER_BYTES + part_bytes(kept, width=width) == 56 + -(-kept * width // 8)
+        assert HEADER_BYTES == 48
+        assert STEPS_HEADER_BYTES + part_bytes(kept, width=None) == 64 + 4 * kept
 
 
 def test_the_shortest_messages():

@@ -386,7 +386,7 @@ def _print(summary: Summary, *, folder: Path, config: Config, json: bool) -> Non
     if summary.guarantee is not None:
         lines["not charged"] = "the search for hyper-parameters"
     lines["sent down"] = f"{summary.bytes_down / 1e6:.2f} MB"
-    if config.server.down_bits and summary.saving_down is not None:
+    if summary.saving_down is not None and summary.saving_down > 1.01:
         lines["sent down"] += f", {summary.saving_down:.2f} times less than float32"
     if config.privacy.private_metrics:
         lines["private metrics"] = "outside the guarantee; they stay in the clients' own files"
