@@ -466,6 +466,58 @@ def model_changes(folder: Path) -> Reader:
     return Reader(corpus, case, lambda content: receive_model(content, dimension=20, held=held))
 
 
+def model_steps(folder: Path) -> Reader:
+    """Steps from a model that the reader holds, and whole models with the optimizer's memory, sealed again."""
+    from bqsgd._src.descent.descent import Descent, moved
+    from bqsgd._src.settings.client_plan import sum_plan
+    from bqsgd._src.settings.config import Config
+    from bqsgd._src.wire.model_message import ModelMessage, write_model
+    from bqsgd._src.wire.model_steps import STEPS_HEADER_BYTES, Aggregate, state_digest, write_steps
+
+    config = Config.of(clients=4, secure=True, dropouts=1, levels=5, trials=60, range=1.0, rounds=20, optimizer="adam")
+    plan = sum_plan(config, dimension=20)
+    descent = Descent(config=config, dimension=20, subsets=None, sums=plan)
+    model, memory = np.linspace(-1, 1, 20, dtype=np.float32), np.linspace(0, 1, 41)
+    held = ModelMessage(round=6, model=model, memory=memory)
+    corpus = [write_model(model, round=7, memory=memory)]
+    for widths in ((9,), (2, 8, 21), (0, 5)):
+        after, state, parts = model, dict(zip(("mean", "square", "steps"), np.split(memory, [20, 40]), strict=True)), []
+        for round, width in enumerate(widths, start=held.round):
+            aggregate = Aggregate(messages=0)
+            if width:
+                numbers = np.arange(20, dtype=np.uint32) % (1 << width)
+                aggregate = Aggregate(messages=4, width=width, numbers=numbers)
+                gradient, variance = descent.gradient(aggregate, round=round)
+                state, step = descent.step(state, gradient, variance=variance, round=round)
+                after = moved(after, step)
+            parts.append(aggregate.part())
+        remembered, last = descent.memory(state), held.round + len(parts)
+        corpus.append(write_steps(parts, kind=descent.kind, one_in=1, model=after, memory=remembered, round=last))
+    places = [(0, "<I"), (4, "<H"), (6, "<H"), (8, "<Q"), (16, "<Q"), (24, "<I"), (28, "<I"), (48, "<I"), (52, "<I")]
+
+    def case(message: bytes, rng: random.Random) -> bytes:
+        data = bytearray(message)
+        if rng.random() < 0.5:
+            at, form = rng.choice(places)
+            struct.pack_into(form, data, at, rng.choice([0, 1, 2, 3, 4, 9, 21, 32, 2**15, rng.getrandbits(15)]))
+        if rng.random() < 0.3:
+            struct.pack_into("<d", data, rng.randrange(len(data) - 8), rng.choice([np.nan, -np.inf, 1e308, -1.0]))
+        if rng.random() < 0.4:
+            data = bytearray(mutate_bytes(bytes(data), rng))
+        # Whole models have their checksum at 24.
+        at = 24 if data[:4] == b"BQSM" else STEPS_HEADER_BYTES - 8
+        if len(data) >= at + 8 and rng.random() < 0.8:
+            struct.pack_into("<Q", data, at, xxhash.xxh3_64_intdigest(bytes(data[:at] + data[at + 8 :])))
+        return bytes(data)
+
+    def read(content: bytes) -> int:
+        received = descent.receive(content, held=held)
+        assert np.isfinite(received.model).all()
+        return 0 if received.memory is None else state_digest(received.model, received.memory)
+
+    return Reader(corpus, case, read)
+
+
 def data_files(folder: Path) -> Reader:
     """IDX files of images and labels."""
     from bqsgd._src.data.dataset import parse_idx
@@ -522,6 +574,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "run folders": run_folders,
     "model messages": model_messages,
     "model changes": model_changes,
+    "model steps": model_steps,
     "data files": data_files,
     "kept states of secure sums": kept_states,
     **{f"secure sums: {kind}": sum_messages(kind) for kind in SUM_MESSAGES},
