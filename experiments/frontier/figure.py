@@ -1,4 +1,4 @@
-"""The frontier drawn: accuracy against proven epsilon beside published figures, and against the megabytes a client sends."""
+"""The frontier drawn: accuracy against proven epsilon beside published figures, and against megabytes."""
 
 from __future__ import annotations
 
