@@ -9,8 +9,8 @@ rate, T messages of a client, C the clip norm, mu the total shift that the budge
 The ratio of noise to signal of a run with T rounds (`settings.outlook`) is sqrt(d K) / (mu N) * sqrt(x / log(1 + x)),
 x = mu^2 / (q^2 T). A larger rate lowers it, with less and less effect, and costs work. So the recipe takes the smallest
 rate that either wastes little of the budget or leaves little noise, and at which all clients together draw at least
-about a thousand samples per round. L is a client's batch on average, the range is twice the noise of a client (wider or
-narrower made no difference: docs/frontier.md), and the learning rate gets smaller as the noise grows.
+about a thousand samples per round. L is a client's batch on average, the range is twice the noise of a message (wider
+or narrower made no difference: docs/frontier.md), and the learning rate gets smaller as the noise grows.
 """
 
 from __future__ import annotations
@@ -174,15 +174,16 @@ def propose(
     if batch_size is None:
         batch_size = federation.batch_size(budget, messages=rounds)
     federation.check_batch_size(check_int("batch_size", batch_size, 1, 2**53))
-    rate = federation.rate(batch_size)
+    rate, one_in = federation.rate(batch_size), federation.one_in(budget, rounds=rounds)
+    norm = CLIP_NORM / math.sqrt(one_in)  # of what a message carries
     return Proposal(
         clients=federation.clients,
         batch_size=batch_size,
         rounds=rounds,
         clip_norm=CLIP_NORM,
         clip_bound=CLIP_BOUND,
-        range=fitting_range(budget, clip_norm=CLIP_NORM, batch_size=batch_size, rate=rate, messages=rounds),
-        one_in=federation.one_in(budget, rounds=rounds),
+        range=fitting_range(budget, clip_norm=norm, batch_size=batch_size, rate=rate, messages=rounds),
+        one_in=one_in,
     )
 
 

@@ -127,7 +127,8 @@ def make_private(
     >>> print(private.guarantee().trust)
     the training process is trusted with the data; what it releases is protected
     """
-    clip = L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound)
+    whole = L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound)
+    clip = whole.of_share(1 / check_int("one_in", one_in, 1, MOST_ONE_IN))
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     check_int("epochs", epochs, 1, 2**31)
     check_int("micro_batch", micro_batch, 1, 2**31)
@@ -141,7 +142,7 @@ def make_private(
     objective = Objective(
         model,
         loss_fn,
-        clip=clip.of_share(1 / check_int("one_in", one_in, 1, MOST_ONE_IN)),
+        clip=clip,
         batch_size=batches.batch_size,
         forward=forward,
         subsets=Subsets.of(trainable(model), one_in=one_in, rotated=True),

@@ -71,12 +71,12 @@ def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any])
     fitted: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     if privacy.mechanism is not None:
         return fitted  # levels and trials are fixed, and with them the noise that the rest would be fitted to
-    if clip.range is None and clip.scales:
-        fitted["range"] = fitting_range(
-            budget, clip_norm=clip.norm, batch_size=batch_size, rate=rate, messages=config.turns
-        )
     if "one_in" not in settings and clip.scales and config.run.method != LEAST_SQUARES:
         fitted["one_in"] = federation.one_in(budget, rounds=config.run.rounds)
+    if clip.range is None and clip.scales:
+        # The clip of a message, and so its noise, shrink with the share of the coordinates that it carries.
+        norm = clip.norm / math.sqrt(fitted.get("one_in", config.clients.one_in))
+        fitted["range"] = fitting_range(budget, clip_norm=norm, batch_size=batch_size, rate=rate, messages=config.turns)
     if "learning_rate" not in settings:
         fitted["learning_rate"] = federation.learning_rate(budget)
     return fitted

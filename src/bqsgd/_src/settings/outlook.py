@@ -264,16 +264,17 @@ def _changed(outlook: Outlook, name: str, value: float | int) -> tuple[dict[str,
 def with_gaussian_noise(outlook: Outlook) -> Outlook:
     """The outlook if the noise were Gaussian: quick to compute, because nothing is planned, and nearly the same."""
     noises = 1 if outlook.config.secure.on else outlook.together  # in a secure sum the clients share one noise
+    # A kept coordinate is multiplied by one_in, and one in one_in is kept.
+    noises *= outlook.config.clients.one_in
     return replace(outlook, noise=_gaussian_noise(outlook) * math.sqrt(noises) / outlook.together)
 
 
 def _gaussian_noise(outlook: Outlook) -> float:
-    """The standard deviation of the noise that an average client would add to a coordinate."""
+    """The standard deviation of the noise that an average client would add to a coordinate of its message."""
     config, average = outlook.config, round(sum(outlook.samples.values()) / len(outlook.samples))
     terms = client_terms(config, dimension=outlook.dimension, dataset_size=average)
     # In units of the range. A clip without a norm bounds every coordinate, so all of them can move at once.
     linf, l2 = terms.sensitivity.linf, terms.sensitivity.l2
     length = linf * math.sqrt(outlook.dimension) if l2 is None else l2
     budget = config.privacy.budget(client=0, round=0)
-    deviation = length * config.range / shift_per_round(budget, rate=terms.sampling.rate, rounds=config.turns)
-    return deviation * math.sqrt(config.clients.one_in)
+    return length * config.range / shift_per_round(budget, rate=terms.sampling.rate, rounds=config.turns)
