@@ -28,6 +28,7 @@ from bqsgd._src.records.record import Summary
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.named import NamedTask, plain_settings, preset, settings_of
+from bqsgd._src.tasks.resolve import resolve
 
 RUNS, FOLDERS = RESULTS / "frontier", ROOT / "runs" / "frontier"
 QUICK = {"dataset": "digits", "features": "scattering", "clients": 4, "rounds": 2, "batch_size": 64, "epsilon": 8.0}
@@ -44,13 +45,16 @@ class Point:
     """Levels and trials of a sum in so many bits, as `bqsgd plan --secure --bits` finds them."""
     one_in: int | None = None
     """In place of the preset's own: a message carries one in so many coordinates."""
+    fitted: bool = False
+    """Whether the recipe chooses the range and the share of the coordinates, instead of the preset."""
     target: float | None = None
 
     @property
     def name(self) -> str:
         """Of its runs."""
         bits = "" if self.bits is None else f"-{self.bits}bits"
-        return self.preset + bits + ("" if self.one_in is None else f"-one-in-{self.one_in}")
+        share = "" if self.one_in is None else f"-one-in-{self.one_in}"
+        return self.preset + bits + share + ("-fitted" if self.fitted else "")
 
     def settings(self, seed: int, *, quick: bool) -> tuple[NamedTask, Config]:
         """Its settings with this seed."""
@@ -61,6 +65,10 @@ class Point:
             settings |= {"bits": self.bits}
         if self.one_in is not None:
             settings |= {"one_in": self.one_in}
+        if self.fitted and not quick:
+            chosen = resolve({name: value for name, value in settings.items() if name not in ("range", "one_in")})
+            assert isinstance(chosen.source, NamedTask)
+            return chosen.source, chosen.config
         if not quick:
             return settings_of(**settings)
         if settings.get("method") == "least-squares":
@@ -95,6 +103,7 @@ POINTS = (
     *(Point(preset="mnist-eps3-100", one_in=one_in) for one_in in (1, 20, 300)),
     *(Point(preset="mnist-eps3-sums", one_in=one_in) for one_in in (1, 10, 100)),
     *(Point(preset="mnist-eps3-sums-100", one_in=one_in) for one_in in (1, 10, 100)),
+    *(Point(preset=preset, fitted=True) for preset in ("mnist-eps3", "mnist-eps3-100", "mnist-eps3-sums")),
 )
 _TRUSTED, _SUMS = "server trusted with all data", "server sees only sums"
 REFERENCES = (

@@ -29,7 +29,8 @@ def table(fields: dict[str, Any]) -> str:
             f"{' or '.join(methods)}. The largest of the runs and clients; noise from the operating system. Bits: as "
             "measured, headers and keys included. A run is `bqsgd train --preset NAME`; one with other bits is the "
             "preset with `--bits`, of sums with the levels and trials that `bqsgd plan --secure --bits` finds; one "
-            "with another share of the coordinates has `--one-in`.",
+            "with another share of the coordinates has `--one-in`; in one that is fitted the recipe "
+            "chooses the range and the share.",
         ]
     lines += ["", "References, published figures at δ = 1e-05:", ""]
     lines += ["| | data | accuracy | ε | who sees what | other data |", "|---|---|---|---|---|---|"]
