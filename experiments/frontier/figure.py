@@ -59,11 +59,12 @@ def draw_frontier(
         panel.set_ylabel("test accuracy, per cent")
     imagenet = {"each": "cifar10-imagenet-eps1", "sums": "cifar10-imagenet-eps1-sums"}
     _curves_panel(panels[3], done, imagenet, lambda row: f"{round(row['bits_measured'])}")
-    panels[3].set(title="CIFAR-10, ε = 1: bits per coordinate", xlim=(0, None))
+    panels[3].set(title="CIFAR-10, ε = 1: bits", xlim=(0, None))
     for panel, clients in zip(panels[4:], ("", "-100"), strict=True):
         mnist = {"each": f"mnist-eps3{clients}", "sums": f"mnist-eps3-sums{clients}"}
         _curves_panel(panel, done, mnist, lambda row: f"1/{row['one_in']}" if row["one_in"] > 1 else "all")
-        panel.set(title=f"MNIST, {clients[1:] or 4} clients: share of coordinates", xscale="log")
+        panel.margins(x=0.12)
+        panel.set(title=f"MNIST, {clients[1:] or 4} clients: share sent", xscale="log")
     panels[3].margins(x=0.12)
     for panel in panels:
         panel.grid(visible=True, alpha=0.25)
@@ -106,7 +107,8 @@ def _curves_panel(
     """Accuracy over megabytes per client. presets: kind -> the preset whose points make a curve."""
     means: list[float] = []
     for kind, preset in presets.items():
-        curve = sorted((row for row in done if row["preset"] == preset), key=lambda row: row["bytes_up"])
+        points = (row for row in done if row["preset"] == preset and not row["point"].endswith("-fitted"))
+        curve = sorted(points, key=lambda row: row["bytes_up"])
         if not curve:
             continue
         marker, edge, face, _ = _MARKS[kind]
