@@ -25,6 +25,7 @@ _SECTIONS = {
     "tradeoffs": f"{_PAPER}:tradeoffs",
     "compare": f"{_PAPER}:compare",
     "privacy_table": "experiments.paper.privacy_table:section",
+    "paper_subsets": "experiments.paper.subsets:section",
     "frontier": f"{_FRONTIER}:table",
     "frontier_search": f"{_FRONTIER}:search",
     "audit_faults": "experiments.assurance.audit_faults:section",
