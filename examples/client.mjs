@@ -296,13 +296,16 @@ export function readModel(message, { dimension }) {
   const version = view.getUint16(4, true);
   if (version !== 1) throw new Refusal("version", `this client knows version 1 of the model message, got ${version}`);
   const dtype = view.getUint16(6, true);
-  if (dtype !== 1) throw new Refusal("dtype", `values must be of dtype 1 (float32), got ${dtype}`);
+  if (dtype !== 1 && dtype !== 2) throw new Refusal("dtype", `values must be of dtype 1 or 2 (float32), got ${dtype}`);
   const stated = view.getBigUint64(16, true);
   if (stated !== BigInt(dimension)) {
     throw new Refusal("dimension", `this client's model has ${dimension} coordinates, the message ${stated}`);
   }
   const expected = MODEL_HEADER_BYTES + 4 * dimension;
-  if (message.length !== expected) {
+  // With dtype 2 the memory of the server's optimizer follows. This client repeats no steps, so it does not need it.
+  const memory = message.length - expected;
+  const fits = dtype === 1 ? memory === 0 : memory > 0 && memory % 8 === 0 && memory <= 8 * (2 * dimension + 1);
+  if (!fits) {
     throw new Refusal("length", `${dimension} coordinates take ${expected} bytes, got ${message.length}`);
   }
   if (checksumOf(message, MODEL_HEADER_BYTES) !== view.getBigUint64(24, true)) {

@@ -139,11 +139,12 @@ def test_same_seed_same_frames_and_same_model_as_in_process(task, settings, fede
     assert "4 rounds" in (tmp_path / "server.html").read_text()
 
 
-def test_cohorts_and_changes_lead_to_the_model_of_one_process(task, settings, federation, tmp_path):
-    changes = {"cohort": 2, "turns": 3, "down_bits": 4}
+@pytest.mark.parametrize("down", [{"down_bits": 4}, {"aggregation": "median", "one_in": 8}], ids=["changes", "steps"])
+def test_cohorts_without_whole_models_lead_to_the_model_of_one_process(task, settings, federation, tmp_path, down):
+    changes = {"cohort": 2, "turns": 3, **down}
     made = federation(**changes)
     served = made.serve(folder=tmp_path / "server")
-    with Run.start(task, settings(rounds=4, evaluate_every=2, **changes)) as run:
+    with Run.start(task, settings(rounds=4, evaluate_every=2, **changes), force=True) as run:
         local = list(run.rounds())
     assert served.server.model.tobytes() == run.server.model.tobytes()
     records = records_in(tmp_path / "server")

@@ -375,10 +375,12 @@ READ_MODEL = """async (client, { message, dimension }) => {
 @pytest.mark.parametrize(("dimension", "round_"), [(1, 0), (7, 2**63 - 1), (61_706, 12)])
 def test_model_messages_are_read(run, dimension, round_):
     model = np.random.default_rng(dimension).normal(size=dimension).astype(np.float32)
-    message = write_model(model, round=round_)
-    read_round, read_values = run(READ_MODEL, {"message": base64_of(message), "dimension": dimension})
-    assert int(read_round) == round_
-    assert base64.b64decode(read_values) == model.astype("<f4").tobytes()
+    # Also with the memory of sgd with momentum, and of adam: this client does not need it.
+    for memory in (None, np.ones(dimension), np.ones(2 * dimension + 1)):
+        message = write_model(model, round=round_, memory=memory)
+        read_round, read_values = run(READ_MODEL, {"message": base64_of(message), "dimension": dimension})
+        assert int(read_round) == round_
+        assert base64.b64decode(read_values) == model.astype("<f4").tobytes()
 
 
 def sealed(head: bytes, body: bytes) -> bytes:
@@ -397,7 +399,9 @@ def test_every_fault_of_a_model_message_is_refused(run):
         ("length", whole[:31]),
         ("magic", sealed(head.pack(b"BQSG", *good[1:]), body)),
         ("version", sealed(head.pack(b"BQSM", 2, 1, 7, 2), body)),
-        ("dtype", sealed(head.pack(b"BQSM", 1, 2, 7, 2), body)),
+        ("dtype", sealed(head.pack(b"BQSM", 1, 3, 7, 2), body)),
+        *(("length", sealed(head.pack(b"BQSM", 1, 2, 7, 2), body + bytes(more))) for more in (0, 7, 48)),
+        ("magic", b"BQST" + whole[4:]),
         ("dimension", sealed(head.pack(b"BQSM", 1, 1, 7, 3), body + bytes(4))),
         ("dimension", sealed(head.pack(b"BQSM", 1, 1, 7, 2**64 - 1), body)),
         ("length", whole[:-1]),
