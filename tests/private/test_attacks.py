@@ -58,7 +58,7 @@ def test_a_batch_is_for_one_step(private, tmp_path):
     second = next(batches)
     next(batches)
     for stale in (first, second):
-        with pytest.raises(InvalidParameter, match="before the next batch"):
+        with pytest.raises(InvalidParameter, match="before asking for the next"):
             made.step(stale)
     for copying in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
