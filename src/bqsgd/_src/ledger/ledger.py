@@ -181,6 +181,10 @@ class Ledger(Closing):
             released.subtract(grant.release for grant in self._unsent.values() if grant.charged)
             return +released  # drops the releases whose count is 0
 
+    def check_process(self) -> None:
+        """Raise LedgerError in a forked child; call it before work in threads, which do not survive a fork either."""
+        self._file.check_process()
+
     def spend(
         self,
         release: Release,

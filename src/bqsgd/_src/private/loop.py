@@ -349,6 +349,9 @@ class Private:
 
     def _check_unchanged(self) -> None:
         """Check what the plan depends on, before the step is recorded: an error after that could depend on the data."""
+        # First: torch's threads do not survive a fork, and any parallel operation of a forked child waits for them.
+        if self._ledger is not None:
+            self._ledger.check_process()
         if torch.is_inference_mode_enabled():
             raise InvalidParameter("a step needs gradients: take it outside of torch.inference_mode()")
         now = trainable(self.model)
