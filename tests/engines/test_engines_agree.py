@@ -28,7 +28,7 @@ def noted(folder):
 def one_process(tmp_path_factory):
     """Frames by (round, client) and the final model, all clients in this process."""
     folder = tmp_path_factory.mktemp("one")
-    with Run.start(digits_task(4), Config.of(**SETTINGS)) as run:
+    with Run.start(digits_task(4), Config.of(**SETTINGS), force=True) as run:  # five rounds teach it nothing
         recording(run.engine, folder / "frames.jsonl")
         list(run.rounds())
     frames = noted(folder)

@@ -51,6 +51,26 @@ def test_the_noise_foreseen_is_the_noise_of_decoded_frames(make_client, settings
     assert outlook.noise_length == pytest.approx(np.linalg.norm(mean), rel=0.03)
 
 
+def test_with_subsets_the_noise_foreseen_is_that_of_the_whole_estimate(settings):
+    """Two clients send one in three coordinates: the estimate of the model's 6,000 carries the noise foreseen."""
+    from bqsgd._src.codec import Accumulator, encode_frame
+    from bqsgd._src.subset import Subsets
+
+    config = settings(levels=5, trials=60, clip="dual", clip_norm=1.0, range=0.2, one_in=3)
+    outlook = foresee(config, {0: 60, 1: 60}, dimension=2000, learnt=6000)
+    subsets = Subsets(shapes=((60, 100),), one_in=3, rotated=True)
+    total = Accumulator(6000)
+    for client in range(2):
+        subset, rng = subsets.drawn(round=0, client=client), seeded_rng(seed=client)
+        frame = encode_frame(
+            subset.keep(np.zeros(6000)), config.privacy.mechanism, range=0.2, rng=rng, client=client, round=0,
+            kept=subsets.header,
+        )  # fmt: skip
+        total.add(frame, range=0.2, subset=subset)
+    assert outlook.noise_length == pytest.approx(np.linalg.norm(total.mean()), rel=0.03)
+    assert outlook.noise == pytest.approx(subsets.rotated_back(total.mean(), round=0).std(), rel=0.03)
+
+
 def test_weights_decide_how_much_noise_the_mean_carries():
     config = Config.of(clients=4, batch_size=100, levels=5, trials=60)
     one_large = foresee(config, {0: 10**6, 1: 300, 2: 300, 3: 300}, dimension=50)

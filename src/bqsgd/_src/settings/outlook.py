@@ -51,8 +51,9 @@ class CannotLearn(Infeasible):
 class Outlook:
     """How much noise a run will carry beside its signal.
 
-    samples: client -> how many samples it holds. dimension: coordinates of a message. learnt: d, the fewest of them
-    that a model can be learnt from. noise: sigma, None when no client has a plan. without_plan: reason -> clients.
+    samples: client -> how many samples it holds. dimension: coordinates of a message. learnt: d, the coordinates that
+    the model is learnt from: all of the model, of which a message may carry a subset. noise: sigma, None when no client
+    has a plan. without_plan: reason -> clients.
     """
 
     config: Config
@@ -129,9 +130,9 @@ def foresee(
 ) -> Outlook:
     """Plan for every client, and compute the noise that the mean of the first round will carry.
 
-    learnt: coordinates that the model is learnt from, if fewer than those of a message. weights: of the clients in the
-    mean; by default equal if all clients have one rate, and the numbers of samples otherwise. progress: called with the
-    number of plans made and to make.
+    learnt: coordinates that the model is learnt from; by default those that the messages stand for. weights: of the
+    clients in the mean; by default equal if all clients have one rate, and the numbers of samples otherwise. progress:
+    called with the number of plans made and to make.
     """
     if weights is None:
         weights = samples if config.privacy.rate is None else dict.fromkeys(samples, 1.0)
@@ -146,7 +147,11 @@ def foresee(
         except Infeasible as error:
             reasons[str(error)] += 1
     outlook = Outlook(
-        config=config, samples=samples, dimension=dimension, learnt=learnt or dimension, without_plan=dict(reasons)
+        config=config,
+        samples=samples,
+        dimension=dimension,
+        learnt=learnt or dimension * config.clients.one_in,
+        without_plan=dict(reasons),
     )
     if not mechanisms:
         return outlook
