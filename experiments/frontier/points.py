@@ -221,6 +221,7 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # Older runs did not keep what was sent down.
         "bytes_down": max((one["bytes_down"] for one in runs if "bytes_down" in one), default=None),
         "seeded": any(one["seeded"] for one in runs),
+        "changed": any(one.get("changed", False) for one in runs),
         "config": None if worst is None else worst["config"],
     }
 

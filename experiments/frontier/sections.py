@@ -6,6 +6,9 @@ from typing import Any
 
 from bqsgd._src.privacy.guarantee import as_given, method_name, rounded_up
 
+CHANGED = "°"
+"""Marks a point with a run of files that no commit holds."""
+
 
 def table(fields: dict[str, Any]) -> str:
     """Our points beside their targets, the curve over bits, the references."""
@@ -32,6 +35,10 @@ def table(fields: dict[str, Any]) -> str:
             "with another share of the coordinates has `--one-in`; in one that is fitted the recipe "
             "chooses the range and the share.",
         ]
+        if any(row["changed"] for row in rows):
+            lines[-1] += (
+                f" {CHANGED}: while such a run was made, files differed from those of the commit that it names."
+            )
     lines += ["", "References, published figures at δ = 1e-05:", ""]
     lines += ["| | data | accuracy | ε | who sees what | other data |", "|---|---|---|---|---|---|"]
     lines += [
@@ -47,7 +54,7 @@ def _line(row: dict[str, Any]) -> str:
     down = "" if row["bytes_down"] is None else f"{row['bytes_down'] / row['clients'] / 1e6:.3g}"
     target = "" if row["target"] is None else f"{100 * row['target']:.1f}"
     return (
-        f"| `{row['point']}` | {row['dataset']}; {row['clients']} "
+        f"| `{row['point']}`{CHANGED if row['changed'] else ''} | {row['dataset']}; {row['clients']} "
         f"| {row['features']}; {row['public_data'] or 'no other data'} | {row['guarantee']['trust']} "
         f"| {rounded_up(row['guarantee']['epsilon'])} | {row['bits_measured']:.2f} "
         f"| {', '.join(f'{100 * one:.2f}' for one in row['accuracies'])} "
