@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 COLOURS = {"ours": "#0b6e99", "sums": "#d1495b", "published": "#555555"}
 _PANELS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar-10": "CIFAR-10"}
 _MARKS = {
-    "each": ("o", COLOURS["ours"], COLOURS["ours"], "bqsgd, server sees each message"),
-    "sums": ("s", COLOURS["sums"], COLOURS["sums"], "bqsgd, server sees only sums"),
+    "each": ("o", COLOURS["ours"], COLOURS["ours"], "each message seen, 4 clients"),
+    "each of many": ("o", COLOURS["ours"], "white", "each message seen, 100 clients"),
+    "sums": ("s", COLOURS["sums"], COLOURS["sums"], "only sums seen, 4 clients"),
+    "sums of many": ("s", COLOURS["sums"], "white", "only sums seen, 100 or 1,000"),
     "trusted": ("x", COLOURS["published"], COLOURS["published"], "published, trusted server"),
-    "published sums": ("P", COLOURS["published"], "white", "published, server sees only sums"),
+    "published sums": ("P", COLOURS["published"], "white", "published, only sums seen"),
 }
 """Kind -> marker, edge, face, words of the legend."""
+_CURVES = {
+    "MNIST, ε = 3": ("mnist-eps3", "mnist-eps3-100", "mnist-eps3-sums", "mnist-eps3-sums-100"),
+    "Fashion-MNIST, ε = 3": ("fashion-eps3", "fashion-eps3-100", "fashion-eps3-sums", "fashion-eps3-sums-100"),
+    "CIFAR-10, ImageNet, ε ≤ 1": (
+        "cifar10-imagenet-eps1",
+        "cifar10-imagenet-eps1-sums",
+        "cifar10-imagenet-eps059-sums",
+    ),
+    "CIFAR-10, ε = 3": ("cifar10-eps3-sums", "cifar10-eps3-sums-100"),
+}
+"""Title of a panel of megabytes -> the presets whose points make its curves."""
+_TICKS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _WORDS = {
     "cifar10-imagenet-eps1-sums": "ImageNet features",
-    "cifar10-imagenet-eps01-one-message": "ImageNet features, one message",
+    "cifar10-imagenet-eps01-one-message": "ImageNet, one message",
 }
 """What stands beside a point; those around it are of the same kind."""
 _LIFTS = {"DP-RandP": 10, "TF-Privacy": -8, "Opacus": 5, "Distributed DP-Helmet": -9}
@@ -37,51 +51,57 @@ def draw_frontier(
     from matplotlib.figure import Figure
 
     done = [row for row in rows if row["mean"] is not None]
-    figure = Figure(figsize=(10, 13.5), dpi=130, layout="constrained")
+    figure = Figure(figsize=(8.6, 14.5), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(3, 2).ravel()
+    panels = figure.subplots(4, 2)
     drawn: dict[str, Any] = {}
-    for panel, (dataset, title) in zip(panels[:3], _PANELS.items(), strict=True):
-        panel.set_xlim(0, 9 if dataset == "cifar-10" else 3.6)
-        for one in (one for one in references if one["dataset"] == dataset):
-            kind = "published sums" if "sums" in one["trust"] else "trusted"
-            drawn[kind] = _point(panel, kind, one["epsilon"], one["accuracy"])
-            _label(panel, one["name"], one["epsilon"], one["accuracy"], lift=_LIFTS.get(one["name"], 0))
-        for row in (row for row in done if row["dataset"] == dataset and row["point"] == row["preset"]):
-            kind, epsilon = "sums" if row["secure"] else "each", row["guarantee"]["epsilon"]
-            drawn[kind] = _point(panel, kind, epsilon, row["mean"], row["standard_error"])
-            if row["point"] in _WORDS:
-                _label(panel, _WORDS[row["point"]], epsilon, row["mean"])
-            elif row["clients"] > 4 and not row["secure"]:  # with sums they lie on those of four
-                _label(panel, f"{row['clients']} clients", epsilon, row["mean"])
-        panel.set_title(title)
-        panel.set_xlabel("total epsilon at delta 1e-5")
-        panel.set_ylabel("test accuracy, per cent")
-    imagenet = {"each": "cifar10-imagenet-eps1", "sums": "cifar10-imagenet-eps1-sums"}
-    _curves_panel(panels[3], done, imagenet, lambda row: f"{round(row['bits_measured'])}")
-    panels[3].set(title="CIFAR-10, ε = 1: bits", xlim=(0, None))
-    for panel, clients in zip(panels[4:], ("", "-100"), strict=True):
-        mnist = {"each": f"mnist-eps3{clients}", "sums": f"mnist-eps3-sums{clients}"}
-        _curves_panel(panel, done, mnist, lambda row: f"1/{row['one_in']}" if row["one_in"] > 1 else "all")
-        panel.margins(x=0.12)
-        panel.set(title=f"MNIST, {clients[1:] or 4} clients: share sent", xscale="log")
-    panels[3].margins(x=0.12)
-    for panel in panels:
+    for panel, (dataset, title) in zip(panels[:3, 0], _PANELS.items(), strict=True):
+        panel.set(title=title, xlim=(0, 9 if dataset == "cifar-10" else 3.6))
+        _epsilon_panel(
+            panel,
+            [row for row in done if row["dataset"] == dataset and row["point"] == row["preset"]],
+            [one for one in references if one["dataset"] == dataset],
+            drawn,
+        )
+    for panel, (title, presets) in zip((*panels[:3, 1], panels[3, 0]), _CURVES.items(), strict=True):
+        _bytes_panel(panel, [row for row in done if row["preset"] in presets], drawn)
+        panel.set(title=title)
+    for panel in panels.ravel():
         panel.grid(visible=True, alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.title.set_fontsize(17)
+        panel.title.set_fontsize(16)
         for text in (panel.xaxis.label, panel.yaxis.label, *panel.get_xticklabels(), *panel.get_yticklabels()):
             text.set_fontsize(14)
+    panels[3, 1].axis("off")
     kinds = [kind for kind in _MARKS if kind in drawn]
-    figure.legend(
+    panels[3, 1].legend(
         [drawn[kind] for kind in kinds],
         [_MARKS[kind][3] for kind in kinds],
-        loc="outside lower center",
-        ncols=2,
+        title="1/20: a message carries one\nin 20 coordinates",
+        title_fontsize=14,
+        alignment="left",
+        loc="center",
         frameon=False,
-        fontsize=13,
+        fontsize=14,
+        labelspacing=0.9,
     )
     figure.savefig(path)
+
+
+def _epsilon_panel(
+    panel: Any, rows: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]], drawn: dict[str, Any]
+) -> None:
+    """Accuracy over epsilon, beside what others published. drawn: kind -> what the legend shows, filled here."""
+    for one in references:
+        kind = "published sums" if "sums" in one["trust"] else "trusted"
+        drawn[kind] = _point(panel, kind, one["epsilon"], one["accuracy"])
+        _label(panel, one["name"], one["epsilon"], one["accuracy"], lift=_LIFTS.get(one["name"], 0))
+    for row in rows:
+        kind, epsilon = _kind(row), row["guarantee"]["epsilon"]
+        drawn[kind] = _point(panel, kind, epsilon, row["mean"], row["standard_error"])
+        if row["point"] in _WORDS:
+            _label(panel, _WORDS[row["point"]], epsilon, row["mean"])
+    panel.set(xlabel="total epsilon at delta 1e-5", ylabel="test accuracy, %")
 
 
 def _point(panel: Any, kind: str, epsilon: float, accuracy: float, spread: float | None = None) -> Any:
@@ -101,28 +121,49 @@ def _label(panel: Any, words: str, epsilon: float, accuracy: float, *, lift: int
     )  # fmt: skip
 
 
-def _curves_panel(
-    panel: Any, done: Sequence[Mapping[str, Any]], presets: Mapping[str, str], words: Callable[[Mapping[str, Any]], str]
-) -> None:
-    """Accuracy over megabytes per client. presets: kind -> the preset whose points make a curve."""
-    means: list[float] = []
-    for kind, preset in presets.items():
-        points = (row for row in done if row["preset"] == preset and not row["point"].endswith("-fitted"))
-        curve = sorted(points, key=lambda row: row["bytes_up"])
+def _bytes_panel(panel: Any, rows: Sequence[Mapping[str, Any]], drawn: dict[str, Any]) -> None:
+    """Accuracy over megabytes from a client, one curve for each kind: over the share of coordinates and their bits."""
+    for kind in _MARKS:
+        curve = sorted(
+            (row for row in rows if _kind(row) == kind and not row["fitted"]), key=lambda row: row["bytes_up"]
+        )
         if not curve:
             continue
         marker, edge, face, _ = _MARKS[kind]
         places = [(row["bytes_up"] / row["clients"] / 1e6, 100 * row["mean"]) for row in curve]
-        panel.errorbar(
+        drawn[kind] = panel.errorbar(
             *zip(*places, strict=True), yerr=[100 * (row["standard_error"] or 0.0) for row in curve],
-            color=edge, marker=marker, markerfacecolor=face, markersize=9, capsize=4,
+            color=edge, marker=marker, markerfacecolor=face, markersize=9, markeredgewidth=2, capsize=4,
         )  # fmt: skip
-        for row, place in zip(curve, places, strict=True):
-            panel.annotate(
-                words(row), place, xytext=(0, 12 if kind == "sums" else -24),
-                textcoords="offset points", ha="center", fontsize=12, color=edge,
-            )  # fmt: skip
-        means += [mean for _, mean in places]
-    panel.set(xlabel="megabytes sent up by a client", ylabel="test accuracy, per cent")
-    if means:  # a point above and below, so that a hundredth does not look like a slope
-        panel.set_ylim(min(means) - 1, max(means) + 1)
+        labelled: list[float] = []
+        own = [number for number, row in enumerate(curve) if row["point"] == row["preset"]]
+        for number in (len(curve) - 1, 0, *own, *range(len(curve))):
+            megabytes, mean = places[number]
+            if all(not 0.4 < megabytes / other < 2.5 for other in labelled):  # closer, the words would overlap
+                labelled.append(megabytes)
+                panel.annotate(
+                    _words(curve[number]), (megabytes, mean), xytext=(0, 11 if "sums" in kind else -22),
+                    textcoords="offset points", ha="center", fontsize=12, color=edge,
+                )  # fmt: skip
+    means = [100 * row["mean"] for row in rows]
+    if means:  # half a point above and below, so that a hundredth does not look like a slope
+        room = max(0.5, 0.15 * (max(means) - min(means)))
+        panel.set_ylim(min(means) - room, max(means) + room)
+    panel.set(xlabel="MB sent by a client in a run", ylabel="test accuracy, %", xscale="log")
+    sent = [row["bytes_up"] / row["clients"] / 1e6 for row in rows]
+    low, high = min(sent, default=1.0) / 2, 2 * max(sent, default=1.0)
+    panel.set_xlim(low, high)
+    panel.set_xticks([tick for tick in _TICKS if low < tick < high], minor=False)
+    panel.set_xticks([], minor=True)
+    panel.xaxis.set_major_formatter("{x:g}")
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return ("sums" if row["secure"] else "each") + (" of many" if row["clients"] > 4 else "")
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    """The share of the coordinates, or else the bits of each if they are few."""
+    if row["one_in"] > 1:
+        return f"1/{row['one_in']}"
+    return "all" if row["bits"] in (None, 8) else f"{row['bits']} bits"

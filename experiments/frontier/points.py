@@ -210,6 +210,7 @@ def _row(point: Point, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "secure": config.secure.on,
         "one_in": config.clients.one_in,
         "bits": point.bits if config.secure.on else config.privacy.bits,
+        "fitted": point.fitted,
         "target": point.target,
         "accuracies": accuracies,
         "mean": statistics.mean(accuracies) if accuracies else None,

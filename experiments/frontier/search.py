@@ -384,7 +384,7 @@ def share(preset: str, one_in: int, **others: Any) -> dict[str, Any]:
 
 
 SHARES: dict[str, list[dict[str, Any]]] = {
-    "Coordinates, Fashion-MNIST, each of four": [share("fashion-eps3", one_in) for one_in in (20, 10, 50)],
+    "Coordinates, Fashion-MNIST, each of four": [share("fashion-eps3", one_in) for one_in in (20, 50)],
     "Coordinates, Fashion-MNIST, each of a hundred": [share("fashion-eps3-100", 100)],
     "Coordinates, MNIST, epsilon 1.16, each of four": [share("mnist-eps1", one_in) for one_in in (20, 50)],
     "Coordinates, CIFAR-10, ImageNet features, epsilon 1, each of four": [
