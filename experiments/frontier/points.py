@@ -77,6 +77,19 @@ class Point:
         return settings_of(**settings | QUICK | plans)
 
 
+CURVES = {
+    "mnist-eps3": (1, 10, 50, 100),
+    "mnist-eps3-100": (1, 20, 300),
+    "mnist-eps3-sums": (1, 10, 100),
+    "mnist-eps3-sums-100": (1, 10, 100),
+    "mnist-eps1": (1,),
+    "fashion-eps3": (1, 50),
+    "fashion-eps3-100": (1, 20),
+    "fashion-eps3-sums": (1, 30),
+    "fashion-eps3-sums-100": (1,),
+}
+"""Preset -> N of the points beside its own at which a message carries one in N coordinates."""
+FITTED = ("mnist-eps3", "mnist-eps3-100", "mnist-eps3-sums", "fashion-eps3")
 POINTS = (
     Point(preset="mnist-eps3-sums", target=0.987),
     Point(preset="mnist-eps3-sums-100", target=0.987),
@@ -99,11 +112,8 @@ POINTS = (
         Point(preset="cifar10-imagenet-eps1-sums", bits=bits, sum_of=pair)
         for bits, pair in ((8, (6, 183)), (7, (4, 90)), (6, (2, 43)))
     ),
-    *(Point(preset="mnist-eps3", one_in=one_in) for one_in in (1, 10, 50, 100)),
-    *(Point(preset="mnist-eps3-100", one_in=one_in) for one_in in (1, 20, 300)),
-    *(Point(preset="mnist-eps3-sums", one_in=one_in) for one_in in (1, 10, 100)),
-    *(Point(preset="mnist-eps3-sums-100", one_in=one_in) for one_in in (1, 10, 100)),
-    *(Point(preset=preset, fitted=True) for preset in ("mnist-eps3", "mnist-eps3-100", "mnist-eps3-sums")),
+    *(Point(preset=preset, one_in=one_in) for preset, curve in CURVES.items() for one_in in curve),
+    *(Point(preset=preset, fitted=True) for preset in FITTED),
 )
 _TRUSTED, _SUMS = "server trusted with all data", "server sees only sums"
 REFERENCES = (
