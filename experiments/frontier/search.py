@@ -328,6 +328,7 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             EACH | {"centre": True},
         ],
     ),
+    "MNIST, scattering, epsilon 1.16, each of four": ("mnist", [EACH | {"noise": 17.9}]),
     "MNIST, scattering, epsilon 3, each of a hundred": (
         "mnist",
         [EACH | {"noise": 34.7, "learning_rate": value} for value in (0.05, 0.1, 0.025)],
