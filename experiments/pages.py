@@ -28,6 +28,7 @@ _SECTIONS = {
     "paper_subsets": "experiments.paper.subsets:section",
     "frontier": f"{_FRONTIER}:table",
     "frontier_search": f"{_FRONTIER}:search",
+    "digits_range": "experiments.frontier.digits_range:section",
     "audit_faults": "experiments.assurance.audit_faults:section",
     "faults": "experiments.assurance.faults:section",
     "l2_accounting": "experiments.assurance.l2_accounting:section",

@@ -39,6 +39,7 @@ def table(fields: dict[str, Any]) -> str:
             lines[-1] += (
                 f" {CHANGED}: while such a run was made, files differed from those of the commit that it names."
             )
+    lines += _fitted(rows)
     lines += ["", "References, published figures at δ = 1e-05:", ""]
     lines += ["| | data | accuracy | ε | who sees what | other data |", "|---|---|---|---|---|---|"]
     lines += [
@@ -47,6 +48,18 @@ def table(fields: dict[str, Any]) -> str:
         for one in fields["references"]
     ]
     return "\n".join(lines)
+
+
+def _fitted(rows: list[dict[str, Any]]) -> list[str]:
+    """The runs whose range and share the recipe chose, beside their presets."""
+    means = {row["point"]: 100 * row["mean"] for row in rows}
+    pairs = [row for row in rows if row["fitted"] and row["preset"] in means]
+    if not pairs:
+        return []
+    told = ", ".join(
+        f"`{row['preset']}` {100 * row['mean']:.2f} ({100 * row['mean'] - means[row['preset']]:+.2f})" for row in pairs
+    )
+    return ["", f"Without `--range` and `--one-in`, beside the preset's mean: {told}."]
 
 
 def _line(row: dict[str, Any]) -> str:
