@@ -18,7 +18,7 @@ from bqsgd._src.run import train
 from bqsgd._src.tasks.resolve import resolve
 from experiments import pages
 
-FACTORS, SEEDS = (0.5, 1.0, 2.0, 4.0), range(10)
+FACTORS, SEEDS = (0.5, 1.0, 2.0, 4.0), range(5)
 
 
 def accuracy(seed: int, **settings: float) -> float:
