@@ -31,9 +31,7 @@ def vector(d: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("d", [1, 2, 777, 70_001])
 def test_a_frame_carries_exactly_the_encoder_s_codes(levels: int, trials: int, coding: str, d: int) -> None:
     mechanism, values = Mechanism(levels=levels, trials=trials), vector(d)
-    frame = encode_frame(
-        values, mechanism, range=1.0, rng=seeded_rng(seed=3), client=4, round=5, coding=coding, threads=2
-    )
+    frame = encode_frame(values, mechanism, range=1.0, rng=seeded_rng(seed=3), client=4, round=5, coding=coding)
     codes = encode(values, mechanism, range=1.0, rng=seeded_rng(seed=3))
     decoded = decode_frame(frame, range=1.0, dimension=d, mechanism=mechanism, client=4, round=5)
     assert np.array_equal(decoded, decode(codes, mechanism, range=1.0))
@@ -52,13 +50,7 @@ def test_coarse_frames_hold_the_encoder_s_codes_and_add_up(points: int, width: i
     values, limits = vector(70_001), np.linspace(0.9, 1.1, 70_001)
     for limit in (1.0, limits):
         given = np.clip(values, -0.9, 0.9)
-        frame, again = (
-            encode_frame(
-                given, mechanism, range=limit, rng=seeded_rng(seed=3), client=4, round=5, coding=coding, threads=threads
-            )
-            for threads in (1, 3)
-        )
-        assert frame == again
+        frame = encode_frame(given, mechanism, range=limit, rng=seeded_rng(seed=3), client=4, round=5, coding=coding)
         codes = encode(given, mechanism, range=limit, rng=seeded_rng(seed=3))
         decoded = decode_frame(frame, range=limit, mechanism=mechanism)
         assert np.array_equal(decoded, decode(codes, mechanism, range=limit))
@@ -190,7 +182,7 @@ def test_bad_values_give_no_frame(levels: int, trials: int, coding: str) -> None
         values = vector(d)
         values[d - 3] = bad
         with pytest.raises(reason, match=r"values\[99997\]"):
-            encode_frame(values, mechanism, range=1.0, rng=privacy_rng(), client=0, round=0, coding=coding, threads=2)
+            encode_frame(values, mechanism, range=1.0, rng=privacy_rng(), client=0, round=0, coding=coding)
     values = vector(d)
     values[7] = 1.5
     encode_frame(values, mechanism, range=1.0, rng=privacy_rng(), client=0, round=0, coding=coding, clamp=True)

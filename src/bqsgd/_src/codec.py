@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.mechanism.encoder import Encoding, add_decoded, decode, for_slices
+from bqsgd._src.mechanism.encoder import Encoding, add_decoded, decode
 from bqsgd._src.noise import NoiseSource
 from bqsgd._src.params import Codes, Kept, Mechanism, Range, check_int, check_positive, check_range, parameters_digest
 from bqsgd._src.subset import Subset
@@ -37,7 +37,6 @@ def encode_frame(
     coding: str = "fixed",
     clamp: bool = False,
     kept: Kept | None = None,
-    threads: int = 1,
 ) -> bytearray:
     """Encode a vector with noise and return the frame to send; the frame says whether the noise was seeded.
 
@@ -70,30 +69,26 @@ def encode_frame(
         kept=kept,
     )
     if header.coding is Coding.ENTROPY:
-        return FrameWriter(header, entropy.compress(encoding.codes(threads=threads), mechanism)).seal()
+        return FrameWriter(header, entropy.compress(encoding.codes(), mechanism)).seal()
     writer = FrameWriter(header)
-    _write_fixed(encoding, writer.payload, threads)
+    _write_fixed(encoding, writer.payload)
     return writer.seal()
 
 
-def _write_fixed(encoding: Encoding, payload: Payload, threads: int) -> None:
+def _write_fixed(encoding: Encoding, payload: Payload) -> None:
     coder = FixedWidth(encoding.mechanism.code_count)
     if coder.direct and sys.byteorder == "little":
-        encoding.codes(threads=threads, out=payload.view(coder.dtype))
+        encoding.write(0, encoding.dimension, payload.view(coder.dtype))
         return
-    # Slices must start on a whole byte of the payload, because threads write beside each other, and on an even
-    # coordinate, because a keystream block holds the words of two.
+    # A piece must start on a whole byte of the payload, and on an even coordinate, because a keystream block holds the
+    # words of two.
     unit = math.lcm(coder.block_codes, 2)
     piece = unit * max(1, _PIECE // unit)
-
-    def work(start: int, stop: int) -> None:
-        scratch = np.empty(min(piece, stop - start), dtype=coder.dtype)
-        for a in range(start, stop, piece):
-            b = min(a + piece, stop)
-            encoding.write(a, b, scratch[: b - a])
-            coder.pack(scratch[: b - a], payload[coder.payload_bytes(a) : coder.payload_bytes(b)])
-
-    for_slices(encoding.dimension, piece, threads, work)
+    scratch = np.empty(min(piece, encoding.dimension), dtype=coder.dtype)
+    for a in range(0, encoding.dimension, piece):
+        b = min(a + piece, encoding.dimension)
+        encoding.write(a, b, scratch[: b - a])
+        coder.pack(scratch[: b - a], payload[coder.payload_bytes(a) : coder.payload_bytes(b)])
 
 
 def _checked(frame: Buffer | Frame, **expected: Unpack[Expected]) -> Frame:

@@ -4,15 +4,13 @@ Vectors are flat NumPy arrays or CPU tensors, which are read in place.
 
 Each coordinate takes one 64-bit word of the keystream: the low 24 bits decide the stochastic rounding, the high 40 bits
 choose the binomial value. A coarsened code (`coarsening`) takes 32 bits more. The word of coordinate j has a fixed
-place in the keystream of the call, so the codes depend neither on chunks nor on threads. Without trials
-the encoder only rounds (plain QSGD): it compresses, but adds no noise and gives no privacy.
+place in the keystream of the call, so the codes do not depend on chunks. Without trials the encoder only rounds (plain
+QSGD): it compresses, but adds no noise and gives no privacy.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy.typing as npt
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput, OutOfRange
 from bqsgd._src.mechanism import _kernels, coarsening
 from bqsgd._src.noise import NoiseSource, alias_table
-from bqsgd._src.params import Codes, Mechanism, Range, check_int, check_range, code_dtype
+from bqsgd._src.params import Codes, Mechanism, Range, check_range, code_dtype
 
 _Vector = npt.NDArray[Any]
 """A flat float32 or float64 array (`_as_vector` checks that it is one of the two)."""
@@ -71,7 +69,6 @@ def _check_finite(vector: _Vector) -> None:
 
 CHUNK = 1 << 14
 """Coordinates per call of a kernel: values, keystream and codes of a chunk stay in the second-level cache."""
-_MAX_THREADS = 256
 
 
 @lru_cache(maxsize=64)
@@ -83,8 +80,8 @@ def _packed_table(trials: int) -> npt.NDArray[np.uint64]:
 class Encoding:
     """A vector about to be encoded: checked parameters, and a part of the keystream that belongs to it alone.
 
-    Threads may write different slices in any order. Write each slice once and drop the object: a slice that is written
-    again after its values changed would use the same noise twice.
+    Slices may be written in any order. Write each slice once and drop the object: a slice that is written again after
+    its values changed would use the same noise twice.
     """
 
     def __init__(
@@ -147,16 +144,10 @@ class Encoding:
             if rounding_to_points is not None:
                 rounding_to_points.write(codes, sent)
 
-    def codes(self, *, threads: int = 1, out: Codes | None = None) -> Codes:
-        """All codes, written into `out` if it is given. Call it once (see the class). They do not depend on threads."""
-        codes = np.empty(self.dimension, dtype=self.dtype) if out is None else out
-        if codes.shape != (self.dimension,) or codes.dtype != self.dtype:
-            raise InvalidParameter(
-                f"out must be {self.dimension} codes of {self.dtype}, got shape {codes.shape} of {codes.dtype}"
-            )
-        if not (codes.flags.c_contiguous and codes.flags.aligned and codes.flags.writeable):
-            raise InvalidParameter("out must be contiguous, aligned and writeable")
-        for_slices(self.dimension, CHUNK, threads, lambda a, b: self.write(a, b, codes[a:b]))
+    def codes(self) -> Codes:
+        """All codes. Call it once (see the class)."""
+        codes = np.empty(self.dimension, dtype=self.dtype)
+        self.write(0, self.dimension, codes)
         return codes
 
     def _refinement(self, start: int, offset: int) -> int:
@@ -239,20 +230,3 @@ def add_decoded(
         _kernels.accumulate_scalar(codes, weight * range / mechanism.levels * mechanism.step, centre, total)
     else:
         _kernels.accumulate_vector(codes, range, weight / mechanism.levels * mechanism.step, centre, total)
-
-
-def for_slices(dimension: int, step: int, threads: int, work: Callable[[int, int], None]) -> None:
-    """Call work(start, stop) on slices that cover [0, dimension): one per thread, cut at multiples of `step`.
-
-    An error is raised after all slices have ended; of several, that of the first slice.
-    """
-    check_int("threads", threads, 1, _MAX_THREADS)
-    length = -(-dimension // (threads * step)) * step
-    starts = range(0, dimension, length)
-    if len(starts) == 1:
-        work(0, dimension)
-        return
-    with ThreadPoolExecutor(max_workers=len(starts)) as pool:
-        pending = [pool.submit(work, start, min(start + length, dimension)) for start in starts]
-    for slice_done in pending:
-        slice_done.result()
