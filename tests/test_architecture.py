@@ -98,7 +98,7 @@ def test_importing_the_package_is_light():
         "import sys, bqsgd\n"
         "from bqsgd._src import codec\n"
         "from bqsgd._src.planner import search\n"
-        "from bqsgd._src.paper import figures, nominal\n"
+        "from bqsgd._src.paper import nominal, tradeoffs\n"
         "sys.exit(','.join(sorted({'torch', 'flwr', 'opacus', 'matplotlib'} & set(sys.modules))) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

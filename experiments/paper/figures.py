@@ -14,8 +14,7 @@ from experiments.paper.published import MNIST, ROWS
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.mechanism.properties import noise_density, noise_variance
 from bqsgd._src.noise import binomial_pmf
-from bqsgd._src.paper.figures import COLOURS, blank_figure, draw_tradeoffs
-from bqsgd._src.paper.tradeoffs import Problem, trade_off_curves
+from bqsgd._src.paper.tradeoffs import COLOURS, Problem, blank_figure, draw_tradeoffs, trade_off_curves
 from bqsgd._src.params import Mechanism, check_positive
 
 _Array = npt.NDArray[np.float64]

@@ -20,9 +20,8 @@ from PIL import Image
 
 from bqsgd._src.data import _cifar10 as cifar10
 from bqsgd._src.data import _sources as sources
-from bqsgd._src.data._catalogue import CATALOGUE, CatalogueEntry
 from bqsgd._src.data._sources import File, Published, fetched
-from bqsgd._src.data.dataset import load_entry
+from bqsgd._src.data.dataset import CATALOGUE, CatalogueEntry, load_entry
 from bqsgd._src.data.pretrained import WEIGHTS
 from bqsgd._src.errors import DataUnavailable, InvalidParameter
 

@@ -19,7 +19,7 @@ from bqsgd._src.ledger import Ledger
 from bqsgd._src.records.checkpoint import FILE_NAME, CheckpointError
 from bqsgd._src.records.record import RunFolderError
 from bqsgd._src.records.tensorboard import TensorBoardLog
-from bqsgd._src.reports._ledgers import read_run
+from bqsgd._src.reports.page import read_run
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task

@@ -160,9 +160,8 @@ def paper_tradeoffs(
 
     import numpy as np
 
-    from bqsgd._src.paper.figures import draw_tradeoffs
     from bqsgd._src.paper.nominal import NominalSetting
-    from bqsgd._src.paper.tradeoffs import Point, Problem, trade_off_curves
+    from bqsgd._src.paper.tradeoffs import Point, Problem, draw_tradeoffs, trade_off_curves
 
     problem = Problem(
         setting=NominalSetting(

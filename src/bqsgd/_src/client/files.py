@@ -8,7 +8,7 @@ from typing import Any
 
 from bqsgd._src.client.client import PrivateLog
 from bqsgd._src.ledger import Ledger, PrivacyBudget, Register
-from bqsgd._src.ledger.opening import ledger_path, open_ledger, register_path
+from bqsgd._src.ledger.register import ledger_path, open_ledger, register_path
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.storage import Appended, private_folder

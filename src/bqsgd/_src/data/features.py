@@ -15,10 +15,9 @@ import numpy.typing as npt
 import xxhash
 from rich.progress import MofNCompleteColumn
 
-from bqsgd._src.data._catalogue import CATALOGUE
 from bqsgd._src.data._pixels import Transform, transformed
 from bqsgd._src.data._sources import cache_folder, progress_bar
-from bqsgd._src.data.dataset import Dataset, Split
+from bqsgd._src.data.dataset import CATALOGUE, Dataset, Split
 from bqsgd._src.errors import InvalidParameter, NotWritten, UnsafeFile
 from bqsgd._src.storage import draft, open_regular, write_all
 

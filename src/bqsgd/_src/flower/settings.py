@@ -30,7 +30,7 @@ from bqsgd._src.client.sums import made_identities
 from bqsgd._src.engines.engine import FEW
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
-from bqsgd._src.ledger.opening import ledger_path, register_path
+from bqsgd._src.ledger.register import ledger_path, register_path
 from bqsgd._src.params import check_int, short_repr
 from bqsgd._src.secure.roster import public_key, read_identity, read_roster, write_identity
 from bqsgd._src.settings.config import Config

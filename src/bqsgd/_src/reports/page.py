@@ -1,6 +1,7 @@
 """The report of one run, and the comparison of several: one self-contained HTML file each.
 
-Every text from a run folder is escaped. A comparison warns where the epsilons of its runs do not mean the same.
+Every text from a run folder is escaped. A comparison warns where the epsilons of its runs do not mean the same. The
+guarantee comes from the ledgers where there are any (`read_run`): a summary knows only what one process spent.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -19,13 +20,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bqsgd import __version__
-from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.errors import AccountingError, InvalidParameter
+from bqsgd._src.ledger.register import SUFFIX, Ledgers
 from bqsgd._src.privacy.guarantee import MEANINGLESS_EPSILON, Guarantee, as_given
-from bqsgd._src.records.folder import REPORT, SHOWN, ClientTally, History, Parameters
-from bqsgd._src.records.record import Status
+from bqsgd._src.records.folder import REPORT, SHOWN, ClientTally, History, Parameters, read_history
+from bqsgd._src.records.record import RunFolderError, Status, Summary
 from bqsgd._src.reports._chart import Chart, Point, Quantity, Series, short
 from bqsgd._src.reports._figures import framed, measured, run_figures, running_total
-from bqsgd._src.reports._ledgers import read_run
 from bqsgd._src.storage import write_atomic
 
 _MAX_CLIENT_ROWS = 40
@@ -278,3 +279,58 @@ def _distinct(runs: Sequence[History]) -> list[History]:
         seen[run.name] += 1
         named.append(replace(run, name=f"{run.name} ({seen[run.name]})") if shared[run.name] > 1 else run)
     return named
+
+
+_MAX_LEDGERS = 100_000
+
+
+def read_run(folder: str | Path) -> History:
+    """Read a run folder. If it holds clients' ledgers, epsilon is computed from what they count now.
+
+    Raises:
+        RunFolderError: the folder does not follow the schema.
+        LedgerError: one of its ledgers is damaged.
+    """
+    history = read_history(folder)
+    if history.summary is None:
+        return history
+    return replace(history, summary=_from_ledgers(history.summary, Path(folder) / "ledgers"))
+
+
+def _from_ledgers(summary: Summary, folder: Path) -> Summary:
+    stated, client = summary.guarantee, summary.guarantee_client
+    guarantees = dict(_spent(folder, delta=None if stated is None else stated.delta))
+    if stated is not None and client is not None and client not in guarantees:
+        guarantees[client] = stated  # its ledger is on the client's own machine
+    if not guarantees:
+        return summary
+    # Of equal epsilons the smallest client number, so that the page does not depend on the order of files.
+    worst = max(guarantees, key=lambda number: (guarantees[number].epsilon, -number))
+    claim = guarantees[worst]
+    if stated is not None:  # a ledger does not know which data the run assumed to be public
+        claim = replace(claim, assumption=_both(claim.assumption, stated.assumption))
+    return replace(summary, guarantee=claim, guarantee_client=worst, seeded=summary.seeded or claim.seeded)
+
+
+def _both(*assumptions: str) -> str:
+    parts = [part for text in assumptions for part in text.split("; ") if part]
+    return "; ".join(dict.fromkeys(parts))
+
+
+def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarantee]]:
+    """Client -> the guarantee of all that its ledger counts. Clients with the same history share a computation."""
+    # A run folder from somebody else could otherwise make us read ledgers anywhere on this machine.
+    if folder.is_symlink():
+        raise RunFolderError(f"{folder} is a link; the ledgers must be in the run folder itself")
+    paths = sorted([*folder.glob("client-*.ledger"), *folder.glob(f"*{SUFFIX}")])
+    if len(paths) > _MAX_LEDGERS:
+        raise RunFolderError(f"{folder} holds more than {_MAX_LEDGERS} ledgers")
+    for path in paths:
+        with Ledgers(path) as ledgers:
+            for client in ledgers.clients:
+                try:
+                    guarantee = ledgers.ledger(client).guarantee(delta=delta)
+                except AccountingError as error:
+                    raise RunFolderError(f"{path}: no epsilon can be proven for what it counts ({error})") from error
+                if guarantee is not None:
+                    yield client, guarantee
