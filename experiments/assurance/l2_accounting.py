@@ -1,4 +1,4 @@
-"""How tight the accountant is under an L2 bound: four settings, 200 random ones, and the frontier's presets.
+"""How tight the accountant is under an L2 bound: four settings and 200 random ones.
 
 python -m experiments.assurance.l2_accounting  # runs everything (about ten minutes on one core), writes both
 """
@@ -17,15 +17,11 @@ import numpy as np
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
-from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.params import Mechanism
-from bqsgd._src.planner.plan import Budget
-from bqsgd._src.planner.search import make_plan
 from bqsgd._src.privacy import _renyi
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import rounded_down, rounded_up
 from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms
-from bqsgd._src.tasks.named import presets
 from experiments import lab, pages
 
 RESULTS = lab.RESULTS / "l2_accounting.json"
@@ -57,7 +53,6 @@ MOST_STEPS = 590.0
 """Beyond 600 steps per coordinate the accountant refuses."""
 MOST_EPSILON, LEAST_EPSILON = 100.0, 0.01
 """Random settings whose attained epsilon lies outside are drawn again: nobody would run them."""
-PRESET_CLIENT = {"dimension": 39_700, "dataset_size": 15_000}
 """The model behind the scattering front end, and a quarter of the training data."""
 
 
@@ -159,56 +154,6 @@ def random_settings(known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]
             yield rows[:SETTINGS]
 
 
-def preset_rows() -> list[dict[str, Any]]:
-    """Each preset's plan by moments, its figure by either route, and the plan of today: those of four clients on MNIST
-    and Fashion-MNIST whose messages are seen and that were run."""
-    rows = []
-    for name, preset in presets().items():
-        place = FRONTIER / f"{name}-seed0.json"
-        if preset.get("secure") or "clients" in preset or "mnist" not in preset["dataset"] or not place.exists():
-            continue
-        bits = max(8, preset["bits"])  # fewer bits are planned at 8 and coarsened
-        clip = preset["clip_norm"] / (preset["batch_size"] * preset["range"])
-        terms = Terms.of_batch(batch_size=preset["batch_size"], linf=clip, l2=clip, **PRESET_CLIENT)
-        run = json.loads(place.read_text(encoding="utf-8"))
-        rounds, delta = preset["rounds"], run["guarantee"]["delta"]
-        before = least_by_moments(terms, bits, preset["epsilon"], rounds, delta)
-        plan = make_plan(Budget(bits=bits, epsilon=preset["epsilon"], delta=delta), terms, rounds=rounds)
-        row = {
-            "name": name,
-            "budget": preset["epsilon"],
-            "delta": delta,
-            "runs_epsilon": run["guarantee"]["epsilon"],
-            "before": {"levels": before.levels, "trials": before.trials, "variance": noise_variance(before)},
-            "before_renyi": _renyi.epsilon(((Release(mechanism=before, terms=terms), rounds),), delta),
-            "before_now": figures(Release(mechanism=before, terms=terms), rounds, delta),
-            "after": {"levels": plan.mechanism.levels, "trials": plan.mechanism.trials, "variance": plan.variance},
-            "after_now": figures(plan.release, rounds, delta),
-        }
-        print(row, flush=True)
-        rows.append(row)
-    return rows
-
-
-def least_by_moments(terms: Terms, bits: int, budget: float, rounds: int, delta: float) -> Mechanism:
-    """The plan that the Renyi figure alone would give: of each number of levels the fewest trials that hold."""
-    candidates = []
-    for levels in range(1, 2 ** (bits - 1)):
-        low, high = 0, 2**bits - 1 - 2 * levels
-
-        def holds(trials: int, levels: int = levels) -> bool:
-            spent = ((Release(mechanism=Mechanism(levels=levels, trials=trials), terms=terms), rounds),)
-            return _renyi.epsilon(spent, delta) <= budget
-
-        if high < 1 or not holds(high):
-            break
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle, high)
-        candidates.append(Mechanism(levels=levels, trials=high))
-    return min(candidates, key=noise_variance)
-
-
 def section(results: dict[str, Any]) -> str:
     """The section of docs/accounting.md on how tight the figure is, every figure from the results."""
     settings = results["random"]
@@ -280,29 +225,8 @@ def section(results: dict[str, Any]) -> str:
             f"{row['rate']:.3g} | {row['rounds']} | {row['delta']:.1e} | {rounded_down(row['attained'])} "
             f"| {rounded_up(float(row['epsilon']))} | {float(row['ratio']):.4f} |"
         )
-    lines += [
-        "",
-        "### The frontier's presets",
-        "",
-        "*Before*: the plan by moments, and its figure by moments and as proven now. "
-        "*After*: the plan of today. The error is V, the variance of a coordinate in squared ranges. Recorded with "
-        "batches of 1,024, which the presets had then.",
-        "",
-        "| preset | budget | before: levels, trials | Renyi | proven now | V | after: levels, trials | proven | V "
-        "| V after / before |",
-        "|---|---:|---|---:|---:|---:|---|---:|---:|---:|",
-    ]
     runs = [json.loads(place.read_text(encoding="utf-8")) for place in sorted(FRONTIER.glob("*.json"))]
     by_moments = sum("moments" in run["guarantee"]["method"] for run in runs)
-    for row in results["presets"]:
-        before, after = row["before"], row["after"]
-        lines.append(
-            f"| `{row['name']}` | {row['budget']:g} | {before['levels']}, {before['trials']} "
-            f"| {rounded_up(row['before_renyi'])} | {rounded_up(row['before_now']['epsilon'])} "
-            f"| {before['variance']:.4g} | {after['levels']}, {after['trials']} "
-            f"| {rounded_up(row['after_now']['epsilon'])} | {after['variance']:.4g} "
-            f"| {after['variance'] / before['variance']:.3f} |"
-        )
     lines += [
         "",
         f"{by_moments} of the {len(runs)} runs behind [the frontier](frontier.md) state the figure by moments. "
@@ -319,7 +243,6 @@ def main() -> None:
     results = {
         "delta": DELTA,
         "table": known.get("table") or table(),
-        "presets": known.get("presets") or preset_rows(),
         "random": [],
     }
     for results["random"] in random_settings(known.get("random", [])):

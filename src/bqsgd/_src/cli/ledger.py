@@ -20,29 +20,6 @@ _Client = Annotated[int | None, typer.Option(help="The client's number, if LEDGE
 _Delta = Annotated[float | None, typer.Option(help="State epsilon at this delta instead of the budget's.")]
 
 _MAX_SHOWN = 10
-_COLUMNS = [
-    "number",
-    "kind",
-    "time",
-    "run",
-    "first_round",
-    "rounds",
-    "seeded",
-    "again",
-    "levels",
-    "trials",
-    "dimension",
-    "linf",
-    "l2",
-    "relation",
-    "sampling",
-    "rate",
-    "unit",
-    "trust",
-    "budget_epsilon",
-    "budget_delta",
-    "reason",
-]
 
 
 @ledger.command()
@@ -140,15 +117,17 @@ def _csv(entries: list[dict[str, Any]]) -> str:
     import csv
     import io
 
-    stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, _COLUMNS, restval="", extrasaction="ignore")
-    writer.writeheader()
+    rows = []
     for number, entry in enumerate(entries, start=1):
-        release, budget = entry.get("release", {}), entry.get("budget", {})
-        # Nested tables become columns. Later names win, so `sampling` is replaced by its scheme below.
-        row = {"number": number, **entry, **release, **release.get("mechanism", {})}
-        row |= release.get("sensitivity", {})
-        if release:
-            row |= {"sampling": release["sampling"]["scheme"], "rate": release["sampling"]["rate"]}
-        writer.writerow(row | {f"budget_{name}": value for name, value in budget.items()})
+        row = {"number": number, **entry}
+        row |= {f"budget_{name}": value for name, value in row.pop("budget", {}).items()}
+        if release := row.pop("release", {}):
+            # Nested tables become columns; `sampling` is the name of the scheme.
+            row |= release | release["mechanism"] | release["sensitivity"] | release["sampling"]
+            row["sampling"] = row.pop("scheme")
+        rows.append({name: value for name, value in row.items() if not isinstance(value, dict)})
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
     return stream.getvalue()
