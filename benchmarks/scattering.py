@@ -19,7 +19,7 @@ import scipy.special
 import torch
 
 import benchmarks
-from bqsgd._src.data._pixels import transformed
+from bqsgd._src.data.features import transformed
 from bqsgd._src.data.scattering import SCATTERING, constants, each_position
 
 PAGE = Path(__file__).parent.parent / "docs" / "data.md"

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bqsgd._src.data import pretrained
-from bqsgd._src.data._pixels import transformed
+from bqsgd._src.data.features import transformed
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
 WIDTHS = ((32, 16, 3), (16, 24, 3), (24, 24, 3), (24, 40, 5), (40, 40, 5), (40, 80, 3), (80, 80, 3), (80, 80, 3),

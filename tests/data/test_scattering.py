@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bqsgd import data
-from bqsgd._src.data._pixels import transformed
-from bqsgd._src.data.features import compute_features, features_shape
+from bqsgd._src.data.features import compute_features, features_shape, transformed
 from bqsgd._src.data.scattering import (
     DEVIATIONS,
     MEANS,

@@ -70,7 +70,7 @@ def sent(folder):
     return Counter(tuple(map(int, line.split())) for line in lines)
 
 
-@pytest.mark.parametrize(("kills", "rounds"), [(8, 80), pytest.param(20, 250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "rounds"), [(6, 40), pytest.param(20, 250, marks=pytest.mark.slow)])
 def test_same_model_after_many_kills(task, settings, tmp_path, kills, rounds):
     config = named(
         settings(rounds=rounds, workers=1, checkpoint_every=7, reserve_rounds=10, epsilon=900.0, evaluate_every=100)

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import PrivacyBudget
@@ -28,26 +28,13 @@ from bqsgd._src.secure.graph import thresholds
 _WIDTH = 120
 
 
-class PrintedAnswer(Protocol):
-    """An answer that prints as the command prints it: a title, then aligned lines."""
-
-    @property
-    def title(self) -> str:
-        """The question in one line."""
-
-    @property
-    def lines(self) -> dict[str, str]:
-        """Label -> text, in reading order."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every figure in full, in plain JSON types: what the command prints with --json."""
-
-    def __str__(self) -> str:
-        return aligned(self.title, self.lines, width=_WIDTH)
+def _printed(answer: AccountAnswer | PlanAnswer | SumPlanAnswer) -> str:
+    """An answer as the command prints it: a title, then aligned lines."""
+    return aligned(answer.title, answer.lines, width=_WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccountAnswer(PrintedAnswer):
+class AccountAnswer:
     """What a mechanism guarantees when it is run for a number of rounds.
 
     attained_epsilon: a lower bound on the epsilon of some data, which shows how tight the guarantee is.
@@ -59,6 +46,7 @@ class AccountAnswer(PrintedAnswer):
     guarantee: Guarantee
     attained_epsilon: float | None
     variance: float
+    __str__ = _printed
 
     @property
     def title(self) -> str:
@@ -88,11 +76,12 @@ class AccountAnswer(PrintedAnswer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanAnswer(PrintedAnswer):
+class PlanAnswer:
     """The mechanism of least error within a budget. proposal: batch size, rounds and clip, if they were left out."""
 
     plan: Plan
     proposal: Proposal | None
+    __str__ = _printed
 
     @property
     def mechanism(self) -> Mechanism:
@@ -155,7 +144,7 @@ class PlanAnswer(PrintedAnswer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumPlanAnswer(PrintedAnswer):
+class SumPlanAnswer:
     """Levels, modulus and trials of a whole secure sum, and what they guarantee to each client."""
 
     plan: SumPlan
@@ -163,6 +152,7 @@ class SumPlanAnswer(PrintedAnswer):
     budget: PrivacyBudget
     rounds: int
     guarantee: Guarantee
+    __str__ = _printed
 
     @property
     def title(self) -> str:

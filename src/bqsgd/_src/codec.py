@@ -192,6 +192,7 @@ class Accumulator:
         # `codes_of` checks every code before the first is added, so a refused frame leaves the sum unchanged.
         target = self.total if subset is None else np.zeros(dimension)
         add_decoded(target, codes_of(checked), checked.header.mechanism, range=range, weight=weight)
+        # `places` are all different, so that `+=` adds each of them; with repeats NumPy would add only one.
         if subset is not None:
             self.total[subset.places] += target * subset.sizes
         self.weight += weight

@@ -319,6 +319,8 @@ class Run:
                 record = self._evaluated(run_round(self.server, self.engine, asked=asked, sums=self._sums))
             self._count(record)
             if self._writer is not None:
+                # Before the checkpoint below: a resumed run drops records after its checkpoint, but cannot make up one
+                # that is missing before it.
                 self._writer.append(record)
             _log_trouble(record)
             yield record
@@ -385,6 +387,7 @@ class Run:
         """Write checkpoint, model, summary and report, and end the run on every client. Returns the summary."""
         if self.summary is None:
             try:
+                # The checkpoint first: if the summary or a disk fails after it, the run can still be resumed.
                 self.checkpoint()
                 self.summary = self._summarise()
                 if self._writer is not None and self.folder is not None:

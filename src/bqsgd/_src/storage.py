@@ -71,6 +71,7 @@ def draft(path: Path) -> Iterator[tuple[int, Path]]:
             yield handle, name
         finally:
             _unlock(handle, name)
+        # After the rename and the removal: both are changes of the folder, which syncing the file does not cover.
         _sync_folder(path.parent)
     except OSError as error:
         raise NotWritten(f"{path} cannot be written ({error.strerror or error}); it is unchanged") from error

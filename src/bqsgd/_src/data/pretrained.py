@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bqsgd._src.data._pixels import Transform
 from bqsgd._src.data._sources import File, Published, fetched
+from bqsgd._src.data.features import Transform
 from bqsgd._src.errors import InvalidParameter
 
 WIDTH = 1280

@@ -26,7 +26,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd._src.data._pixels import Transform
+from bqsgd._src.data.features import Transform
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
 

@@ -76,6 +76,7 @@ class Shares:
     input_shape: tuple[int, ...]
 
 
+# One result: the features of a data set may take gigabytes.
 @lru_cache(maxsize=1)
 def load_shares(
     name: str,

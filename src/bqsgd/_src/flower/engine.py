@@ -224,6 +224,7 @@ class FlowerEngine(Engine):
             else:
                 replies[client] = Reply(client=client, reason=f"its node {node} is offline")
         replies |= self._receive(outgoing, seconds=self.round_seconds, enough=enough)
+        # Taken only now: frames of earlier rounds may have come while this exchange waited.
         late, self._late = self._late, []
         yield from (replies[number] for number in sorted(replies))
         yield from sorted(late, key=lambda reply: reply.client)

@@ -279,6 +279,7 @@ class LedgerFile:
                 raise LedgerError(
                     f"{self.path} was moved or replaced while open; put the ledger back and open it again"
                 )
+            # IMMEDIATE takes the write lock now: what is read in the block is then still true when it is written.
             with _explained(self.path):
                 self.connection.execute("BEGIN IMMEDIATE")
             self._writing = True

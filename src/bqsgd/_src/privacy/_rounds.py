@@ -203,7 +203,10 @@ def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     count = sum(rounds for _, rounds in messages)
     variance = sum(rounds * message.loss_deviation**2 for message, rounds in messages)
     reach = sum(rounds * max(-float(x.loss[0]), float(x.loss[-1])) for x, rounds in messages)
+    # How far losses spread decides only how fine the grid is: twelve standard deviations on either side if there are
+    # many rounds, and the largest loss of a message if there are few.
     spread = min(2 * reach, 24 * math.sqrt(variance) + 2 * max(float(x.loss[-1]) for x, _ in messages))
+    # Fine beside the loss of one round, and beside all losses that matter; then not finer than memory allows.
     step = min(GRID_FRACTION * math.sqrt(variance / count), spread / FINE_POINTS)
     extent = max(float(x.loss[-1] - x.loss[0]) for x, _ in messages)
     step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS) or 1.0  # 0: all losses are 0, any step will do

@@ -142,6 +142,7 @@ def _trim(rounds: Appended, keep_through: int | None) -> None:
             if keep_through is not None and RoundRecord.from_dict(_json(line)).round > keep_through:
                 break
             keep += len(line)
+    # The file keeps its name and its descriptor: a new file in its place would not be the one that is appended to.
     rounds.cut(keep)
 
 

@@ -61,6 +61,8 @@ def generators_kept() -> Iterator[None]:
             place = next(n for n, kept in enumerate(_kept) if kept is own)
             del _kept[place]
             if place < len(_kept):
+                # The next one came while these states were already replaced. It will put back what was there before
+                # this one came, because nobody but this one knows it.
                 _kept[place][:] = own
             else:
                 torch.set_rng_state(own[0])

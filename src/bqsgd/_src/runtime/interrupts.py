@@ -98,6 +98,7 @@ def _handled(deferral: _Deferral) -> Iterator[_Deferral]:
     try:
         yield deferral
     finally:
+        # In this order: a Ctrl-C between the two lines still meets our handler, and is raised below.
         _current = None
         signal.signal(signal.SIGINT, before)
         if deferral.raised:

@@ -185,6 +185,7 @@ class TorchDistributed(Engine):
             received = self._received.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             return False
+        # A rank that was late answers an old question; its answer must not pass for one to the present question.
         rank, current = received.rank, received.asked == self._asked
         reply = self._read(received)
         if current or rank in self.lost:
@@ -228,6 +229,7 @@ class TorchDistributed(Engine):
         """Tell the clients that the run is over, and close the ledger of the client on this rank."""
         if self._closed:
             return
+        # First: `guarantees` must not ask ranks that are about to end.
         self._closed = True
         until = time.monotonic() + wait_seconds  # for all ranks together; those still at work then are left behind
         for questions in self._questions.values():
