@@ -43,7 +43,6 @@ PROBLEM = Problem(
     dimension=61_706,
     clip=MNIST.clip,
     rounds=MNIST.rounds,
-    clients=MNIST.clients,
     learning_rate=MNIST.learning_rate,
     initial_gap=float(np.log(10)),
     gradient_variance=1.0,

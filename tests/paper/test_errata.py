@@ -155,7 +155,6 @@ def test_e19_the_factor_n_hides_the_gain_from_more_clients():
         dimension=100,
         clip=1.0,
         rounds=10,
-        clients=8,
         learning_rate=0.1,
         initial_gap=1.0,
         gradient_variance=1.0,

@@ -17,7 +17,6 @@ PROBLEM = Problem(
     dimension=100,
     clip=0.5,
     rounds=50,
-    clients=1,
     learning_rate=0.1,
     initial_gap=3.0,
     gradient_variance=2.0,

@@ -14,7 +14,6 @@ PROBLEM = Problem(
     dimension=61706,
     clip=0.0015,
     rounds=1000,
-    clients=4,
     learning_rate=0.006,
     initial_gap=2.3,
     gradient_variance=1.0,

@@ -140,7 +140,6 @@ def paper_tradeoffs(
     dimension: Annotated[int, panel_option(_PROBLEM, "Parameters of the model.")] = 61706,
     clip: Annotated[float, panel_option(_PROBLEM, "Clip range, C.")] = 0.0015,
     rounds: Annotated[int, panel_option(_PROBLEM, "Number of rounds, T.")] = 1000,
-    clients: Annotated[int, panel_option(_PROBLEM, "Number of clients with equal weights, N.")] = 4,
     learning_rate: Annotated[float, panel_option(_PROBLEM, "Learning rate, at most 1/smoothness.")] = 0.006,
     initial_gap: Annotated[
         float, panel_option(_PROBLEM, "Assumed F(start) - F*; log 10 for ten classes and an untrained model.")
@@ -170,7 +169,6 @@ def paper_tradeoffs(
         dimension=dimension,
         clip=clip,
         rounds=rounds,
-        clients=clients,
         learning_rate=learning_rate,
         initial_gap=initial_gap,
         gradient_variance=gradient_variance,

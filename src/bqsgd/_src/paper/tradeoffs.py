@@ -22,22 +22,19 @@ from bqsgd._src.privacy.guarantee import as_given
 class Problem:
     """A learning problem for Theorem 1.
 
-    dimension: of the model, not d_P. clients: how many equal clients the trade-off curves are drawn for.
-    learning_rate: eta. initial_gap: F(theta_0) - F*, and gradient_variance: sigma^2 (Assumption 1); both are assumed,
-    not measured.
+    dimension: of the model, not d_P. learning_rate: eta. initial_gap: F(theta_0) - F*, and gradient_variance: sigma^2
+    (Assumption 1); both are assumed, not measured. How many clients there are makes no difference to the curves.
     """
 
     setting: NominalSetting
     dimension: int
     clip: float
     rounds: int
-    clients: int
     learning_rate: float
     initial_gap: float
     gradient_variance: float
 
     def __post_init__(self) -> None:
-        check_int("clients", self.clients, 1, 2**20)
         check_int("dimension", self.dimension, 1, 2**53)
         check_int("rounds", self.rounds, 1, 2**53)
         for name in ("clip", "learning_rate", "initial_gap", "gradient_variance"):

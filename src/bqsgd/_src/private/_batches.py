@@ -27,8 +27,8 @@ _log = logging.getLogger("bqsgd.samples")
 class Batch:
     """One Poisson batch, for one step. Its first samples are in memory; the step reads the others."""
 
-    def __init__(self, number: int, drawn: int, reading: Iterator[Part]) -> None:
-        self._number, self._drawn, self._reading = number, drawn, reading
+    def __init__(self, drawn: int, reading: Iterator[Part]) -> None:
+        self._drawn, self._reading = drawn, reading
 
     def __len__(self) -> int:
         """How many samples were drawn. It depends on a secret draw: keep it private."""
@@ -114,7 +114,7 @@ class PoissonLoader:
                     first = next(pieces)
             number, size, count = drawn.popleft()
             reading = _reading(first, pieces, count - 1)
-            self._fresh = Batch(number, size, reading)
+            self._fresh = Batch(size, reading)
             yield self._fresh
             if drawn is self._drawn:
                 self._fresh = None
