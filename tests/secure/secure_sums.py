@@ -73,8 +73,9 @@ class Federation:
         shares: Collection[int] | None = None,
         stated: Collection[int] | None = None,
         cohort: Collection[int] | None = None,
+        width: int | None = None,
     ) -> None:
-        self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds, cohort=cohort)
+        self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds, cohort=cohort, width=width)
         for number, request in self.server.requests().items():
             if keys is None or number in keys:
                 self.server.take_keys(self.clients[number].answer(request))
@@ -129,10 +130,12 @@ def revealed_of(said: Parts) -> tuple[set[int], set[int]]:
     return pairs, set(said.parts) - pairs
 
 
-def request_keys(client: SumClient, *, epoch: int = 1, first_round: int = 0, rounds: int = 1) -> bytes:
+def request_keys(
+    client: SumClient, *, epoch: int = 1, first_round: int = 0, rounds: int = 1, width: int | None = None
+) -> bytes:
     """The keys with which a client answers a request to the whole roster."""
     header = SumHeader(kind=Kind.BATCH, epoch=epoch, round=first_round, rounds=rounds, client=client.number)
-    return client.keys(write_batch(header, client.agreement))
+    return client.keys(write_batch(header, client.agreement.of(width=width)))
 
 
 def some_codes(agreed: Agreement, *, most: int = 5, seed: int = 0) -> dict[int, np.ndarray]:

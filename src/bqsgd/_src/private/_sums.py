@@ -111,8 +111,9 @@ class RankSums:
             reason = f"{outcome.lost}; {silent}"
             result, kind = reason.encode()[:_MOST_WORDS], MessageKind.NO_SUM
         else:
-            mean = self._plan.mean(outcome.total.lanes, survivors=len(outcome.total.survivors)).astype("<f4")
-            result, kind = mean.tobytes(), MessageKind.SUM
+            total = outcome.total
+            mean = self._plan.mean(total.lanes, survivors=len(total.survivors), width=total.width)
+            result, kind = mean.astype("<f4").tobytes(), MessageKind.SUM
         for channel in channels.values():
             channel.send(kind, result)
         return self._result(kind, result)

@@ -29,8 +29,13 @@ class Agreement:
     """Roster, run, thresholds, size of the vectors, and the noise that a sum needs.
 
     width: sums are taken modulo 2^width. trials: M, the trials that the honest clients of a sum must contribute
-    together. cohort: the clients of a key batch, ascending; None if the whole roster takes part. The server names the
-    cohort, `of` makes the agreement for it, and the thresholds are those of one cohort.
+    together. cohort: the clients of a key batch, ascending; None if the whole roster takes part. widest: the largest
+    width that a key batch may have; None for `width`.
+
+    The server names cohort and width of every key batch, and `of` makes the agreement for it. The thresholds are those
+    of one cohort. Whatever width the server names, it learns a function of the same sum. The width is in the session,
+    from which all keys of masks and shares derive. So clients that were told different widths have no keys in common:
+    their masks are independent, and a sum over them does not open.
     """
 
     roster: Roster
@@ -40,10 +45,13 @@ class Agreement:
     width: int
     trials: int = 0
     cohort: tuple[int, ...] | None = None
+    widest: int | None = None
 
     def __post_init__(self) -> None:
         check_int("dimension", self.dimension, 1, _MAX_DIMENSION)
-        check_int("width", self.width, 2, MAX_WIDTH)
+        if self.widest is None:
+            object.__setattr__(self, "widest", self.width)
+        check_int("width", self.width, 2, check_int("widest", self.widest, 2, MAX_WIDTH))
         clients, taking_part = len(self.roster.keys), self.rule.clients
         if taking_part > clients:
             raise InvalidParameter(f"the roster has {clients} clients, the thresholds are for {taking_part}")
@@ -59,20 +67,27 @@ class Agreement:
         # Raises now, not in the middle of a sum, if the trials are out of range.
         self.noise.parts  # noqa: B018
 
-    def of(self, cohort: Iterable[int]) -> Agreement:
-        """The agreement for one cohort.
+    def of(self, cohort: Iterable[int] | None = None, *, width: int | None = None) -> Agreement:
+        """The agreement for one key batch: of this cohort (None: all), modulo 2^width (None: the widest).
 
         Raises:
             TooFewClients: the cohort does not have the agreed number of clients.
             ForeignClient: a member is not in the roster.
+            InvalidParameter: the width is not from 2 to the widest.
         """
-        chosen = tuple(sorted(set(cohort)))
-        if self.rule.clients == len(self.roster.keys) and chosen == self.roster.clients:
-            return self
-        named = replace(self, cohort=chosen)
+        chosen = self.roster.clients if cohort is None else tuple(sorted(set(cohort)))
+        everybody = self.rule.clients == len(self.roster.keys) and chosen == self.roster.clients
+        named = replace(self, cohort=None if everybody else chosen, width=self.widest if width is None else width)
+        # Equal agreements stay one object, with its cached graph.
+        named = self if named == self else named
         # Raises now if a member is not in the roster.
         named.members  # noqa: B018
         return named
+
+    @property
+    def before_batches(self) -> Agreement:
+        """The agreement as the clients know it before the server names a cohort and a width."""
+        return replace(self, cohort=None, width=self.widest)
 
     @cached_property
     def members(self) -> Roster:
@@ -95,16 +110,16 @@ class Agreement:
 
     @cached_property
     def run_digest(self) -> bytes:
-        """SHA-256 over everything except the cohort."""
+        """SHA-256 over everything except cohort and width of a key batch."""
         rule, name = self.rule, self.run.encode()
         state = hashlib.sha256(b"bqsgd.secure.run.v2" + self.roster.digest)
         state.update(struct.pack("<B", len(name)) + name)
         state.update(struct.pack("<III", rule.clients, rule.dropouts, rule.colluders))
-        state.update(struct.pack("<QBI", self.dimension, self.width, self.trials))
+        state.update(struct.pack("<QBI", self.dimension, self.widest, self.trials))
         return state.digest()
 
     @cached_property
     def session(self) -> bytes:
-        """SHA-256 over everything, including the cohort."""
+        """SHA-256 over everything, including cohort and width of a key batch."""
         cohort = np.array(() if self.cohort is None else self.cohort, dtype="<u4").tobytes()
-        return hashlib.sha256(b"bqsgd.secure.session.v2" + self.run_digest + cohort).digest()
+        return hashlib.sha256(b"bqsgd.secure.session.v2" + self.run_digest + bytes([self.width]) + cohort).digest()

@@ -165,7 +165,8 @@ class SumClient:
         Raises:
             WrongRound: the epoch is not larger than all epochs so far.
             TooFewClients, ForeignClient: the cohort has the wrong size, or this client is not in it.
-            BadSecureMessage: too many rounds; the client would have to hold too many shares.
+            BadSecureMessage: too many rounds, so that the client would have to hold too many shares; or a width out of
+                range.
         """
         header, agreed = messages.read_batch(request, self.agreement)
         self._check_receiver(header)
@@ -178,7 +179,7 @@ class SumClient:
         # A request that is repeated, after a lost answer, gets the same answer: fresh secrets need a fresh epoch.
         if batch is not None and (batch.epoch, batch.first_round, batch.count) == asked:
             if batch.agreement.session != agreed.session:
-                raise ReplacedKeys(f"another cohort for epoch {epoch}; the client keeps to the first")
+                raise ReplacedKeys(f"another cohort or width for epoch {epoch}; the client keeps to the first")
             return batch.keys
         if self._last_epoch is not None:
             # Another process of this client may have begun a batch since this one read the file.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import compress
 from typing import Any
@@ -218,22 +218,27 @@ def chosen_of(packed: Bytes, order: Sequence[int]) -> tuple[int, ...]:
 
 
 def write_batch(header: SumHeader, agreement: Agreement) -> bytes:
-    """Exchange 1, from the server: ask for keys for these rounds and name the cohort, one bit per client of the roster.
+    """Exchange 1, from the server: ask for keys for these rounds, and name their width and cohort.
 
-    The session is that without a cohort, because the reader does not know the cohort yet.
+    The session is that without a cohort and with the widest modulus, because the reader does not know them yet.
     """
-    whole = replace(agreement, cohort=None)
-    return header.pack(whole) + bits_of(agreement.roster.clients, agreement.members.clients)
+    cohort = bits_of(agreement.roster.clients, agreement.members.clients)
+    return header.pack(agreement.before_batches) + bytes([agreement.width]) + cohort
 
 
 def read_batch(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Agreement]:
-    """The header of a request for keys, and the agreement for the cohort that it names.
+    """The header of a request for keys, and the agreement for the cohort and the width that it names.
 
     Raises:
         TooFewClients: the cohort does not have the agreed number of clients.
+        BadSecureMessage: the width is not from 2 to the widest that was agreed on.
     """
     header = read_header(message, agreement, Kind.BATCH)
-    return header, agreement.of(chosen_of(memoryview(message)[HEADER_BYTES:], agreement.roster.clients))
+    body = memoryview(message)[HEADER_BYTES:]
+    if not body or not 2 <= body[0] <= agreement.width:
+        stated = body[0] if body else "nothing"
+        raise BadSecureMessage(f"the width of a key batch must be from 2 to {agreement.width}, got {stated}")
+    return header, agreement.of(chosen_of(body[1:], agreement.roster.clients), width=body[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,12 +65,13 @@ class _Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """The sum of the survivors' codes modulo 2^width, one number per coordinate.
+    """The sum of the survivors' codes, one number per coordinate.
 
-    trials: binomial trials in the sum. seeded: the randomness of some client came from a seed, so there is no claim.
+    width: the numbers are taken modulo 2^width. trials: binomial trials in the sum. seeded: the randomness of some client came from a seed, so there is no claim.
     """
 
     lanes: Lanes
+    width: int
     survivors: tuple[int, ...]
     trials: int
     seeded: bool
@@ -88,14 +89,22 @@ class SumServer:
         # Client -> its public key whose signature was verified. A client signs its key once for the whole run.
         self._verified: dict[int, bytes] = {}
 
-    def begin(self, *, epoch: int, first_round: int, rounds: int, cohort: Iterable[int] | None = None) -> None:
+    def begin(
+        self,
+        *,
+        epoch: int,
+        first_round: int,
+        rounds: int,
+        cohort: Iterable[int] | None = None,
+        width: int | None = None,
+    ) -> None:
         """Begin a key batch. Clients refuse an epoch that is not larger than the last.
 
         Args:
             cohort: the clients that take part; all of the roster by default.
+            width: its sums are taken modulo 2^width; the widest that was agreed on by default.
         """
-        agreed = self.agreement if cohort is None else self.agreement.of(cohort)
-        agreed.members  # noqa: B018  (raises now if a cohort is needed and none was named)
+        agreed = self.agreement.of(cohort, width=width)
         self._batch, self._round = _Batch(agreed, epoch, first_round, rounds), None
 
     @property
@@ -330,7 +339,8 @@ class SumServer:
             if affected:
                 self._remove_pairs(client, affected, lanes, scratch)
         lanes &= lanes.dtype.type((1 << agreed.width) - 1)
-        return Total(lanes=lanes, survivors=listed, trials=agreed.noise.in_sum(len(listed)), seeded=current.seeded)
+        trials = agreed.noise.in_sum(len(listed))
+        return Total(lanes=lanes, width=agreed.width, survivors=listed, trials=trials, seeded=current.seeded)
 
     def _remove_pairs(self, client: int, affected: frozenset[int], lanes: Lanes, scratch: Lanes) -> None:
         """Remove the masks that survivors share with a client that is missing."""

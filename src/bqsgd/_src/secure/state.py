@@ -122,9 +122,9 @@ def _as_json(value: Any) -> Any:
         case Keys():
             return value.message
         case Agreement():
-            return value.cohort
+            return [value.cohort, value.width]
         case BatchState():
-            return {"cohort" if name == "agreement" else name: item for name, item in vars(value).items()}
+            return vars(value)
         case Secrets() | RoundState():
             return list(vars(value).values())
     raise TypeError(f"{type(value).__name__} is not part of a client's state")
@@ -150,7 +150,8 @@ def read_state(content: bytes, agreement: Agreement, client: int) -> ClientState
 
 
 def _read_batch(fields: dict[str, Any], agreement: Agreement) -> BatchState:
-    agreed = agreement if fields["cohort"] is None else agreement.of(fields["cohort"])
+    cohort, width = fields["agreement"]
+    agreed = agreement.of(cohort, width=int(width))
     strangers = fields["strangers"]
     return BatchState(
         agreement=agreed,

@@ -365,8 +365,8 @@ class Server:
     def _aggregate(self, current: _OpenRound) -> Aggregate | None:
         """What a client needs to repeat the step; None in a run whose clients cannot."""
         if current.total is not None and self.sums is not None:
-            survivors = len(current.total.survivors)
-            return Aggregate(messages=survivors, width=self.sums.width, numbers=current.total.lanes)
+            total = current.total
+            return Aggregate(messages=len(total.survivors), width=total.width, numbers=total.lanes)
         if current.sum is not None or not self.config.repeats_steps:
             return None
         return Aggregate.estimate(
