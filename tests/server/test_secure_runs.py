@@ -20,6 +20,7 @@ CLIENTS = 5
 BASE = {
     "clients": CLIENTS, "rounds": 6, "batch_size": 8, "rate": 0.25, "clip": "l2", "clip_norm": 1.0, "range": 0.3,
     "levels": 20, "trials": 120, "epsilon": 50.0, "secure": True, "dropouts": 1, "key_rounds": 3, "seed": 3,
+    "window": 1.0,  # one width for the run, so that no key batch ends early
     "evaluate_every": 3, "checkpoint_every": 1, "weights": "equal", "learning_rate": 0.5,
 }  # fmt: skip
 
@@ -45,7 +46,7 @@ def settings(**changes):
 
 
 def plain(**changes):
-    return settings(secure=None, dropouts=None, key_rounds=None, **changes)
+    return settings(secure=None, dropouts=None, key_rounds=None, window=None, **changes)
 
 
 class Steps:

@@ -59,6 +59,7 @@ from bqsgd._src.server.aggregation import client_weights, read_sizes
 from bqsgd._src.server.cohort import Choose, Cohorts
 from bqsgd._src.server.server import Server
 from bqsgd._src.server.sums import SumRounds
+from bqsgd._src.server.widths import Widths
 from bqsgd._src.settings.config import LEAST_SQUARES, Config
 from bqsgd._src.settings.outlook import check_outlook, foresee
 from bqsgd._src.storage import one_writer
@@ -71,6 +72,7 @@ _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
 _EPOCH = "secure.epoch"
+_WIDTHS = "sum_widths"
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
 _MOST_NAMED = 10
 _OUTLOOK_SECONDS = 60.0
@@ -158,6 +160,7 @@ class Run:
             rounds=self.config.run.rounds,
             key_rounds=self.config.secure.key_rounds,
             last_epoch=None if self.folder is None else EpochFile(self.folder / _EPOCH),
+            widths=None if self.server.sums is None else Widths(self.server.sums, dimension=self.server.dimension),
         )
 
     @classmethod
@@ -240,6 +243,8 @@ class Run:
                         f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
                     )
                 run.server.restore(arrays, round=round_of(state))
+                if run._sums is not None and run._sums.widths is not None:
+                    run._sums.widths.restore(state.get(_WIDTHS))
                 run._started -= seconds_of(state)
             run._open_writer(keep_through=run.server.round - 1)
             run._resources = resources.pop_all()
@@ -380,7 +385,9 @@ class Run:
         """Write the state to the folder; it is durable when this returns."""
         if self.folder is not None:
             elapsed = time.monotonic() - self._started
-            state = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
+            state: dict[str, Any] = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
+            if self._sums is not None and self._sums.widths is not None:
+                state[_WIDTHS] = self._sums.widths.state()
             save_checkpoint(self.folder, self.server.arrays(), state)
 
     def close(self) -> Summary:

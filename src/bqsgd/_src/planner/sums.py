@@ -5,9 +5,10 @@ clients then has variance (M + n rho) / (4 n^2 s^2) in squared ranges, where rho
 budget needs M in proportion to s^2. So more levels only reduce the part of the rounding, n / M, and they cost bits. The
 plan takes the fewest bits at which rounding adds at most a tenth to the variance, then the most levels that fit them.
 
-The sum of codes lies in 0 .. 2 n s + K, where K >= M counts the trials in the sum. A larger modulus never wraps. With a
-window the modulus is smaller: it has room for means up to a fraction g of the range and the noise around them. A sum
-beyond it wraps around. That costs accuracy but no privacy, because the reduction is a function of the sum.
+The sum of codes lies in 0 .. 2 n s + K, where K >= M counts the trials in the sum. A larger modulus never wraps: it is
+the widest that a run uses, and `server.widths` then follows the sums that were released. With a window the modulus is
+fixed and smaller: it has room for means up to a fraction g of the range and the noise around them. A sum beyond it
+wraps around. That costs accuracy but no privacy, because the reduction is a function of the sum.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class SumPlan:
     """What the clients of a secure sum run.
 
     levels: s, of every client's grid. trials: M, which the honest clients of a sum add together. width: the sum is
-    taken modulo 2^width. window: the fraction of the range that the modulus has room for; None if it never wraps.
+    taken modulo 2^width, or less if the width adapts. window: the fraction of the range that the modulus has room for;
+    None if the width is that of a modulus that never wraps, and adapts to the sums.
     """
 
     rule: Thresholds
@@ -74,6 +76,16 @@ class SumPlan:
     def mechanism(self) -> Mechanism:
         """Levels and trials of the sum, as the ledger counts them."""
         return Mechanism(levels=self.levels, trials=self.trials)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the width follows the sums that were released."""
+        return self.window is None
+
+    @property
+    def least_width(self) -> int:
+        """The bits of the modulus that has room for the noise alone; what an adapting width approaches."""
+        return self.width if self.window is not None else width_of(self.rule, self.levels, self.trials, window=0.0)
 
     @cached_property
     def noise(self) -> NoiseParts:
@@ -151,10 +163,13 @@ def plan_sum(
     rounds: int,
     window: float | None = None,
     width: int | None = None,
+    fill: bool = True,
 ) -> SumPlan:
     """The plan with the least error of the sum that keeps every client's proven total epsilon within the budget.
 
-    terms: of a client, as `in_sums` returns them. width: the bits of the modulus; None to choose them.
+    terms: of a client, as `in_sums` returns them. width: the bits of the modulus; None to choose them. fill: take as
+    many levels as the modulus has room for. Otherwise no more than the noise needs: the range is then much larger than
+    what it has to hold, and the room for it is not used after the first rounds.
 
     Raises:
         Infeasible: no plan meets the budget; the message names the nearest epsilon that one can.
@@ -168,12 +183,13 @@ def plan_sum(
         except Infeasible:
             return math.inf
 
+    wanted = max(1, math.ceil(math.sqrt(max(_ROUNDING * rule.clients, _ENOUGH) / ratio)))
     if width is None:
-        wanted = max(1, math.ceil(math.sqrt(max(_ROUNDING * rule.clients, _ENOUGH) / ratio)))
         chosen = min(float(MAX_WIDTH), bits(wanted, ratio * wanted**2))
     else:
         chosen = check_int("width", width, 2, MAX_WIDTH)
-    fitting = most_levels(lambda s: bits(s, ratio * s**2) <= chosen and ratio * s**2 <= _MAX_TRIALS, 1, cap=2**20 - 1)
+    cap = 2**20 - 1 if fill else min(wanted, 2**20 - 1)
+    fitting = most_levels(lambda s: bits(s, ratio * s**2) <= chosen and ratio * s**2 <= _MAX_TRIALS, 1, cap=cap)
     levels = max(1, fitting)  # The accountant may need fewer trials than the guess, so try one level in any case.
     while levels >= 1:
         trials = least_trials(proven, levels, ratio * levels**2, budget.epsilon, cap=_MAX_TRIALS)

@@ -24,6 +24,7 @@ from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message, most_bytes
 from bqsgd._src.server.sums import SumRounds
+from bqsgd._src.server.widths import Widths
 from bqsgd._src.wire.frame import Buffer
 from bqsgd._src.wire.reply import Reply
 
@@ -73,7 +74,10 @@ class RankSums:
         identity = identity_of(secure.identity, peers.rank)
         self._peers, self._plan, self._dimension = peers, plan, dimension
         self.client = SumClient(agreement, identity=identity, number=peers.rank, seed=seed)
-        self._rounds = SumRounds(agreement, rounds=_NO_END, key_rounds=_KEY_ROUNDS) if peers.rank == SERVER else None
+        self._rounds = None
+        if peers.rank == SERVER:
+            widths = Widths(plan, dimension=dimension)
+            self._rounds = SumRounds(agreement, rounds=_NO_END, key_rounds=_KEY_ROUNDS, widths=widths)
         self._longest = most_bytes(plan.rule, rounds=_KEY_ROUNDS) + 4 * dimension + _MOST_WORDS
 
     def mean(self, masked: Callable[[], bytearray | None], *, round: int) -> npt.NDArray[np.float32]:

@@ -78,6 +78,7 @@ class RoundRecord:
     time: seconds since the run began. epsilon_max: the largest proven epsilon that any client has spent so far.
     bytes_*: of this round alone, headers included.
     bytes_up_float32: the size of the used updates as 32-bit floats. bytes_down_float32: the same for the models sent.
+    sum_width: bits of a coordinate of the round's secure sum; 0 without one.
     stepped: false if too few clients replied.
     seeded: true if the noise of any frame can be recomputed from a seed.
     """
@@ -92,6 +93,7 @@ class RoundRecord:
     bytes_down: int = 0
     bytes_up_float32: int = 0
     bytes_down_float32: int = 0
+    sum_width: int = 0
     clients: tuple[ClientRecord, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     stepped: bool = True
@@ -108,7 +110,7 @@ class RoundRecord:
         return [entry for entry in self.clients if entry.status is not Status.OK]
 
     def __post_init__(self) -> None:
-        for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32"):
+        for name in ("round", "bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32", "sum_width"):
             _count(name, getattr(self, name))
         for name in ("test_accuracy", "test_metric", "test_loss", "epsilon_max"):
             value = getattr(self, name)

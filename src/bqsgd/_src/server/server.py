@@ -336,6 +336,7 @@ class Server:
             bytes_down=current.bytes_down,
             bytes_up_float32=4 * self.whole * used,
             bytes_down_float32=4 * self.model.size * len(current.asked),
+            sum_width=0 if current.total is None else current.total.width,
             seconds=current.seconds,
         )
         self._open = None

@@ -20,6 +20,7 @@ from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.messages import Bytes
 from bqsgd._src.secure.server import SumServer, Total
+from bqsgd._src.server.widths import Widths
 from bqsgd._src.wire.reply import Reply
 
 Carry = Callable[[Mapping[int, bytes]], Iterable[Reply]]
@@ -54,6 +55,7 @@ class SumRounds:
         key_rounds: for how many rounds keys are exchanged at once.
         last_epoch: remembers the number of the last key batch across restarts. Without an argument it returns the
             number, with one it stores it.
+        widths: chooses the width of every key batch; None for the widest that was agreed on.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class SumRounds:
         rounds: int,
         key_rounds: int,
         last_epoch: Callable[..., int] | None = None,
+        widths: Widths | None = None,
     ) -> None:
         self.agreement, self.rounds, self.key_rounds = agreement, rounds, key_rounds
         self._server = SumServer(agreement)
         self._last_epoch = last_epoch
         self._epoch = -1 if last_epoch is None else last_epoch()
+        self.widths = widths
         self._ready: tuple[int, ...] = ()
         """The clients that have keys for this key batch; empty if new keys are needed."""
 
@@ -76,7 +80,7 @@ class SumRounds:
         outcome, started, waited = SumOutcome(), time.perf_counter(), 0.0
         try:
             named = self.agreement.rule.clients < len(self.agreement.roster.keys)
-            if named or not self._ready or round > self._server.last_round:
+            if named or not self._ready or round > self._last_round:
                 self._begin_keys(outcome, round, carry, cohort=messages if named else None)
             server = self._server
             server.open(round)
@@ -88,12 +92,20 @@ class SumRounds:
             self._exchange(outcome, lists, carry, server.take_signature, [] if server.sparse else None)
             self._exchange(outcome, server.certificates(), carry, server.take_unmasking)
             outcome.total = server.total()
+            if self.widths is not None:
+                self.widths.observe(outcome.total, round=round)
             outcome.trouble = {client: reply for client, reply in outcome.trouble.items() if client not in lists}
         except SecureSumError as error:
             outcome.lost = str(error)
             self._ready = ()  # clients may have stopped at different exchanges; new keys start them all again
         outcome.seconds = time.perf_counter() - started - waited
         return outcome
+
+    @property
+    def _last_round(self) -> int:
+        """The last round for which the key batch can be used."""
+        last = self._server.last_round
+        return last if self.widths is None else min(last, self.widths.last_round)
 
     def _begin_keys(self, outcome: SumOutcome, round: int, carry: Carry, *, cohort: Iterable[int] | None) -> None:
         """Exchange keys and secret shares for the rounds from this one on, under an epoch that was never used.
@@ -107,8 +119,10 @@ class SumRounds:
             self._last_epoch(self._epoch)
         server = self._server
         most = min(self.key_rounds, messages.most_rounds(self.agreement))
-        rounds = min(most, self.rounds - round) if cohort is None else 1
-        server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort)
+        rounds, width = min(most, self.rounds - round) if cohort is None else 1, None
+        if self.widths is not None:
+            width, rounds = self.widths.batch(round, most=rounds)
+        server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort, width=width)
         self._exchange(outcome, server.requests(), carry, server.take_keys)
         self._exchange(outcome, server.key_bundles(), carry, server.take_shares)
         ready: list[int] = []

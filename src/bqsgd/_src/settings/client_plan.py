@@ -143,12 +143,13 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
     # Any size of the data will do: settings whose plan would depend on it were refused above.
     terms = client_terms(config, dimension=dimension, dataset_size=privacy.batch_size)
     budget, rounds = privacy.budget(client=0, round=0).privacy, config.turns
+    fill = config.clip.range is not None or window is not None
 
     def figures() -> _Figures:
-        plan = plan_sum(budget, terms, rule, rounds=rounds, window=window)
+        plan = plan_sum(budget, terms, rule, rounds=rounds, window=window, fill=fill)
         return {"levels": plan.levels, "trials": plan.trials, "width": plan.width}
 
-    return SumPlan(rule=rule, window=window, **_answer((terms, budget, rule, rounds, window), figures))
+    return SumPlan(rule=rule, window=window, **_answer((terms, budget, rule, rounds, window, fill), figures))
 
 
 def plan_release(terms: Terms, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:

@@ -147,7 +147,7 @@ class ClipSettings(Group):
     """The rule that bounds one sample's gradient (or one client's update), and the range of the encoder.
 
     If the range is left out, it is the clip's bound. If the clip has a norm C2 and samples are averaged, it is at most
-    4 C2 / L, about twice the noise that a client then adds.
+    4 C2 / L, about twice the noise that a client then adds. In secure sums it is what the clip leaves of a coordinate.
     """
 
     title = "Clipping"
@@ -164,7 +164,9 @@ class ClipSettings(Group):
         CLIP_NORM, "Largest Euclidean norm of a sample's gradient (dual, l2).", name="clip_norm", positive=True
     )
     range: float | None = setting(
-        None, "A client clamps its mean to this before encoding. Default: fitted to the noise.", positive=True
+        None,
+        "A client clamps its mean to this before encoding. Default: fitted to the noise; in secure sums the clip's.",
+        positive=True,
     )
 
     def __post_init__(self) -> None:
@@ -296,7 +298,7 @@ class SecureSettings(Group):
     key_rounds: int = file_setting(10, "Most rounds whose keys travel together.", between=(1, 4096))
     window: float | None = file_setting(
         None,
-        "Fraction of the range that the sum has room for: fewer bits, and means beyond it wrap. Default: none wraps.",
+        "Fraction of the range that the sum always has room for. Default: as much as the released sums need.",
         positive=True,
     )
     roster: str | None = file_setting(None, "TOML file of the clients' identity keys; not for one process.")
@@ -440,7 +442,7 @@ class Config:
         if privacy.bits < LEAST_FINE_BITS:
             raise InvalidParameter(
                 f"bits = {privacy.bits} is reached by coarsening, and the sum of coarse codes does not follow from the "
-                "sum of fine ones: secure sums choose their own modulus. A window makes it narrower; `bqsgd plan "
+                "sum of fine ones: secure sums choose their own modulus, which follows the sums; `bqsgd plan "
                 f"--secure --bits {privacy.bits}` finds levels and trials of a sum in {privacy.bits} bits"
             )
         if privacy.budgets:
@@ -507,6 +509,9 @@ class Config:
         clip = self.clip
         if clip.range is not None:
             return clip.range
+        if self.secure.on:
+            # No wider than it must be not to clamp. What it costs is levels, not bits: the modulus follows the sums.
+            return self.message_clip.bounds(1)[0]
         bound = clip.norm if clip.rule == "l2" else clip.bound
         averaged = clip.scales and self.privacy.unit == Unit.SAMPLE
         return min(bound, 4 * clip.norm / self.privacy.batch_size) if averaged else bound
