@@ -68,7 +68,9 @@ def one_process(folder):
     folder.mkdir()
     config = Config.of(**SETTINGS, seed=SEED, workers=1)
     with Run.start(small_task(CLIENTS), config, engine=make, force=True) as run:
-        assert all(record.used == CLIENTS for record in run.rounds())
+        records = list(run.rounds())
+    assert all(record.used == CLIENTS for record in records)
+    assert len({record.sum_width for record in records}) > 1  # key batches of several widths
     return sent(folder), run.model
 
 

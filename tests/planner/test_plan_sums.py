@@ -50,7 +50,7 @@ def test_a_hundred_clients_share_the_noise_of_one(hundred):
 
 
 def test_a_sum_of_few_clients_has_trials_enough_to_cost_no_more_than_many_do():
-    few = plan_secure(**QUICK | {"clients": 4, "dropouts": 0})
+    few = plan_secure(**QUICK | {"clients": 4, "dropouts": 0, "linf": 1 / 32})
     assert few.plan.trials >= 400
     narrow = plan_secure(**QUICK | {"clients": 4, "dropouts": 0}, bits=few.plan.width - 3)
     assert narrow.plan.trials < 100
@@ -103,6 +103,25 @@ def test_a_window_takes_fewer_bits_and_states_how_often_it_wraps():
     assert 0 < narrow.plan.wrap_probability <= 1e-9
     assert "costs accuracy, never privacy" in narrow.lines["modulus"]
     assert narrow.guarantee.epsilon <= 4.0
+
+
+def test_the_plan_says_where_the_width_starts_and_where_it_leads(hundred):
+    plan = hundred.plan
+    assert f"{plan.width} bits per coordinate: never wraps" in hundred.lines["modulus"]
+    assert f"down to {plan.least_width} bits" in hundred.lines["modulus"]
+    assert plan.least_width == width_of(plan.rule, plan.levels, plan.trials, window=0.0) == 9
+    assert hundred.to_dict()["bits_least"] == plan.least_width
+    windowed = plan_secure(**QUICK, window=0.05)
+    assert windowed.plan.least_width == windowed.plan.width
+    assert "follows" not in windowed.lines["modulus"]
+
+
+def test_without_a_range_the_levels_are_what_the_noise_needs_and_not_what_the_modulus_holds():
+    free, filled = plan_secure(**QUICK), plan_secure(**QUICK, linf=1 / 32)
+    assert free.plan.levels < filled.plan.levels
+    assert free.plan.rounding <= 0.2 * free.plan.variance()
+    assert free.guarantee.epsilon <= 4.0
+    assert free.plan.variance() <= 1.05 * filled.plan.variance()
 
 
 def test_the_stated_probability_is_an_upper_bound():

@@ -171,6 +171,12 @@ class SumPlanAnswer:
         modulus = f"{plan.width} bits per coordinate: "
         if plan.window is None:
             modulus += "never wraps"
+            if plan.least_width < plan.width:
+                modulus += (
+                    f". A run starts with it; from the second round on the width follows the sums that were released, "
+                    f"down to {plan.least_width} bits as the means become small beside the noise. A mean that outgrows "
+                    "it costs accuracy, never privacy"
+                )
         else:
             modulus += (
                 f"a coordinate whose mean is within {plan.window:g} of the range wraps with probability at most "
@@ -208,6 +214,7 @@ class SumPlanAnswer:
             "trials": plan.trials,
             "trials_per_client": plan.noise.drawn,
             "bits_per_coordinate": plan.width,
+            "bits_least": plan.least_width,
             "window": plan.window,
             "wrap_probability": plan.wrap_probability,
             "variance": plan.variance(),
@@ -341,9 +348,10 @@ def plan_secure(
         clients: number of clients. dropouts: most clients that may be missing from a sum. colluders: most clients that
             may tell the server all they know.
         bits: the modulus is 2^bits. Default: the plan chooses it.
-        window: fraction of the range that the modulus has room for. Default: sums never wrap.
+        window: fraction of the range that the modulus always has room for. Default: as much as the released sums need.
         epsilon, delta, dimension, dataset_size, batch_size, rounds, sampling, relation, linf, l2: as in `plan`, of each
-            client. Clients of different sizes can share a plan at one rate; give the size of any of them.
+            client. Clients of different sizes can share a plan at one rate; give the size of any of them. linf and l2
+            are for a run with a range of its own; without them the range is the clip's.
 
     Raises:
         Infeasible: no plan meets the budget or tolerates so many dropouts and colluders. The message names the nearest
@@ -363,7 +371,8 @@ def plan_secure(
         linf=linf, l2=l2,
     )  # fmt: skip
     terms = in_sums(alone, rule)
-    chosen = plan_sum(budget, terms, rule, rounds=rounds, window=window, width=bits)
+    fill = any(given is not None for given in (bits, window, linf, l2))
+    chosen = plan_sum(budget, terms, rule, rounds=rounds, window=window, width=bits, fill=fill)
     release = Release(mechanism=chosen.mechanism, terms=terms)
     return SumPlanAnswer(
         plan=chosen,

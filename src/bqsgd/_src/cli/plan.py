@@ -87,7 +87,10 @@ def plan(
     colluders: Annotated[int, panel_option(_SUMS, "Most clients that may tell the server all they know.")] = 0,
     window: Annotated[
         float | None,
-        panel_option(_SUMS, "Fraction of the range that the modulus has room for. Default: sums never wrap."),
+        panel_option(
+            _SUMS,
+            "Fraction of the range that the modulus always has room for. Default: as much as the released sums need.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -175,14 +175,18 @@ def propose(
         batch_size = federation.batch_size(budget, messages=rounds)
     federation.check_batch_size(check_int("batch_size", batch_size, 1, 2**53))
     rate, one_in = federation.rate(batch_size), federation.one_in(budget, rounds=rounds)
-    norm = CLIP_NORM / math.sqrt(one_in)  # of what a message carries
+    kept = 1 / math.sqrt(one_in)  # how much of the clip is left for what a message carries
+    if federation.shares_noise:
+        range = min(CLIP_NORM, CLIP_BOUND) * kept  # the clip's: the modulus of sums follows what was released
+    else:
+        range = fitting_range(budget, clip_norm=CLIP_NORM * kept, batch_size=batch_size, rate=rate, messages=rounds)
     return Proposal(
         clients=federation.clients,
         batch_size=batch_size,
         rounds=rounds,
         clip_norm=CLIP_NORM,
         clip_bound=CLIP_BOUND,
-        range=fitting_range(budget, clip_norm=norm, batch_size=batch_size, rate=rate, messages=rounds),
+        range=range,
         one_in=one_in,
     )
 
