@@ -30,7 +30,7 @@ ANSWERS = {
 """What a client answers each message of the server with."""
 SETTINGS = {
     "clients": CLIENTS, "rounds": 6, "batch_size": 16, "rate": 0.25, "levels": 20, "trials": 120, "epsilon": 50.0,
-    "clip": "l2", "clip_norm": 1.0, "range": 0.25, "secure": True, "dropouts": 1, "key_rounds": 3,
+    "clip": "l2", "clip_norm": 1.0, "range": 1.0, "secure": True, "dropouts": 1, "key_rounds": 3,
     "evaluate_every": 3, "checkpoint_every": 1, "run": "ranks",
 }  # fmt: skip
 
