@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from bqsgd._src.client.draws import Purpose, Rows, Sources, draw_batch
+from bqsgd._src.client.least_squares import subsets_of
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Reader
 from bqsgd._src.client.sender import Outlet, Sender
@@ -104,6 +105,7 @@ class Client:
             )
             if refusal is not None:
                 raise InvalidParameter(refusal)
+        self._check_objective()
         # A guarantee for one sample takes the number of samples as public. One for the whole client hides it, so such a
         # client takes as many as it has: its update is clipped as a whole, however many samples it comes from.
         privacy = config.privacy
@@ -125,6 +127,18 @@ class Client:
         """For the first round that was planned within the budget in force."""
         self._form: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], Reply] | None = None
+
+    def _check_objective(self) -> None:
+        """Check that samples are clipped as the ledger will count them: a larger clip would leave no trace."""
+        config, objective = self.config, self.objective
+        made = (objective.clip, objective.batch_size, objective.unit, objective.packed, objective.subsets)
+        privacy, clients = config.privacy, config.clients
+        subsets = subsets_of(config, objective.model)
+        if made != (config.message_clip, privacy.batch_size, privacy.unit, clients.packed_rows, subsets):
+            raise InvalidParameter(
+                "the objective was made with another clip, batch size, unit, packed_rows or one_in than these settings "
+                "count: make it with objective_of and the settings of this client"
+            )
 
     def answer(self, message: bytes | bytearray | memoryview) -> Reply:
         """Read the server's message and reply: to a model with a frame, to a step of a secure sum with the next one.

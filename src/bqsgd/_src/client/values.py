@@ -56,14 +56,16 @@ def client_values(
     return np.zeros(dimension_of(model) if subset is None else len(subset.places), np.float32)
 
 
-def clip_update(update: npt.NDArray[np.float32], clip: Clip) -> npt.NDArray[np.float32]:
+def clip_update(update: npt.NDArray[np.floating], clip: Clip) -> npt.NDArray[np.float64]:
     """One vector within the clip's bounds, whatever it was; zero if it was not finite.
+
+    It stays in float64: most bounds are no float32, and a coordinate at its bound could be rounded beyond it.
 
     >>> from bqsgd._src.persample.clips import L2
     >>> clip_update(np.array([3.0, -4.0], dtype=np.float32), L2(norm=1.0)).round(2).tolist()
-    [0.6000000238418579, -0.800000011920929]
+    [0.6, -0.8]
     """
     values = np.asarray(update, dtype=np.float64)
     if not bool(np.isfinite(values).all()):
         values = np.zeros_like(values)  # an error would tell the server something about the data, without noise
-    return clip.clipped(values).astype(np.float32)
+    return clip.clipped(values)

@@ -237,6 +237,8 @@ def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, 
     if not pieces:
         return 0
     used = [part for piece in pieces for part in _placed(piece, places) if part[1].span.start < part[1].span.stop]
+    if not used:  # all coordinates that a message carries belong to parameters that the loss does not use
+        return 0
     finite = provably_finite([factor for factor, _ in used])
     dropped = int((~finite).sum())
     if dropped == len(finite):

@@ -7,7 +7,6 @@ a kept coordinate is one product: the (batch, outputs, inputs) gradients are nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,50 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bqsgd._src.persample.factors import Built, Dense, Factor, Outer, Piece, Scattered, TableRows, micro_batch
+from bqsgd._src.persample.factors import Built, Dense, Outer, Piece, Scattered, Summed, TableRows, micro_batch
 from bqsgd._src.runtime.threads import in_threads
 from bqsgd._src.subset import Subset, rotate_rows
 
 
 def kept_piece(piece: Piece, subset: Subset) -> Piece:
     """The same piece with the kept coordinates alone."""
-    first, stop = piece.parameters.start, piece.parameters.stop
-    span = subset.span(first, stop)
-    places = subset.places[span] - subset.subsets.starts[first]
-    if not len(places):
-        return Piece(piece.parameters, Dense(torch.empty(_samples(piece.factor), 0)))
-    if isinstance(piece.factor, Outer):
-        return Piece(piece.parameters, _products(piece.factor, subset, first, places))
-    parts = [_gathered(part, subset, first, stop, places) for part in _built(piece.factor)]
-    return Piece(piece.parameters, Dense(torch.from_numpy(np.concatenate(parts))))
+    match piece.factor:
+        case Dense(values=values):
+            return Piece(piece.parameters, Dense(torch.from_numpy(_gathered(_array(values), subset, piece.parameters))))
+        case Scattered(samples=samples):
+            rows = (np.concatenate([_array(tensor).reshape(-1) for tensor in tensors])[None] for tensors in samples)
+            kept = np.concatenate([_gathered(row, subset, piece.parameters) for row in rows])
+            return Piece(piece.parameters, Dense(torch.from_numpy(kept)))
+        case Outer() | Summed() | TableRows():
+            return Piece(piece.parameters, Kept(piece.factor, subset, piece.parameters))
+        case _:
+            raise NotImplementedError(type(piece.factor).__name__)
 
 
-def _samples(factor: Factor) -> int:
-    return factor.batch if isinstance(factor, (Built, TableRows)) else len(factor.max_norms())
+class Kept(Built):
+    """The kept coordinates of a gradient that is made of factors: built for as many samples as the scratch takes."""
+
+    def __init__(self, factor: Outer | Summed | TableRows, subset: Subset, parameters: slice) -> None:
+        self._factor, self._subset, self._parameters = factor, subset, parameters
+        self.batch, self.coordinates = factor.batch, len(_places(subset, parameters))
+
+    def take(self, index: Tensor) -> Kept:
+        return Kept(self._factor.take(index), self._subset, self._parameters)
+
+    def gradients(self, part: slice) -> Dense:
+        if isinstance(self._factor, Outer):
+            return _products(self._factor, part, self._subset, self._parameters)
+        # All coordinates of a few samples at a time, because those of a part may be many more than the kept ones.
+        size, parts = micro_batch(self._factor.coordinates), []
+        for start in range(part.start, part.stop, size):
+            whole = self._factor.gradients(slice(start, min(part.stop, start + size))).values
+            parts.append(_gathered(_array(whole), self._subset, self._parameters))
+        return Dense(torch.from_numpy(np.concatenate(parts)))
+
+
+def _places(subset: Subset, parameters: slice) -> Any:
+    """The kept coordinates of some parameters, counted from the first of these parameters on."""
+    return subset.places[subset.span(parameters.start, parameters.stop)] - subset.subsets.starts[parameters.start]
 
 
 def _array(values: Tensor) -> Any:
@@ -57,11 +80,12 @@ def _multiply(
             out[sample, n] = errors[sample, rows[n]] * row[0, columns[n]]
 
 
-def _products(outer: Outer, subset: Subset, number: int, places: Any) -> Dense:
+def _products(outer: Outer, part: slice, subset: Subset, parameters: slice) -> Dense:
     """The kept coordinates of e_b a_b^T: those of e_b (R a_b)^T, with R the rotation of a row."""
-    inputs, errors = (side.detach().cpu().reshape(outer.batch, -1).numpy() for side in (outer.a, outer.e))
+    batch, number, places = part.stop - part.start, parameters.start, _places(subset, parameters)
+    inputs, errors = (side[part].detach().cpu().reshape(batch, -1).numpy() for side in (outer.a, outer.e))
     rows, columns = np.divmod(places, inputs.shape[1])
-    out = np.empty((outer.batch, len(places)), inputs.dtype)
+    out = np.empty((batch, len(places)), inputs.dtype)
     fixed = (
         inputs,
         errors,
@@ -71,7 +95,7 @@ def _products(outer: Outer, subset: Subset, number: int, places: Any) -> Dense:
         columns.astype(np.int32),
     )
     work = 8 * inputs.shape[1] + len(places)
-    in_threads(lambda start, stop: _multiply(*fixed, start, stop, out), outer.batch, each=work)
+    in_threads(lambda start, stop: _multiply(*fixed, start, stop, out), batch, each=work)
     return Dense(torch.from_numpy(out))
 
 
@@ -81,31 +105,13 @@ def _rotate(rows: Any, subset: Subset, number: int) -> None:
         in_threads(lambda start, stop: rotate_rows(rows, signs, start, stop), len(rows), each=8 * rows.shape[1])
 
 
-def _gathered(values: Any, subset: Subset, first: int, stop: int, places: Any) -> Any:
-    """Of (samples, coordinates) gradients of the tensors first..stop, in memory that may be written to."""
-    starts = subset.subsets.starts
-    for number in range(first, stop):
+def _gathered(values: Any, subset: Subset, parameters: slice) -> Any:
+    """The kept part of (samples, coordinates) gradients of some parameters; the others are overwritten."""
+    starts, first, places = subset.subsets.starts, parameters.start, _places(subset, parameters)
+    for number in range(first, parameters.stop) if len(places) else ():
         _, columns = subset.subsets.matrices[number]
         part = values[:, starts[number] - starts[first] : starts[number + 1] - starts[first]]
         rows = np.ascontiguousarray(part).reshape(-1, columns)
         _rotate(rows, subset, number)
         part[:] = rows.reshape(part.shape)
     return values[:, places]
-
-
-def _built(factor: Factor) -> Iterator[Any]:
-    """Gradients as (samples, coordinates) arrays, a few samples at a time."""
-    match factor:
-        case Dense(values=values):
-            yield _array(values)
-        case Scattered(samples=samples):
-            for tensors in samples:
-                yield np.concatenate([_array(tensor).reshape(-1) for tensor in tensors])[None]
-        case TableRows() | Built():
-            size = micro_batch(factor.coordinates)
-            for start in range(0, factor.batch, size):
-                part = slice(start, min(factor.batch, start + size))
-                built = factor.gradients(part)
-                yield _array(built.values)
-        case _:
-            raise NotImplementedError(type(factor).__name__)
