@@ -106,7 +106,7 @@ def _environment() -> Environment:
 
 
 def _lead(run: History) -> str:
-    """Data set, model, aggregation and optimiser in one line, as far as the settings name them."""
+    """Data set, model, aggregation and optimiser in one line, as far as the settings name them; then widths of sums."""
     settings = dict(flatten(run.config))
     named = []
     for word in ("dataset", "model", "aggregation", "optimiser"):
@@ -115,6 +115,9 @@ def _lead(run: History) -> str:
         )
         if value:
             named.append(f"{word} {value}")
+    widths = sorted({record.sum_width for record in run.rounds if record.sum_width})
+    if widths:
+        named.append(f"secure sums in {' to '.join(str(width) for width in dict.fromkeys((widths[0], widths[-1])))} bits")
     return " · ".join(named)
 
 
