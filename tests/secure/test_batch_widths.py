@@ -141,5 +141,5 @@ def test_a_restarted_client_goes_on_with_the_width_of_its_batch(tmp_path):
         request_keys(again, width=WIDEST)
     stored = write_state(client._state, made, 1)
     assert f",{NARROW}]".encode() in stored
-    with pytest.raises(InvalidParameter, match="cannot be read|width"):
+    with pytest.raises(InvalidParameter, match="width"):
         read_state(stored.replace(f",{NARROW}]".encode(), b",13]"), made, 1)

@@ -120,7 +120,7 @@ def test_a_run_without_range_or_window_narrows_its_sums(tmp_path):
     config = settings(**ADAPTIVE, levels=None, trials=None, rounds=8, epsilon=4.0)
     run, records, steps = trained(config, tmp_path)
     plan = run.server.sums
-    assert [record.sum_width for record in records][0] == plan.width
+    assert records[0].sum_width == plan.width
     assert all(plan.least_width <= record.sum_width < plan.width for record in records[1:])
     for record in records:
         kept = 8  # coordinates of the model

@@ -117,7 +117,8 @@ def _lead(run: History) -> str:
             named.append(f"{word} {value}")
     widths = sorted({record.sum_width for record in run.rounds if record.sum_width})
     if widths:
-        named.append(f"secure sums in {' to '.join(str(width) for width in dict.fromkeys((widths[0], widths[-1])))} bits")
+        least, most = widths[0], widths[-1]
+        named.append(f"secure sums in {least} to {most} bits" if least < most else f"secure sums in {least} bits")
     return " · ".join(named)
 
 

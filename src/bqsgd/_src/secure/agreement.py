@@ -30,7 +30,7 @@ class Agreement:
 
     width: sums are taken modulo 2^width. trials: M, the trials that the honest clients of a sum must contribute
     together. cohort: the clients of a key batch, ascending; None if the whole roster takes part. widest: the largest
-    width that a key batch may have; None for `width`.
+    width that a key batch may have; 0 for `width`.
 
     The server names cohort and width of every key batch, and `of` makes the agreement for it. The thresholds are those
     of one cohort. Whatever width the server names, it learns a function of the same sum. The width is in the session,
@@ -45,11 +45,11 @@ class Agreement:
     width: int
     trials: int = 0
     cohort: tuple[int, ...] | None = None
-    widest: int | None = None
+    widest: int = 0
 
     def __post_init__(self) -> None:
         check_int("dimension", self.dimension, 1, _MAX_DIMENSION)
-        if self.widest is None:
+        if not self.widest:
             object.__setattr__(self, "widest", self.width)
         check_int("width", self.width, 2, check_int("widest", self.widest, 2, MAX_WIDTH))
         clients, taking_part = len(self.roster.keys), self.rule.clients

@@ -67,7 +67,8 @@ class _Round:
 class Total:
     """The sum of the survivors' codes, one number per coordinate.
 
-    width: the numbers are taken modulo 2^width. trials: binomial trials in the sum. seeded: the randomness of some client came from a seed, so there is no claim.
+    width: the numbers are taken modulo 2^width. trials: binomial trials in the sum. seeded: the randomness of some
+    client came from a seed, so there is no claim.
     """
 
     lanes: Lanes
