@@ -16,6 +16,8 @@ from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.recipe import Federation, propose
 from bqsgd._src.planner.search import make_plan, shift_per_round, total_shift
 from bqsgd._src.release import Terms
+from bqsgd._src.settings.client_plan import client_terms, release_in
+from bqsgd._src.settings.fit import Sizes, fit
 from bqsgd._src.tasks.resolve import resolve
 
 BUDGET = Budget(bits=8, epsilon=3.0, delta=1e-5)
@@ -124,3 +126,16 @@ def test_python_the_command_plan_and_the_flower_template_have_the_same_answer() 
     assert (template["clip_norm"], template["clip_bound"]) == (clip.norm, clip.bound)
     assert template["learning_rate"] == learning_rate
     assert bqsgd.plan(**asked).proposal.rounds == resolve({"dataset": "digits"}).config.run.rounds == 60
+
+
+@pytest.mark.parametrize(("epsilon", "levels", "trials"), [(3.0, 14, 207), (300.0, 26, 201)])
+def test_a_fitted_range_can_neither_grow_much_nor_save_much_at_the_planned_step(
+    epsilon: float, levels: int, trials: int
+) -> None:
+    """Why the range of single messages does not follow what was released (docs/training.md)."""
+    config = fit({"epsilon": epsilon, "clients": 4}, Sizes(samples=1437, dimension=4810, parameters=4810))
+    terms = client_terms(config, dimension=4810, dataset_size=359)
+    mechanism = release_in(config, terms, client=0, round=0).mechanism
+    assert (mechanism.levels, mechanism.trials) == (levels, trials)
+    assert (2**8 - 1 - trials) // 2 <= 1.75 * levels  # the most levels that fit into 8 bits
+    assert math.log2(mechanism.code_count / (2 + trials + 1)) <= 0.3  # bits that a range of one level would save
