@@ -32,6 +32,7 @@ _SECTIONS = {
     "audit_faults": "experiments.assurance.audit_faults:section",
     "faults": "experiments.assurance.faults:section",
     "l2_accounting": "experiments.assurance.l2_accounting:section",
+    "outlook": "experiments.assurance.outlook:section",
     "house": "experiments.assurance.house:section",
     "way_down": f"{_SCALE}:way_down",
     "flower_clients": f"{_SCALE}:flower_clients",

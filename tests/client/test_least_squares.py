@@ -194,4 +194,4 @@ def test_the_outlook_looks_at_the_class_sums():
     assert foresee(config, held, dimension=dimension).hopeless  # as if all of it were a gradient
     outlook = foresee(config, held, dimension=dimension, learnt=12_810)
     assert not outlook.hopeless
-    assert outlook.noise_length == pytest.approx(outlook.noise * np.sqrt(12_810))
+    assert outlook.forecast.noise_length == pytest.approx(outlook.noise * np.sqrt(12_810))

@@ -48,7 +48,7 @@ def test_the_noise_foreseen_is_the_noise_of_decoded_frames(make_client, settings
     ]
     mean = np.mean([decode_frame(frame, range=0.2) for frame in frames], axis=0)
     assert outlook.noise == pytest.approx(mean.std(), rel=0.03)
-    assert outlook.noise_length == pytest.approx(np.linalg.norm(mean), rel=0.03)
+    assert outlook.forecast.noise_length == pytest.approx(np.linalg.norm(mean), rel=0.03)
 
 
 def test_with_subsets_the_noise_foreseen_is_that_of_the_whole_estimate(settings):
@@ -67,7 +67,7 @@ def test_with_subsets_the_noise_foreseen_is_that_of_the_whole_estimate(settings)
             kept=subsets.header,
         )  # fmt: skip
         total.add(frame, range=0.2, subset=subset)
-    assert outlook.noise_length == pytest.approx(np.linalg.norm(total.mean()), rel=0.03)
+    assert outlook.forecast.noise_length == pytest.approx(np.linalg.norm(total.mean()), rel=0.03)
     assert outlook.noise == pytest.approx(subsets.rotated_back(total.mean(), round=0).std(), rel=0.03)
 
 
@@ -163,7 +163,7 @@ def test_defaults_follow_the_federation_and_leave_little_noise(clients):
     assert config.privacy.batch_size <= 60_000 // clients
     samples = dict.fromkeys(range(clients), 60_000 // clients)
     outlook = Outlook(config=config, samples=samples, dimension=26_010, learnt=26_010)
-    assert with_gaussian_noise(outlook).noise_to_signal < 0.15
+    assert with_gaussian_noise(outlook).forecast.noise_to_signal < 0.15
 
 
 def test_what_is_given_is_kept_and_what_cannot_be_is_refused_at_once():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
@@ -25,8 +27,16 @@ from bqsgd._src.client.sender import Outlet, Sender
 from bqsgd._src.client.sums import check_noise, masked_vector
 from bqsgd._src.client.values import Values
 from bqsgd._src.codec import Accumulator, encode_frame
-from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput, SecureSumError
+from bqsgd._src.errors import (
+    BudgetExhausted,
+    Infeasible,
+    InvalidParameter,
+    LedgerError,
+    NonFiniteInput,
+    SecureSumError,
+)
 from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger.history import Earlier
 from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.models import trainable
@@ -46,11 +56,17 @@ from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.settings.client_plan import clipped_terms, plan_release
+from bqsgd._src.settings.outlook import CannotLearn, Forecast, Verdict, variance_of_message
 from bqsgd._src.subset import Subset, Subsets
 from bqsgd._src.wire.fixed import FixedWidth
 from bqsgd._src.wire.frame import header_bytes
 
 _FORMAT = "bqsgd.private.v1"
+_log = logging.getLogger("bqsgd.private")
+_WITH_EARLIER_SPENDS = (
+    "To continue that training, load its checkpoint (load_state_dict). To train again on the same data, raise the "
+    "budget with Ledger(path).change_budget(...) and ask for that epsilon. A fresh ledger is right only for other data."
+)
 _AHEAD = 20
 """Steps that the ledger records in one write. After a crash it may count up to this many that were never taken."""
 
@@ -76,6 +92,7 @@ def make_private(
     mechanism: Mechanism | None = None,
     secure: SecureRanks | None = None,
     seed: int | None = None,
+    force: bool = False,
 ) -> Private:
     """Plan private training of an ordinary model, and return what a loop of your own needs for it.
 
@@ -106,11 +123,16 @@ def make_private(
         secure: roster and identity of this rank, for secure sums under torchrun: no rank sees another's message, and
             all share one noise. Every rank then needs the same rate and range; a mechanism has the trials of the sum.
         seed: reproducible noise and batches; anyone who knows it can remove the noise: no privacy claim.
+        force: train even if the planned noise leaves next to nothing to be learnt.
+
+    If the ledger holds earlier spends, planning waits for the first step or for `plan`, because a checkpoint may be
+    loaded first; the plan is then for what is left, and a warning says how much that is.
 
     Raises:
         InvalidParameter: something cannot be private (BatchNorm, a reduced loss, a weighted sampler); the message says
             what to do instead. Nothing was spent.
         Infeasible: no mechanism meets the budget.
+        CannotLearn: the planned noise is larger than anything that could be learnt. Nothing was spent.
 
     >>> import tempfile
     >>> from torch.utils.data import TensorDataset
@@ -160,6 +182,7 @@ def make_private(
         mechanism=mechanism,
         secure=secure,
         ledger=ledger,
+        force=force,
     )
 
 
@@ -181,11 +204,13 @@ class Private:
         mechanism: Mechanism | None,
         secure: SecureRanks | None,
         ledger: str | Path | Ledger | None,
+        force: bool,
     ) -> None:
         model = objective.model
         self.model, self.optimizer, self.loader, self.budget = model, optimizer, loader, budget
         self._objective, self._peers, self._sources = objective, peers, sources
         self._clip_norm, self._range, self._mechanism, self._secure = clip_norm, range, mechanism, secure
+        self._force = force
         self._parameters = trainable(model)
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._sums: RankSums | None = None
@@ -265,21 +290,74 @@ class Private:
         The steps are planned for what the earlier spends in the ledger leave of the budget.
         """
         if self._plan is None:
-            spent = self._sender.spending.tally
-            chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
-            if chosen is None:
-                release = plan_release(self._terms(), self.budget, rounds=self.rounds, spent=spent.spent)
-            else:
-                release = Release(mechanism=chosen, terms=self._terms())
-            total = spent.compose(release, self.rounds)
-            self._plan = Plan(
-                budget=self.budget,
-                release=release,
-                rounds=self.rounds,
-                variance=noise_variance(release.mechanism),
-                guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
-            )
+            self._plan = self._planned()
         return self._plan
+
+    def _planned(self) -> Plan:
+        spent, earlier = self._sender.spending.tally, Earlier.of(self._ledger)
+        if earlier is not None:
+            _log.warning("%s: %s. %s", self._ledger_name, earlier, _WITH_EARLIER_SPENDS)
+        chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
+        if chosen is None:
+            try:
+                release = plan_release(self._terms(), self.budget, rounds=self.rounds, spent=spent.spent)
+            except Infeasible as error:
+                if earlier is None:
+                    raise
+                raise CannotLearn(
+                    f"{self._ledger_name}: {earlier}, which is too little for {self.rounds} more steps. "
+                    f"{_WITH_EARLIER_SPENDS} (The planner says: {error})"
+                ) from error
+        else:
+            release = Release(mechanism=chosen, terms=self._terms())
+        total = spent.compose(release, self.rounds)
+        plan = Plan(
+            budget=self.budget,
+            release=release,
+            rounds=self.rounds,
+            variance=noise_variance(release.mechanism),
+            guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
+        )
+        self._check_forecast(self._forecast(plan), earlier, plan.release)
+        return plan
+
+    @property
+    def forecast(self) -> Forecast:
+        """How much noise the planned steps carry beside their signal, and what that leaves to be learnt."""
+        return self._forecast(self.plan)
+
+    def _forecast(self, plan: Plan) -> Forecast:
+        subsets = self._objective.subsets
+        one_in = 1 if subsets is None else subsets.one_in
+        if self.sum_plan is None:
+            # Each rank adds noise of its own; ranks with other settings are taken to be like this one.
+            variance = variance_of_message(plan.mechanism) / self._peers.size
+        else:
+            variance = self.sum_plan.variance()
+        longest = min(self._clip_norm * math.sqrt(one_in), self.range * math.sqrt(self.dimension))
+        # A kept coordinate is multiplied by one_in, and one in one_in is kept.
+        noise = self.range * math.sqrt(variance * one_in)
+        return Forecast(noise=noise, learnt=self.dimension, signal=longest, rounds=plan.rounds)
+
+    def _check_forecast(self, forecast: Forecast, earlier: Earlier | None, release: Release) -> None:
+        """Say what the noise leaves to be learnt. Raises CannotLearn if that is nothing, unless it is forced."""
+        text = "; ".join(forecast.lines())
+        if earlier is not None:
+            more = earlier.times_the_noise(release)
+            text = f"a step now has {more:.2g} times the noise of a step of the first run; {text}"
+        # A mechanism that was given is the user's own choice, and so is its noise.
+        if forecast.verdict is Verdict.NOTHING and self._mechanism is None and not self._force:
+            remedy = (
+                "Use more data, a smaller model, a larger epsilon or more epochs; force=True trains it anyway"
+                if earlier is None
+                else f"{self._ledger_name}: {earlier}. {_WITH_EARLIER_SPENDS} force=True trains it anyway"
+            )
+            raise CannotLearn(f"{text}. {remedy}. Nothing was spent.")
+        _log.log(logging.INFO if forecast.verdict is Verdict.WELL else logging.WARNING, text)
+
+    @property
+    def _ledger_name(self) -> str:
+        return "the ledger" if self._ledger is None else str(self._ledger.path)
 
     @property
     def range(self) -> float:

@@ -7,7 +7,8 @@ the length of the longest mean of clipped gradients.
 
 The mean of a round carries noise of length sqrt(d) sigma beside a signal of at most G. Over a run, noise adds up like
 sqrt(T), and a signal that keeps its direction like T. So the noise to signal of the whole run is at least
-sqrt(d / T) sigma / G. Above 1 the noise is longer than the longest signal, and the run learns next to nothing.
+sqrt(d / T) sigma / G. What runs learn at a given noise to signal was measured (experiments/assurance/outlook.py, the
+table is in docs/training.md): a verdict in words follows from it.
 
 With least squares, d counts the coordinates of the class sums only: they alone make a classifier, without the moments.
 """
@@ -18,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import islice
 
 from bqsgd._src.errors import BqsgdError, Infeasible
@@ -30,21 +32,77 @@ from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.settings.client_plan import client_terms, release_in, sum_plan
 from bqsgd._src.settings.config import Config
 
-_DROWNED = 1.0
-"""A run with more noise to signal than this does not start."""
-_NOISY = 0.3
-"""A run with more noise to signal than this starts with a warning."""
+WELL, NOTHING = 0.15, 1.0
+"""A run with at most the first noise to signal learns well; one with more than the second learns next to nothing."""
 _MOST_SUGGESTIONS = 3
 _MOST_EPSILON = 100.0
 """A larger epsilon is not worth suggesting."""
 _AIM = 0.7
-"""Suggestions aim at this fraction of _DROWNED, so that a small difference to the plan does not make them useless."""
+"""Suggestions aim at this fraction of NOTHING, so that a small difference to the plan does not make them useless."""
 _STEPS = range(1, 40)
 """How many values of each setting are tried, from near the present value to far from it."""
 
 
 class CannotLearn(Infeasible):
     """No client has a plan, or the noise is larger than anything that could be learnt; nothing was spent."""
+
+
+class Verdict(StrEnum):
+    """What a run will learn, in words."""
+
+    WELL = "learns well"
+    SOMETHING = "learns something"
+    NOTHING = "will not learn"
+
+
+def verdict_of(noise_to_signal: float) -> Verdict:
+    """What runs with this noise to signal have learnt."""
+    if noise_to_signal <= WELL:
+        return Verdict.WELL
+    # Not `>`, which is false for NaN: a run whose outlook cannot be computed must not start.
+    return Verdict.SOMETHING if noise_to_signal <= NOTHING else Verdict.NOTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The noise and the signal of the mean of a round, and the number of rounds.
+
+    noise: sigma, of one coordinate. learnt: d. signal: G.
+
+    >>> Forecast(noise=0.1, learnt=100, signal=1.0, rounds=100).verdict
+    <Verdict.WELL: 'learns well'>
+    """
+
+    noise: float
+    learnt: int
+    signal: float
+    rounds: int
+
+    @property
+    def noise_length(self) -> float:
+        """The root mean square length of the noise in the mean of a round."""
+        return self.noise * math.sqrt(self.learnt)
+
+    @property
+    def noise_to_signal(self) -> float:
+        """A lower bound on the noise to signal of the whole run."""
+        return self.noise_length / self.signal / math.sqrt(self.rounds)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the run will learn."""
+        return verdict_of(self.noise_to_signal)
+
+    def lines(self) -> Iterator[str]:
+        """The figures and the verdict in sentences."""
+        yield (
+            f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
+            f"the signal is at most {self.signal:.2g} long"
+        )
+        yield (
+            f"over {self.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest signal: the model "
+            f"{self.verdict} (well up to {WELL:g}, next to nothing above {NOTHING:g})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +140,15 @@ class Outlook:
         return min(longest, self.config.range * every_coordinate)
 
     @property
-    def noise_length(self) -> float:
-        """The root mean square length of the noise in the mean of a round; infinite without a plan."""
-        return math.inf if self.noise is None else self.noise * math.sqrt(self.learnt)
-
-    @property
-    def noise_to_signal(self) -> float:
-        """A lower bound on the noise to signal of the whole run."""
-        return self.noise_length / self.signal / math.sqrt(self.config.run.rounds)
+    def forecast(self) -> Forecast:
+        """What the noise leaves of the signal; the noise is infinite without a plan."""
+        noise = math.inf if self.noise is None else self.noise
+        return Forecast(noise=noise, learnt=self.learnt, signal=self.signal, rounds=self.config.run.rounds)
 
     @property
     def hopeless(self) -> bool:
         """Whether nothing can be learnt."""
-        # Not `>`, which is false for NaN: a run whose outlook cannot be computed must not start.
-        return not self.noise_to_signal <= _DROWNED
+        return self.forecast.verdict is Verdict.NOTHING
 
     def lines(self) -> Iterator[str]:
         """Sentences for the user before the first round."""
@@ -103,19 +156,11 @@ class Outlook:
             yield f"{clients} of {len(self.samples)} clients have no plan and will send nothing: {reason}"
         if self.noise is None:
             return
-        yield (
-            f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
-            f"the signal is at most {self.signal:.2g} long"
-        )
+        yield from self.forecast.lines()
         if self.config.clients.one_in > 1:
             yield (
                 f"a message carries one in {self.config.clients.one_in} coordinates of the gradient: beside this noise "
                 "the others are not worth their bits"
-            )
-        if self.hopeless or self.noise_to_signal > _NOISY:
-            yield (
-                f"over {self.config.run.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest "
-                f"signal: {'nothing can be learnt' if self.hopeless else 'expect little accuracy'}"
             )
 
 
@@ -160,7 +205,7 @@ def foresee(
     else:
         total = sum(weights[client] for client in mechanisms)
         # Once per mechanism: most clients have the same, and with coarsened codes its variance takes long to compute.
-        variances = {mechanism: _variance(mechanism) for mechanism in set(mechanisms.values())}
+        variances = {mechanism: variance_of_message(mechanism) for mechanism in set(mechanisms.values())}
         variance = sum(
             (weights[client] / total * config.range) ** 2 * variances[mechanism]
             for client, mechanism in mechanisms.items()
@@ -171,7 +216,7 @@ def foresee(
     return replace(outlook, noise=math.sqrt(variance))
 
 
-def _variance(mechanism: Mechanism) -> float:
+def variance_of_message(mechanism: Mechanism) -> float:
     """The variance of the noise, in squared ranges; if codes are coarsened, relative to the signal that is left."""
     if mechanism.coarsening is None:
         return variance_at_zero(mechanism) / mechanism.levels**2
@@ -218,7 +263,7 @@ def _candidates(outlook: Outlook) -> Iterator[tuple[dict[str, float | int], Outl
                 changes, run = _changed(outlook, name, value)
             except BqsgdError:
                 break  # the settings contradict each other, and values further away do so too
-            if with_gaussian_noise(run).noise_to_signal <= _AIM * _DROWNED:
+            if with_gaussian_noise(run).forecast.noise_to_signal <= _AIM * NOTHING:
                 yield changes, run
                 break
 

@@ -1,0 +1,86 @@
+"""What a ledger held before a run began: how much is spent, by which runs and when, in words for its owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bqsgd._src.ledger._budget import PrivacyBudget
+from bqsgd._src.ledger._entries import EntryKind, LedgerEntry
+from bqsgd._src.ledger.ledger import Ledger
+from bqsgd._src.mechanism.properties import noise_variance
+from bqsgd._src.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
+from bqsgd._src.release import Release
+
+_MOST_RUNS = 5
+"""How many runs are named, the latest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRun:
+    """The rounds of one run that count as sent, and the times of its first and last entry."""
+
+    name: str
+    rounds: int
+    began: str
+    ended: str
+
+    def __str__(self) -> str:
+        began, ended = (time.removesuffix("+00:00").replace("T", " ") for time in (self.began, self.ended))
+        when = began if began == ended else f"{began} to {ended}"
+        return f"run {self.name}: {self.rounds} rounds, {when} UTC"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """What a client has spent before: in total, and run by run. first: what the first message revealed."""
+
+    guarantee: Guarantee
+    budget: PrivacyBudget
+    runs: tuple[EarlierRun, ...]
+    first: Release
+
+    @classmethod
+    def of(cls, ledger: Ledger | None) -> Earlier | None:
+        """What the ledger holds; None if that is nothing."""
+        guarantee = None if ledger is None else ledger.guarantee()
+        if ledger is None or guarantee is None:
+            return None
+        entries = [entry for entry in ledger.entries if entry.release is not None]
+        assert entries[0].release is not None
+        runs = tuple(run for run in _runs(entries) if run.rounds)
+        return cls(guarantee=guarantee, budget=ledger.budget, runs=runs, first=entries[0].release)
+
+    @property
+    def left(self) -> float:
+        """Epsilon of the budget that is not spent."""
+        return max(0.0, self.budget.epsilon - self.guarantee.epsilon)
+
+    def __str__(self) -> str:
+        runs = "; ".join(str(run) for run in reversed(self.runs[-_MOST_RUNS:]))
+        more = len(self.runs) - _MOST_RUNS
+        left = f"about {rounded_down(self.left, 2)} is left" if self.left else "nothing is left"
+        return (
+            f"epsilon {rounded_up(self.guarantee.epsilon)} of {as_given(self.budget.epsilon)} at delta "
+            f"{self.budget.delta:g} is already spent and {left} ({runs}{f'; and {more} earlier runs' * (more > 0)})"
+        )
+
+    def times_the_noise(self, release: Release) -> float:
+        """How much more noise a message of `release` has than the first message did, for the same sensitivity."""
+        return _noise_multiplier(release) / _noise_multiplier(self.first)
+
+
+def _runs(entries: Iterable[LedgerEntry]) -> Iterable[EarlierRun]:
+    by_run: dict[str, list[LedgerEntry]] = {}
+    for entry in entries:
+        by_run.setdefault(entry.run, []).append(entry)
+    for name, own in by_run.items():
+        rounds = sum(entry.rounds if entry.kind is EntryKind.SPEND else -entry.rounds for entry in own)
+        yield EarlierRun(name=name, rounds=rounds, began=own[0].time, ended=own[-1].time)
+
+
+def _noise_multiplier(release: Release) -> float:
+    """The standard deviation of the noise over what one record can move the message: comparable across ranges."""
+    variance = noise_variance(release.mechanism)
+    return math.sqrt(variance) * release.mechanism.levels / max(release.shift_l2, 1e-300)
