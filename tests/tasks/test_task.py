@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import to_vector
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
@@ -121,6 +122,8 @@ def test_regression_has_a_loss_and_a_metric_of_its_own(tmp_path):
     opened, records = run(task, tmp_path / "plain")
     assert opened.summary.accuracy is None
     assert opened.summary.loss > 0
+    assert opened.summary.metric_name == "R2"
+    assert records[-1].test_metric == opened.summary.metric < 1
     with_metric = Task(
         make_model=lambda: nn.Linear(4, 1), shares=shares, test=test, loss_fn=squared_error, metric=worst_error
     )
@@ -130,15 +133,90 @@ def test_regression_has_a_loss_and_a_metric_of_its_own(tmp_path):
     assert (tmp_path / "metric" / "report.html").exists()
 
 
-def test_multi_label_targets_have_a_loss_and_no_accuracy():
-    def loss(outputs, targets):
-        return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none").sum(dim=1)
+def evaluated(model, test, loss_fn, **given):
+    """What a model with fixed weights scores on the test data."""
+    task = Task(make_model=lambda: model, shares=[test], test=test, loss_fn=loss_fn, **given)
+    return task.evaluator(model)(to_vector(model))
 
-    x, y = data(32)
-    many = torch.stack([y, 1 - y, y], 1).float()
-    task = Task(make_model=lambda: nn.Linear(4, 3), shares=[(x, many), (x, many)], test=(x, many), loss_fn=loss)
-    opened, _ = run(task)
-    assert (opened.summary.accuracy, opened.summary.loss > 0) == (None, True)
+
+def with_weights(outputs, *, after=()):
+    """Linear in the first inputs: output k is input k."""
+    layer = nn.Linear(4, outputs, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(4)[:outputs])
+    return nn.Sequential(layer, *after)
+
+
+def per_sample(loss):
+    return lambda outputs, targets: loss(outputs, targets).reshape(len(outputs), -1).sum(dim=1)
+
+
+def test_one_score_per_sample_is_a_binary_task_not_a_choice_among_one_class():
+    """An argmax over one score is always 0: it would report the share of class 0."""
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).float()
+    y[:20] = 1 - y[:20]  # a tenth is wrong
+    logits = per_sample(nn.BCEWithLogitsLoss(reduction="none"))
+    assert evaluated(with_weights(1), (x, y[:, None]), logits).accuracy == pytest.approx(0.9)
+    squeezed = with_weights(1, after=[nn.Flatten(0)])
+    assert evaluated(squeezed, (x, y), logits).accuracy == pytest.approx(0.9)
+    probabilities = with_weights(1, after=[nn.Sigmoid()])
+    bce = per_sample(nn.BCELoss(reduction="none"))
+    assert evaluated(probabilities, (x, y[:, None]), bce).accuracy == pytest.approx(0.9), "the threshold is 1/2"
+    whole = evaluated(squeezed, (x, y.long()), lambda outputs, targets: logits(outputs, targets.float()))
+    assert whole.accuracy == pytest.approx(0.9)
+
+
+def test_several_labels_count_one_by_one():
+    x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    many = (x[:, :3] > 0).float()
+    many[:, 0] = 1 - many[:, 0]
+    loss = per_sample(nn.BCEWithLogitsLoss(reduction="none"))
+    assert evaluated(with_weights(3), (x, many), loss).accuracy == pytest.approx(2 / 3)
+
+
+def test_regression_has_r2_or_the_mean_absolute_error():
+    x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1] + 0.5
+    squares = per_sample(nn.MSELoss(reduction="none"))
+    result = evaluated(with_weights(1), (x, y), squares)
+    assert (result.accuracy, result.metric_name) == (None, "R2")
+    assert result.metric == pytest.approx(1 - 0.25 / float(y.var(correction=0)), rel=1e-4)
+    result = evaluated(with_weights(1), (x, y), squares, metric="MAE")
+    assert (result.metric, result.metric_name) == (pytest.approx(0.5), "MAE")
+    with pytest.raises(InvalidParameter, match="does not fit these targets, which are numbers"):
+        evaluated(with_weights(1), (x, y), squares, metric="accuracy")
+
+
+def test_classes_at_every_position_have_an_accuracy():
+    x = torch.randn(50, 2, 3, generator=torch.Generator().manual_seed(0))
+    loss = per_sample(nn.CrossEntropyLoss(reduction="none"))
+    model = nn.Conv1d(2, 2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2)[:, :, None])
+    assert evaluated(model, (x, x.argmax(dim=1)), loss).accuracy == 1
+
+
+def test_a_clip_that_rounds_gradients_away_is_named(caplog):
+    task = Task(make_model=linear, shares=[data()])
+    task.check(CONFIG.but(clients=1, clip="l2", clip_norm=1e6, range=1.0), linear())
+    assert "the clip bound 1e+06 is large: gradients are rounded to whole steps of 0.25" in caplog.text
+    caplog.clear()
+    task.check(CONFIG.but(clients=1, clip="l2", clip_norm=10.0, range=1.0), linear())
+    assert "clip bound" not in caplog.text
+
+
+class Squeezed(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x):
+        return super().forward(x).squeeze()
+
+
+def labelled():
+    x, y = data()
+    return x, y.float()
 
 
 class Stream(IterableDataset):
@@ -156,6 +234,18 @@ REFUSED = {
     "other shapes": ({"make_model": lambda: nn.Linear(5, 2)}, "fails on samples of the shapes"),
     "a metric that fails": ({"metric": broken_metric}, "no positives"),
     "a metric without a number": ({"metric": lambda outputs, targets: float("nan")}, "NaN"),
+    "targets of no known kind": (
+        {"test": (torch.ones(4, 4), torch.zeros(4, 3)), "loss_fn": lambda o, t: o.sum(1) - t.reshape(len(o), -1).sum(1)},
+        "no metric is known for outputs of the shape",
+    ),
+    "an unknown metric": ({"metric": "f1"}, "accuracy, R2, MAE, got 'f1'"),
+    "NaN in the test data": (
+        {"test": (torch.tensor([[0.0] * 4, [float("nan")] * 4]), torch.zeros(2).long())}, "first is sample 1"
+    ),
+    "a squeeze of a batch of one": (
+        {"make_model": Squeezed, "loss_fn": nn.BCEWithLogitsLoss(reduction="none"), "shares": [labelled()] * 2},
+        r"write \.squeeze\(1\)",
+    ),
     "test data of other shapes": ({"test": (torch.ones(4, 9), torch.zeros(4).long())}, "cannot be evaluated"),
     "a stream": ({"shares": [Stream(), Stream()]}, "map-style"),
     "a weighted loader": (
@@ -202,3 +292,21 @@ def test_a_gru_trains():
 
     _, records = run(Task(make_model=Net, shares=[data(), data()], test=data()))
     assert [record.used for record in records] == [2, 2]
+
+
+def test_a_loss_that_takes_targets_between_0_and_1_is_tried_on_such_targets():
+    """nn.BCELoss raises for any other target; the bilinear layer has no loops of ours, so torch's kernels run it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Bilinear(4, 4, 1)
+
+        def forward(self, x):
+            return torch.sigmoid(self.head(x, x)).squeeze(1)
+
+    x, y = data()
+    task = Task(make_model=Net, shares=[(x, y.float())] * 2, loss_fn=nn.BCELoss(reduction="none"), test=(x, y.float()))
+    opened, records = run(task)
+    assert opened.steps == 2
+    assert 0 <= records[-1].test_accuracy <= 1

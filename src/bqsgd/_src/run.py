@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import platform
 import secrets
 import time
@@ -358,7 +359,13 @@ class Run:
             evaluation, (_, guarantee) = self.evaluate(), self._worst_guarantee()
             figures["epsilon_max"] = None if guarantee is None else guarantee.epsilon
             if evaluation is not None:
-                figures |= {f"test_{name}": figure for name, figure in asdict(evaluation).items()}
+                figures |= {f"test_{name}": figure for name, figure in evaluation.figures().items()}
+                if not math.isfinite(evaluation.loss):
+                    _log.warning(
+                        "round %d: the test loss is %s: the model diverges; lower the learning rate",
+                        record.round,
+                        evaluation.loss,
+                    )
         return replace(record, **figures)
 
     def _worst_guarantee(self) -> tuple[int | None, Guarantee | None]:
@@ -414,7 +421,6 @@ class Run:
         figures: dict[str, Any] = {} if evaluation is None else asdict(evaluation)
         return Summary(
             **figures,
-            metric_name=self.task.metric_name,
             rounds=self.round,
             guarantee=None if guarantee is None else self._objective.stated(self.task.stated(guarantee)),
             guarantee_client=client,

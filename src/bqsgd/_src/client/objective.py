@@ -8,6 +8,7 @@ the model, the settings and the public form of a sample is refused, and that bef
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from bqsgd._src.client.samples import Part
 from bqsgd._src.client.values import Values
 from bqsgd._src.models import dimension_of, trainable
 from bqsgd._src.persample import BatchMean, Clip, clipped_gradients
+from bqsgd._src.persample._kernels.grid import Grid
 from bqsgd._src.persample.gradients import Road, road_of
 from bqsgd._src.persample.program import Form, Forward, LossFunction, fails_on_made_up, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
@@ -30,6 +32,10 @@ from bqsgd._src.runtime.generators import alone, generators_kept, states
 from bqsgd._src.runtime.interrupts import errors_dropped
 from bqsgd._src.runtime.threads import check_ieee
 from bqsgd._src.subset import Subset, Subsets
+
+_log = logging.getLogger("bqsgd.clip")
+_COARSE_STEP = 1e-3
+"""A grid with larger steps loses coordinates of gradients whose length is about 1."""
 
 
 class Objective:
@@ -68,6 +74,7 @@ class Objective:
         self.draws = False
         """Whether model or loss draw random numbers, as far as `check` has seen."""
         self._assumes: set[str] = set()
+        self._warned = False
         self._tried: set[Form] = set()
         """Forms of which a made-up sample was clipped."""
 
@@ -84,6 +91,7 @@ class Objective:
                 process does not keep IEEE arithmetic.
         """
         check_ieee()
+        self._check_grid()
         form = Form.of(data)
         if self.unit is Unit.CLIENT:
             self._check_whole(data, form)
@@ -99,6 +107,19 @@ class Objective:
                 numbers = None if self.packed else np.zeros(1, np.int64)
                 self._clipped(zeros, indices=numbers, subset=self.subset(round=0, client=0))
             self._tried.add(form)
+
+    def _check_grid(self) -> None:
+        """Say it if the clip is so loose that gradients of ordinary length are rounded away. Reads no data."""
+        bound = max(self.clip.bounds(len(trainable(self.model))))
+        step = Grid(bound).step
+        if step > _COARSE_STEP and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the clip bound %g is large: gradients are rounded to whole steps of %.2g, so smaller coordinates are "
+                "lost; use a clip norm near the length of your gradients (0.5 to 10 is usual)",
+                bound,
+                step,
+            )
 
     def _road(self, form: Form) -> Road:
         divisor, packed = self._divisor, self.packed

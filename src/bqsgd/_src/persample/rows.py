@@ -135,13 +135,17 @@ class RowsRoad:
             self._try(program, shared)
 
     def _try(self, program: Program, shared: Sequence[Tensor]) -> None:
-        """Run a pass on a made-up sample: what raises here would raise for every sample."""
-        leaves = [_made_up(node, 1)[0] for node in program.leaves]
-        try:
-            with alone, generators_kept(), repeatable:
-                self._in_own_thread(*shared, *leaves)
-        except Exception as error:
-            raise programs.fails_on_made_up(error, [shape_of(node)[1:] for node in program.leaves]) from error
+        """Run a pass on a made-up sample: what raises here, whatever the sample, would raise for every sample."""
+        errors = []
+        for bounded in (False, True):
+            leaves = [_made_up(node, 1, bounded=bounded)[0] for node in program.leaves]
+            try:
+                with alone, generators_kept(), repeatable:
+                    self._in_own_thread(*shared, *leaves)
+                return
+            except Exception as error:
+                errors.append(error)
+        raise programs.fails_on_made_up(errors[0], [shape_of(node)[1:] for node in program.leaves]) from errors[0]
 
     @property
     def assumes(self) -> str:
@@ -153,15 +157,18 @@ class RowsRoad:
         self._outputs = _outputs(program, rows=self.rows)
         if _looks_up(program, [node for output in self._outputs for node in output.nodes]):
             return False
-        leaves = [_made_up(node, self.rows) for node in program.leaves]
-        dims = (None,) * len(shared) + (0,) * len(leaves)
-        over = vmap(_body(program, self._outputs), in_dims=dims, randomness="different")
-        try:
-            with programs.plain_operations(whole):
-                self._pass = native(make_fx(over, tracing_mode="fake", _allow_non_fake_inputs=True)(*shared, *leaves))
-            return rows_are_apart(self._values, shared, leaves, any_row=self._packed and not program.draws)
-        except Exception:
-            return False
+        for bounded in (False, True):
+            leaves = [_made_up(node, self.rows, bounded=bounded) for node in program.leaves]
+            dims = (None,) * len(shared) + (0,) * len(leaves)
+            over = vmap(_body(program, self._outputs), in_dims=dims, randomness="different")
+            try:
+                with programs.plain_operations(whole):
+                    traced = make_fx(over, tracing_mode="fake", _allow_non_fake_inputs=True)(*shared, *leaves)
+                self._pass = native(traced)
+                return rows_are_apart(self._values, shared, leaves, any_row=self._packed and not program.draws)
+            except Exception:
+                continue
+        return False
 
     def _values(self, *tensors: Tensor) -> list[Tensor]:
         """The outputs of a pass. Call it in threads of ours: modes of the caller's thread would change the kernels."""
@@ -295,13 +302,18 @@ def _is_whole(node: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
-def _made_up(node: fx.Node, rows: int) -> Tensor:
-    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes."""
+def _made_up(node: fx.Node, rows: int, *, bounded: bool) -> Tensor:
+    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes.
+
+    bounded: between 0 and 1 instead, for losses that take nothing else, such as nn.BCELoss.
+    """
     like: Tensor = node.meta["val"]
     shape = (rows, *like.shape)
     if not like.is_floating_point():
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     generator = torch.Generator().manual_seed(rows + like.numel())
+    if bounded:
+        return torch.rand(shape, generator=generator).to(like.device, like.dtype)
     scale = 10 ** (4 * torch.rand(rows, *[1] * like.dim(), generator=generator) - 2)
     return (torch.randn(shape, generator=generator) * scale).to(like.device, like.dtype)
 

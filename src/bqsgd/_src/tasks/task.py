@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bqsgd._src.client.least_squares import LeastSquares, objective_of
 from bqsgd._src.client.objective import Objective
@@ -22,6 +23,7 @@ from bqsgd._src.persample.program import Forward, LossFunction, inputs_then_targ
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.settings.config import LEAST_SQUARES
 from bqsgd._src.settings.fit import Sizes, fit
+from bqsgd._src.tasks.metrics import NAMES, Tally
 
 if TYPE_CHECKING:
     from bqsgd._src.settings.config import Config
@@ -37,11 +39,16 @@ Metric = Callable[[Tensor, Tensor], float | Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The results of a model on the test data. accuracy: None if targets are not classes, or if a metric is given."""
+    """The results of a model on the test data. accuracy: None if targets are no classes, or if a metric is given."""
 
     loss: float
     accuracy: float | None = None
     metric: float | None = None
+    metric_name: str | None = None
+
+    def figures(self) -> dict[str, float | None]:
+        """The three numbers, by name."""
+        return {"loss": self.loss, "accuracy": self.accuracy, "metric": self.metric}
 
 
 Evaluate = Callable[[npt.NDArray[np.float32]], Evaluation]
@@ -58,8 +65,9 @@ class Task:
             client may hold only that share, and a server without clients of its own holds none.
         test: public test data, in any of the same forms; without it nothing is evaluated.
         loss_fn: (outputs, targets) -> one loss per sample.
-        metric: (all outputs, all targets) of the test data -> a number that replaces accuracy. Records call it by its
-            `__name__`.
+        metric: by default accuracy for classes and labels (one score per sample, or one per class), R2 for regression;
+            "MAE" is the mean absolute error. Or a function (all outputs, all targets) of the test data -> a number;
+            records call it by its `__name__`.
         forward: (model, batch) -> (outputs, targets), if a batch is not (inputs..., targets) but, say, a dict.
         sample: a made-up record of the same form as those of the shares, for example (torch.zeros(3, 32, 32), 0). It
             tells shapes and types, so that no real record is read for them. Arrays and tensors in memory need none.
@@ -76,7 +84,7 @@ class Task:
     shares: Sequence[Samples] = ()
     test: Samples | None = None
     loss_fn: LossFunction = field(default_factory=lambda: nn.CrossEntropyLoss(reduction="none"))
-    metric: Metric | None = None
+    metric: Metric | str | None = None
     forward: Forward | None = None
     sample: Any = None
     public_data: str = ""
@@ -88,11 +96,6 @@ class Task:
             return guarantee
         public = f"{self.public_data}, which a pretrained network saw, is public"
         return replace(guarantee, assumption="; ".join(filter(None, (guarantee.assumption, public))))
-
-    @property
-    def metric_name(self) -> str | None:
-        """The name of the metric in records; None without a metric."""
-        return None if self.metric is None else getattr(self.metric, "__name__", type(self.metric).__name__)
 
     def config(self, **settings: Any) -> Config:
         """The settings of a run on this task: the given ones, and for all others what fits its data.
@@ -127,14 +130,18 @@ class Task:
         Raises:
             InvalidParameter: something would fail in a round, or after the last one.
         """
+        if isinstance(self.metric, str) and self.metric not in NAMES:
+            raise InvalidParameter(f"metric must be a function or one of {', '.join(NAMES)}, got {self.metric!r}")
         objective = objective_of(config, model, self.loss_fn, self.forward)
         if self.shares:
             objective.check(reader_of(self.shares[0], self.sample).form())
         if self.test is not None:
             try:
                 with _evaluating(model):
+                    test = reader_of(self.test)
+                    _check_finite(test)
                     # A metric may need all samples, for example some of every class; a loss is tried on one.
-                    self._evaluate(model, reader_of(self.test), most=None if self.metric is not None else 1)
+                    self._evaluate(model, test, most=None if callable(self.metric) else 1)
             except InvalidParameter:
                 raise
             except Exception as error:  # the model, the loss and the metric are the user's, and may raise anything
@@ -163,25 +170,26 @@ class Task:
     def _evaluate(self, model: nn.Module, test: Reader, *, most: int | None) -> Evaluation:
         forward = self.forward or inputs_then_target
         count = len(test) if most is None else min(most, len(test))
-        right, total, classes = 0, 0.0, self.metric is None
-        kept: list[tuple[Tensor, Tensor]] = []
+        total, kept = 0.0, list[tuple[Tensor, Tensor]]()
+        own = self.metric if callable(self.metric) else None
+        tally = Tally(self.loss_fn, None if callable(self.metric) else self.metric)
         for start in range(0, count, _EVALUATION_BATCH):
             for part in test.read(range(start, min(start + _EVALUATION_BATCH, count))):
                 if part.data is None:
                     raise InvalidParameter(f"{len(part)} samples of the test data cannot be read")
                 outputs, targets = forward(model, part.data)
                 total += float(self.loss_fn(outputs, targets).sum())
-                # One part that does not hold classes is enough: an accuracy over the others would be wrong.
-                classes = classes and _are_classes(outputs, targets)
-                if classes:
-                    right += int((outputs.argmax(dim=1) == targets).sum())
-                elif self.metric is not None:
+                if own is None:
+                    tally.add(outputs, targets)
+                else:
                     kept.append((outputs, targets))
-        return Evaluation(
-            loss=total / count,
-            accuracy=right / count if classes else None,
-            metric=None if self.metric is None else _number(self.metric, kept),
-        )
+        if own is not None:
+            name, value = getattr(own, "__name__", type(own).__name__), _number(own, kept)
+        else:
+            name, value = tally.figure()
+        if own is None and name == "accuracy":
+            return Evaluation(loss=total / count, accuracy=value)
+        return Evaluation(loss=total / count, metric=value, metric_name=name)
 
 
 def sizes_of(model: nn.Module, *, samples: int, method: str) -> Sizes:
@@ -202,10 +210,19 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def _are_classes(outputs: Any, targets: Any) -> bool:
-    """Whether outputs are one score per class and targets one class per sample, so that accuracy is defined."""
-    whole = not (targets.is_floating_point() or targets.is_complex())
-    return bool(whole and outputs.dim() == targets.dim() + 1 == 2)
+def _check_finite(test: Reader) -> None:
+    """Raise for NaN in the public test data: one such sample would make every test loss NaN."""
+    for start in range(0, len(test), _EVALUATION_BATCH):
+        for part in test.read(range(start, min(start + _EVALUATION_BATCH, len(test)))):
+            for leaf in tree_leaves(part.data):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    bad = ~leaf.isfinite().reshape(len(leaf), -1).all(dim=1)
+                    if bool(bad.any()):
+                        first = int(part.numbers[int(bad.nonzero()[0])])
+                        raise InvalidParameter(
+                            f"{int(bad.sum())} samples of the test data hold NaN or infinity (the first is sample "
+                            f"{first}): remove them or fill the gaps"
+                        )
 
 
 def _number(metric: Metric, kept: list[tuple[Tensor, Tensor]]) -> float:
