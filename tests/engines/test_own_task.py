@@ -1,7 +1,9 @@
 """`bqsgd train --task my_module:task`: your own data and model from the command line."""
 
 import json
+import shlex
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from bqsgd._src.cli.app import main
 from bqsgd._src.records.checkpoint import load_checkpoint
 
 MODULE = """
+import os
+import signal
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -29,6 +33,23 @@ nothing = 3
 
 def made(config):
     return bqsgd.Task(make_model=model, shares=[share(n) for n in range(config.clients.count)], test=share(9))
+
+def hospitals(config):
+    # Divides its data by itself, whatever the number of clients.
+    x = torch.randn(342, 4, generator=torch.Generator().manual_seed(3))
+    y = (x[:, 0] > 0).long()
+    return bqsgd.Task(make_model=model, shares=[(x[n::3], y[n::3]) for n in range(3)])
+
+calls = []
+
+def interrupting(outputs, targets):
+    # Ctrl-C during the first evaluation; the call before it tries the metric.
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return 1.0
+
+stopped = bqsgd.Task(make_model=model, shares=[share(0)], test=share(2), metric=interrupting)
 
 def fails(config):
     raise OSError("no such disk")
@@ -78,6 +99,34 @@ def test_a_function_is_given_the_settings(train, tmp_path):
     code, _, err = train("--task", "mine_alone:made", "--clients", 3, *QUICK, "--out", "three")
     assert code == 0, err
     assert len(list((tmp_path / "three" / "ledgers").iterdir())) == 3
+
+
+def test_a_task_is_fitted_as_named_data_are(train, tmp_path):
+    """Three hospitals of 114 patients: batches and rounds follow from that, and so does the number of clients."""
+    code, _, err = train("--task", "mine_alone:hospitals", "--epsilon", 20, "--out", "fitted")
+    assert code == 0, err
+    settings = tomllib.loads((tmp_path / "fitted" / "config.toml").read_text())
+    assert settings["clients"]["count"] == 3
+    assert settings["privacy"]["batch_size"] <= 114
+    assert settings["run"]["rounds"] == 60
+    assert "the model learns " in err, "the verdict in words"
+
+
+def test_the_hint_after_an_interrupt_works_as_printed(train, capsys):
+    code, _, err = train("--task", "mine_alone:stopped", *QUICK, "--evaluate-every", 1, "--out", "with a blank")
+    assert code == 130
+    hint = err.split("continue with: ")[1].strip()
+    assert hint == "bqsgd train --out 'with a blank' --resume --task mine_alone:stopped"
+    code, _, err = train(*shlex.split(hint)[2:])
+    assert code == 0, err
+
+
+def test_a_run_whose_clients_have_spent_their_budgets_ends_at_once_with_a_code_of_its_own(train, tmp_path):
+    code, _, err = train("--task", "mine_alone:task", *QUICK, "--epsilon", 1e-3, "--out", "spent")
+    assert code == 3
+    assert "stopped after round 1: 2 of 2 clients have no privacy budget left" in " ".join(err.split())
+    assert "Start a run with a larger epsilon than 0.001" in " ".join(err.split())
+    assert len((tmp_path / "spent" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_resume_with_fresh_noise_counts_repeated_rounds_again(task, settings, tm
     assert run.engine.clients[0].spending.guarantee(delta=1e-5) == guarantee
 
 
-def test_clients_drop_out_when_their_budget_is_spent_and_training_goes_on(task, settings, tmp_path):
+def test_clients_drop_out_when_their_budget_is_spent_and_the_run_ends_when_none_is_left(task, settings, tmp_path):
     with Run.start(task, settings(), folder=tmp_path / "probe") as probe:
         release = Release(mechanism=probe.config.privacy.mechanism, terms=probe.engine.clients[0].terms)
     enough_for_five = Accountant().compose(release, 5).epsilon(1e-5) * 1.0001
@@ -113,7 +113,12 @@ def test_clients_drop_out_when_their_budget_is_spent_and_training_goes_on(task, 
     sizes = [len(inputs) for inputs, _ in task.shares]
     same = [number for number in range(4) if sizes[number] == sizes[0]]
     for number in same:
-        assert [status[number] for status in statuses] == ["ok"] * 5 + ["declined"] * 7
+        assert [status[number] for status in statuses] == ["ok"] * 5 + ["declined"] * (len(records) - 5)
+    assert statuses[-1] == ["declined"] * 4
+    assert all("ok" in status for status in statuses[:-1]), "the run ends at once"
+    assert len(records) < 12
+    assert run.out_of_budget.startswith("4 of 4 clients have no privacy budget left, and a round needs 1 of them. Start")
+    assert "resumed" not in run.out_of_budget
     assert records[-1].clients[0].reason == "the privacy budget is spent"
     assert not records[-1].stepped
     assert run.summary.guarantee.epsilon <= enough_for_five

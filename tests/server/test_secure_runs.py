@@ -183,6 +183,7 @@ def test_a_killed_run_goes_on_within_its_budget(tmp_path):
     assert [record.round for record in records] == [3, 4, 5]
     assert [record.stepped for record in records] == [True, True, False]  # round 3 was counted twice
     assert "the privacy budget is spent" in records[-1].clients[0].reason
+    assert "This run was resumed: rounds made again after the last checkpoint" in run.out_of_budget
     assert run.summary.guarantee.epsilon <= epsilon
 
 

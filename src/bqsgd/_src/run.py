@@ -42,7 +42,7 @@ from bqsgd._src.engines.in_process import in_process
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import load_vector, to_vector
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
-from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.privacy.guarantee import Guarantee, as_given
 from bqsgd._src.records.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -52,7 +52,7 @@ from bqsgd._src.records.checkpoint import (
     seconds_of,
 )
 from bqsgd._src.records.folder import CONFIG, RunWriter, read_config, read_rounds
-from bqsgd._src.records.record import RoundRecord, Summary, one_line
+from bqsgd._src.records.record import RoundRecord, Status, Summary, one_line
 from bqsgd._src.reports.page import write_report
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.secure.state import EpochFile
@@ -67,7 +67,7 @@ from bqsgd._src.storage import one_writer
 from bqsgd._src.tasks.task import Evaluation, Task
 from bqsgd._src.wire.model_change import is_change
 from bqsgd._src.wire.model_steps import is_steps
-from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED, Reply
+from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, WHOLE_MODEL_NEEDED, Reply
 
 _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
@@ -153,6 +153,10 @@ class Run:
         self.steps = 0
         """Rounds that moved the model."""
         self._still = 0
+        self.out_of_budget: str | None = None
+        """Why the run ended early, if the reason is that clients have spent their budgets; which limit to raise."""
+        self._spent: set[int] = set()
+        self._resumed = resuming
         self._writer: RunWriter | None = None
 
     def _sum_rounds(self, sums: SumSetup) -> SumRounds:
@@ -310,8 +314,8 @@ class Run:
         """Run the rounds that are left, yielding the record of each; stop by not asking for the next.
 
         Every round's record is written first; the checkpoint follows every `checkpoint_every` rounds and after the
-        last. The run stops early if too few clients are left for a round to count, or if the model has not moved for
-        STILL_ROUNDS rounds.
+        last. The run stops early if too few clients are left for a round to count, because they are lost or have spent
+        their budgets, or if the model has not moved for STILL_ROUNDS rounds.
         """
         settings = self.config.run
         while self.round < settings.rounds:
@@ -333,6 +337,11 @@ class Run:
             if self.round % settings.checkpoint_every == 0 or self.round == settings.rounds:
                 self.checkpoint()
             left, needed = len(self.engine.samples) - len(self.engine.lost), self._fewest_frames
+            self._note_spent(record)
+            if left - len(self._spent - set(self.engine.lost)) < needed <= left:
+                self.out_of_budget = self._budget_text(needed)
+                _log.warning("stopping after round %d: %s", record.round, self.out_of_budget)
+                return
             if left < needed:
                 _log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
                 return
@@ -341,6 +350,33 @@ class Run:
                     "the model has not moved for %d rounds: stopping after round %d", self._still, record.round
                 )
                 return
+
+    def _note_spent(self, record: RoundRecord) -> None:
+        """Remember who says that it can send nothing in any later round either."""
+        for entry in record.clients:
+            if entry.client is None:
+                continue
+            if entry.status is Status.OK:
+                self._spent.discard(entry.client)
+            # A budget that grows later in the run will let the client send again.
+            elif max(self.config.privacy.budget_starts(entry.client)) <= record.round and (
+                (entry.reason or "").startswith((BUDGET_SPENT, NO_PLAN))
+            ):
+                self._spent.add(entry.client)
+
+    def _budget_text(self, needed: int) -> str:
+        budget, clients = self.config.privacy, len(self.engine.samples)
+        text = (
+            f"{len(self._spent)} of {clients} clients have no privacy budget left, and a round needs {needed} of them. "
+            f"Start a run with a larger epsilon than {as_given(budget.epsilon)}; if other runs have spent from a "
+            "client's ledger, its owner can raise the limit epsilon of that client"
+        )
+        if self._resumed:
+            text += (
+                ". This run was resumed: rounds made again after the last checkpoint have new noise and count again, "
+                "which uses up the budget before the last round; a smaller checkpoint_every repeats fewer"
+            )
+        return text
 
     @property
     def _fewest_frames(self) -> int:

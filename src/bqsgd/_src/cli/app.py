@@ -132,7 +132,10 @@ app.add_typer(paper, name="paper")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0 done, 2 bad input (one line says what), 130 interrupted."""
+    """Run the command line. Returns the exit code.
+
+    0 done, 1 nothing was learnt, 2 bad input (one line says what), 3 privacy budgets are spent, 130 interrupted.
+    """
     try:
         # Not standalone: click would print its own errors and exit, also from a program that called `main`.
         code = app(args=arguments, standalone_mode=False)

@@ -6,6 +6,7 @@ Most options are made from the settings themselves (`bqsgd._src.settings.config`
 from __future__ import annotations
 
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from bqsgd._src.settings.fit import Sizes
     from bqsgd._src.tasks.resolve import Resolved
 
+BUDGET_SPENT = 3
+"""The exit code of a run that ended early because the clients have spent their privacy budgets."""
 _DATA, _RUN, _RANKS = "Data and model", "Run", "Several processes (torchrun)"
 _DEMO: dict[str, tuple[str | None, dict[str, Any]]] = {
     "mnist": ("mnist-eps3", {}),
@@ -208,8 +211,7 @@ def _train_here(request: _Request) -> None:
     """Train with all clients in this process, and print the result."""
     resolved = _resolved(request, resuming=request.resume)
     folder = request.out or _new_folder(resolved.source.dataset)
-    # The run itself checks a user's own task when it starts.
-    if not request.resume and resolved.task is None and resolved.sizes is not None:
+    if not request.resume and resolved.sizes is not None:
         _foresee_run(resolved.config, resolved.sizes, force=request.force)
     _lead(resolved, request, folder=folder, resuming=request.resume)
 
@@ -342,6 +344,9 @@ def _lead(
     # The `with` block has closed the run and written its files; this only returns the summary.
     summary = run.close()
     _print(summary, folder=folder, config=config, json=request.json)
+    if run.out_of_budget is not None:
+        print(f"bqsgd: stopped after round {summary.rounds}: {run.out_of_budget}", file=sys.stderr)
+        raise typer.Exit(BUDGET_SPENT)
     if run.steps == 0 and summary.rounds:
         print("bqsgd: nothing was learnt, because no round moved the model; rounds.jsonl says why", file=sys.stderr)
         raise typer.Exit(1)
@@ -349,10 +354,19 @@ def _lead(
         print(f"bqsgd: stopped after round {summary.rounds}: the model no longer moved", file=sys.stderr)
         raise typer.Exit(1)
     if summary.rounds < config.run.rounds:
-        print(
-            f"stopped after round {summary.rounds}; continue with: bqsgd train --out {folder} --resume", file=sys.stderr
-        )
+        # A rank is started by torchrun, with arguments that only its caller knows.
+        how = _resume_command(request, folder) if client is None else "the same torchrun command and --resume"
+        print(f"stopped after round {summary.rounds}; continue with: {how}", file=sys.stderr)
         raise typer.Exit(130)
+
+
+def _resume_command(request: _Request, folder: Path) -> str:
+    """What continues the run, to be pasted into the same shell."""
+    words = ["bqsgd", "train", "--out", str(folder), "--resume"]
+    # The run's files do not decide which code runs, so the user names it again.
+    if "task" in request.options:
+        words += ["--task", request.options["task"]]
+    return shlex.join(words)
 
 
 def _train(run: Run, *, tensorboard: bool) -> None:

@@ -5,6 +5,7 @@ It holds its data, its budget and its ledger, and does no input or output beside
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,7 @@ from bqsgd._src.codec import encode_frame
 from bqsgd._src.descent.descent import Descent
 from bqsgd._src.errors import BudgetExhausted, Infeasible, InvalidParameter, ModelNotHeld
 from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger.history import Earlier
 from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.models import dimension_of, load_vector
 from bqsgd._src.noise import NoiseSource
@@ -41,8 +43,9 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.wire.model_change import receive_model
 from bqsgd._src.wire.model_message import ModelMessage
-from bqsgd._src.wire.reply import WHOLE_MODEL_NEEDED, Reply
+from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, WHOLE_MODEL_NEEDED, Reply
 
+_log = logging.getLogger("bqsgd.client")
 PrivateLog = Callable[[dict[str, Any]], None]
 """Receives figures computed from private data, outside the guarantee; they must stay on the client."""
 
@@ -125,6 +128,7 @@ class Client:
         """The model it was sent last, if the next message may be its changes or steps."""
         self._charge: Charge | None = None
         """For the first round that was planned within the budget in force."""
+        self._said = False
         self._form: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], Reply] | None = None
 
@@ -204,7 +208,7 @@ class Client:
             try:
                 charge = self.charge(round)
             except (Infeasible, PlanningTooLong) as error:
-                return Reply.decline(self.client, f"no plan for the budget: {error}")
+                return Reply.decline(self.client, f"{NO_PLAN}: {error}")
             subsets = self.objective.subsets
             outlet: Outlet = partial(
                 encode_frame,
@@ -217,12 +221,15 @@ class Client:
                 check_noise(self.sums, charge.release, seeded=self.sources.seeded)
                 outlet = partial(masked_vector, self.sums, range=self.range)
             self._prepare(model)
+            self._say_earlier(charge)
             self._follow_schedule(charge)
             draws = self.samples.draws or self.objective.draws
             try:
                 frame = self.sender.send(charge, outlet, partial(self._values, round), draws=draws)
-            except BudgetExhausted:
-                return Reply.decline(self.client, "the privacy budget is spent")
+            except BudgetExhausted as error:
+                if self.limits is not None:
+                    _log.warning("%s", error)  # for the client's operator: what is spent, and which budget to raise
+                return Reply.decline(self.client, BUDGET_SPENT)
             reply = Reply(client=self.client, frame=frame)
             self._last = (round, model.copy(), reply)
             return reply
@@ -263,6 +270,24 @@ class Client:
         if ledger is None or budget is None or is_clients_own or ledger.budget == budget:
             return
         ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason="the run's schedule of budgets")
+
+    def _say_earlier(self, charge: Charge) -> None:
+        """Before the first round of a run: tell the client's operator what other runs have spent from its ledger."""
+        ledger = self.spending.ledger
+        if self.limits is None or ledger is None or self._said or self.spending.recorded:
+            return
+        self._said = True
+        earlier = Earlier.of(ledger)
+        if earlier is None:
+            return
+        fitting = ledger.headroom(charge.release, run=self.spending.run, within=charge.within)
+        _log.warning(
+            "%s: %s. Of the %d rounds of this run %s",
+            ledger.path,
+            earlier,
+            self.config.turns,
+            "all fit" if fitting >= self.config.turns else f"{fitting} fit; to allow more, raise the limit epsilon",
+        )
 
     def reserve(self, round: int) -> None:
         """Record the round before it is asked for, so that many clients can do so in one durable write.

@@ -8,7 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from bqsgd._src.engines.engine import MakeEngine
-from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.errors import BudgetExhausted, InvalidParameter
 from bqsgd._src.flower.engine import flower
 from bqsgd._src.flower.messages import TrackedGrid
 from bqsgd._src.flower.settings import MakeTask, Service, read_settings, with_simulated_keys
@@ -34,7 +34,10 @@ def server_app(make_task: MakeTask) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         config, service, options = read_settings(context.run_config)
-        serve(grid, config, service, make_task(config, None, options))
+        run = serve(grid, config, service, make_task(config, None, options))
+        if run.out_of_budget is not None:
+            # Everything is written; the error makes Flower report the run as failed, with this text.
+            raise BudgetExhausted(f"the run ended early: {run.out_of_budget}")
 
     return app
 

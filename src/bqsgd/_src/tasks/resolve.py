@@ -75,6 +75,10 @@ def _resolve_own(settings: dict[str, Any]) -> Resolved:
     settings = ({"clients": len(shares)} if shares else {}) | settings
     config = Config.of(**method_defaults(settings) | settings)
     task = source.task(config)
+    if "clients" not in settings and len(task.shares) > 1:  # the function has divided its data by itself
+        settings["clients"] = len(task.shares)
+        config = config.but(clients=len(task.shares))
+        task = source.task(config)
     if len(task.shares) != config.clients.count:  # other processes hold the other shares, so the sizes are unknown
         return Resolved(source=source, config=config, sizes=None, task=task)
     sizes = task.sizes(config.run.method)

@@ -12,6 +12,9 @@ from bqsgd._src.wire.frame import Buffer
 
 WHOLE_MODEL_NEEDED = "it does not hold the model that was changed: send the whole one"
 """A client's reason for declining changes of a model; the server then sends it the whole model in the same round."""
+BUDGET_SPENT = "the privacy budget is spent"
+NO_PLAN = "no plan for the budget"
+"""How the reasons of a client begin that can send nothing in any later round either."""
 
 
 @dataclass(frozen=True, kw_only=True)
