@@ -8,6 +8,8 @@ not trust the certificate, would leave no trace on the server. `bqsgd flower sup
 
 from __future__ import annotations
 
+import argparse
+import errno
 import ipaddress
 import json
 import logging
@@ -38,6 +40,8 @@ _START_SECONDS = 300.0
 _CONNECTION = "one-machine"
 _PACKAGE = "private_app"
 _LOOPBACK = "127.0.0.1"
+_SUPERLINK_PORT = 8000
+"""Where flower-superlink listens unless it is told otherwise."""
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -101,8 +105,32 @@ class LoggedHandshake(ssl.SSLObject):
             raise
 
 
+def check_port(options: Sequence[str]) -> None:
+    """Raise if another program listens where a SuperLink with these options would: Flower would print a traceback."""
+    known = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    known.add_argument("--host", default=_LOOPBACK)
+    known.add_argument("--port", default=_SUPERLINK_PORT, type=int)
+    try:
+        given, _ = known.parse_known_args(options)
+        with socket.create_server((given.host, given.port)):
+            return
+    except argparse.ArgumentError:
+        return  # flower-superlink says what is wrong with its options
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidParameter(
+                f"port {given.port} of {given.host} is in use: stop the program that listens there, or choose another "
+                "port with --port"
+            ) from error
+
+
 def superlink(options: Sequence[str]) -> None:
-    """Run `flower-superlink` with these options, in this process, until it is stopped."""
+    """Run `flower-superlink` with these options, in this process, until it is stopped.
+
+    Raises:
+        InvalidParameter: another program listens at its port.
+    """
+    check_port(options)
     from flwr.superlink.cli import flower_superlink
 
     os.umask(0o077)  # for its database and its logs, which it would leave readable to all users

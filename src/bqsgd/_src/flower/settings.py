@@ -265,7 +265,11 @@ def check_overrides(app: Path, run_config: str) -> None:
                 + (f"; did you mean {near[0]!r}? " if near else "; ")
                 + f"Known: {', '.join(configuration)}"
             )
-    read_settings({**configuration, **overrides})
+    config, _, _ = read_settings({**configuration, **overrides})
+    # What the server would refuse only after all clients have joined.
+    check_one_plan(config)
+    sizes = {} if config.server.sizes is not None else None
+    client_weights(config.server.weights, {}, claimed=True, sizes=sizes)
 
 
 def check_name(run: object) -> str:

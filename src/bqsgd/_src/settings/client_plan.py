@@ -134,12 +134,7 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
     if fixed is not None:
         width = width_of(rule, fixed.levels, fixed.trials, window=window)
         return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width, window=window)
-    # Without a rate of the run, a client's rate depends on how many samples it has. (Only Poisson batches have a rate.)
-    if privacy.unit == Unit.SAMPLE and privacy.scheme is not Scheme.NONE and privacy.rate is None:
-        raise InvalidParameter(
-            "all clients of a secure sum need one plan, so all must have one sampling rate: use Poisson batches and "
-            "set rate, the chance of a sample to be in a round's batch, or give levels and trials"
-        )
+    check_one_plan(config)
     # Any size of the data will do: settings whose plan would depend on it were refused above.
     terms = client_terms(config, dimension=dimension, dataset_size=privacy.batch_size)
     budget, rounds = privacy.budget(client=0, round=0).privacy, config.turns
@@ -150,6 +145,18 @@ def sum_plan(config: Config, *, dimension: int) -> SumPlan:
         return {"levels": plan.levels, "trials": plan.trials, "width": plan.width}
 
     return SumPlan(rule=rule, window=window, **_answer((terms, budget, rule, rounds, window, fill), figures))
+
+
+def check_one_plan(config: Config) -> None:
+    """Raise InvalidParameter if clients of different sizes would need different plans for a secure sum."""
+    privacy = config.privacy
+    # Without a rate of the run, a client's rate depends on how many samples it has. (Only Poisson batches have a rate.)
+    sampled = privacy.unit == Unit.SAMPLE and privacy.scheme is not Scheme.NONE
+    if config.secure.on and privacy.mechanism is None and sampled and privacy.rate is None:
+        raise InvalidParameter(
+            "all clients of a secure sum need one plan, so all must have one sampling rate: use Poisson batches and "
+            "set rate, the chance of a sample to be in a round's batch, or give levels and trials"
+        )
 
 
 def plan_release(terms: Terms, budget: Budget, *, rounds: int, spent: Spent = ()) -> Release:
