@@ -117,7 +117,9 @@ def test_clients_drop_out_when_their_budget_is_spent_and_the_run_ends_when_none_
     assert statuses[-1] == ["declined"] * 4
     assert all("ok" in status for status in statuses[:-1]), "the run ends at once"
     assert len(records) < 12
-    assert run.out_of_budget.startswith("4 of 4 clients have no privacy budget left, and a round needs 1 of them. Start")
+    assert run.out_of_budget.startswith(
+        "4 of 4 clients have no privacy budget left, and a round needs 1 of them. Start"
+    )
     assert "resumed" not in run.out_of_budget
     assert records[-1].clients[0].reason == "the privacy budget is spent"
     assert not records[-1].stepped

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import tomllib
@@ -498,6 +499,27 @@ def test_a_wrong_key_or_value_of_a_run_is_named_with_what_would_do(tmp_path):
         check_overrides(app, 'shedule="cosine"')
     with pytest.raises(InvalidParameter, match="cannot be read as a Flower app"):
         check_overrides(tmp_path, "rounds=7")
+
+
+def test_what_the_server_would_refuse_after_its_clients_have_joined_is_refused_at_once(tmp_path):
+    write_app(tmp_path / "app")
+    with pytest.raises(InvalidParameter, match="all must have one sampling rate: use Poisson batches and set rate"):
+        check_overrides(tmp_path / "app", "secure=true")
+    check_overrides(tmp_path / "app", "secure=true rate=0.1")
+    with pytest.raises(InvalidParameter, match="weights"):
+        check_overrides(tmp_path / "app", 'weights="size"')
+
+
+def test_a_port_in_use_is_one_line(capsys):
+    from bqsgd._src.cli.app import main
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["flower", "superlink", "--insecure", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == (
+        f"bqsgd: port {port} of 127.0.0.1 is in use: stop the program that listens there, or choose another port with "
+        "--port\n"
+    )
 
 
 def test_settings_are_flat_with_empty_for_left_out():

@@ -235,12 +235,16 @@ REFUSED = {
     "a metric that fails": ({"metric": broken_metric}, "no positives"),
     "a metric without a number": ({"metric": lambda outputs, targets: float("nan")}, "NaN"),
     "targets of no known kind": (
-        {"test": (torch.ones(4, 4), torch.zeros(4, 3)), "loss_fn": lambda o, t: o.sum(1) - t.reshape(len(o), -1).sum(1)},
+        {
+            "test": (torch.ones(4, 4), torch.zeros(4, 3)),
+            "loss_fn": lambda o, t: o.sum(1) - t.reshape(len(o), -1).sum(1),
+        },
         "no metric is known for outputs of the shape",
     ),
     "an unknown metric": ({"metric": "f1"}, "accuracy, R2, MAE, got 'f1'"),
     "NaN in the test data": (
-        {"test": (torch.tensor([[0.0] * 4, [float("nan")] * 4]), torch.zeros(2).long())}, "first is sample 1"
+        {"test": (torch.tensor([[0.0] * 4, [float("nan")] * 4]), torch.zeros(2).long())},
+        "first is sample 1",
     ),
     "a squeeze of a batch of one": (
         {"make_model": Squeezed, "loss_fn": nn.BCEWithLogitsLoss(reduction="none"), "shares": [labelled()] * 2},

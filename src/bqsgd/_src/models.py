@@ -160,7 +160,8 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     for parameter in parameters:
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise InvalidParameter(
-                f"parameters must be float32 on the CPU, got {parameter.dtype} on {parameter.device}"
+                f"parameters must be float32 on the CPU, got {parameter.dtype} on {parameter.device}: convert the "
+                "model with model.cpu().float() before you make its optimizer"
             )
     return parameters
 

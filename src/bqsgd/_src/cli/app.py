@@ -17,6 +17,7 @@ import typer.core
 
 from bqsgd import __version__
 from bqsgd._src.cli.audit import audit
+from bqsgd._src.cli.check import check
 from bqsgd._src.cli.flower import flower
 from bqsgd._src.cli.ledger import ledger
 from bqsgd._src.cli.paper import paper
@@ -124,6 +125,7 @@ app.command(cls=SettingsCommand)(train)
 app.command()(plan)
 app.command()(account)
 app.command()(audit)
+app.command()(check)
 app.add_typer(ledger, name="ledger")
 app.add_typer(flower, name="flower")
 app.command()(report)

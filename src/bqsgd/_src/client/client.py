@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bqsgd._src.client.data_check import log_findings
 from bqsgd._src.client.draws import Purpose, Rows, Sources, draw_batch
 from bqsgd._src.client.least_squares import subsets_of
 from bqsgd._src.client.objective import Objective
@@ -128,7 +129,7 @@ class Client:
         """The model it was sent last, if the next message may be its changes or steps."""
         self._charge: Charge | None = None
         """For the first round that was planned within the budget in force."""
-        self._said = False
+        self._looked = False
         self._form: Any = None
         self._last: tuple[int, npt.NDArray[np.float32], Reply] | None = None
 
@@ -221,7 +222,7 @@ class Client:
                 check_noise(self.sums, charge.release, seeded=self.sources.seeded)
                 outlet = partial(masked_vector, self.sums, range=self.range)
             self._prepare(model)
-            self._say_earlier(charge)
+            self._look_first(charge)
             self._follow_schedule(charge)
             draws = self.samples.draws or self.objective.draws
             try:
@@ -271,14 +272,17 @@ class Client:
             return
         ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason="the run's schedule of budgets")
 
-    def _say_earlier(self, charge: Charge) -> None:
-        """Before the first round of a run: tell the client's operator what other runs have spent from its ledger."""
-        ledger = self.spending.ledger
-        if self.limits is None or ledger is None or self._said or self.spending.recorded:
+    def _look_first(self, charge: Charge) -> None:
+        """Before the first round of a run, tell the client's operator what is odd about its data and its ledger."""
+        if self._looked or self.spending.recorded:
             return
-        self._said = True
-        earlier = Earlier.of(ledger)
-        if earlier is None:
+        self._looked = True
+        delta, who = self.config.privacy.delta, f"client {self.client}"
+        log_findings(self.samples, self.objective, form=self._form, delta=delta, who=who)
+        ledger = self.spending.ledger
+        # Ledgers that outlast a run have owners, who set limits.
+        earlier = None if self.limits is None else Earlier.of(ledger)
+        if ledger is None or earlier is None:
             return
         fitting = ledger.headroom(charge.release, run=self.spending.run, within=charge.within)
         _log.warning(

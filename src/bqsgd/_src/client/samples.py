@@ -129,6 +129,11 @@ class Reader:
     def rest(self) -> None:
         """Free the memory of data that can be fetched again."""
 
+    def in_memory(self) -> tuple[Tensor, ...] | None:
+        """All samples as tensors with a row each, if that needs no reading; None otherwise."""
+        plain = type(self.dataset) is TensorDataset and self.collate_fn is default_collate
+        return tuple(self.dataset.tensors) if plain else None
+
     def form(self) -> Any:
         """Zeros in the form of one collated sample; no record of the data set is read.
 
@@ -241,6 +246,10 @@ class _Arrays(Reader):
         rows = np.asarray(numbers, np.int64)
         return [Part(numbers=rows, data=(self.inputs[rows], self.targets[rows]))] if len(rows) else []
 
+    def in_memory(self) -> tuple[Tensor, ...] | None:
+        """Inputs and targets."""
+        return self.inputs, self.targets
+
     def form(self) -> Any:
         """A row of zeros of each."""
         return tuple(rows.new_zeros(1, *rows.shape[1:]) for rows in (self.inputs, self.targets))
@@ -272,6 +281,10 @@ class Fetched(Reader):
     def read(self, numbers: Sequence[int] | npt.NDArray[np.int64]) -> list[Part]:
         """The samples of these numbers."""
         return self._reader().read(numbers)
+
+    def in_memory(self) -> tuple[Tensor, ...] | None:
+        """None: one of many clients is not checked, so that its data need not be fetched."""
+        return None
 
     def form(self) -> Any:
         """Zeros in the form of one collated sample."""

@@ -33,6 +33,8 @@ from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.register import ledger_path, register_path
 from bqsgd._src.params import check_int, short_repr
 from bqsgd._src.secure.roster import public_key, read_identity, read_roster, write_identity
+from bqsgd._src.server.aggregation import client_weights
+from bqsgd._src.settings.client_plan import check_one_plan
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.group import Group, setting
 from bqsgd._src.settings.node_limits import NodeLimits

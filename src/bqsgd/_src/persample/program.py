@@ -171,8 +171,8 @@ def check_losses(losses: Any, batch: int) -> Tensor:
     if not isinstance(losses, Tensor) or losses.shape != (batch,):
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise InvalidParameter(
-            f"loss_fn must return one loss per sample, shape ({batch},), got {got}; use reduction='none', sum or average "
-            "what is left of each sample, and write .squeeze(1) for .squeeze(), which drops a batch of one as well"
+            f"loss_fn must return one loss per sample, shape ({batch},), got {got}; use reduction='none', sum or "
+            "average what is left of each sample, and write .squeeze(1) for .squeeze(), which drops a batch of one as well"
         )
     return losses
 
@@ -181,9 +181,9 @@ def fails_on_made_up(error: BaseException, shapes: Iterable[Sequence[int]]) -> I
     """What to raise where model or loss fail on a made-up sample: then no sample of these shapes could go through."""
     return InvalidParameter(
         f"the model or the loss fails on samples of the shapes {', '.join(str(tuple(shape)) for shape in shapes)}, so "
-        f"nothing was spent: {type(error).__name__}: {' '.join(str(error).split())[:500]}. (Samples go through one at a "
-        "time, as batches of one: a .squeeze() in the model or the loss then drops the batch dimension as well; write "
-        ".squeeze(1) or .flatten(1).)"
+        f"nothing was spent: {type(error).__name__}: {' '.join(str(error).split())[:500]}. (Samples go through one "
+        "at a time, as batches of one: a .squeeze() in the model or the loss then drops the batch dimension as well; "
+        "write .squeeze(1) or .flatten(1).)"
     )
 
 

@@ -49,8 +49,8 @@ class PoissonLoader:
 
     def __init__(self, loader: DataLoader[Any], *, micro_batch: int, sources: Sources, sample: Any = None) -> None:
         self._batch_size = check_loader(loader)
-        self._reader = Reader(loader.dataset, cast(Any, loader.collate_fn), sample)
-        self._samples = len(self._reader)
+        self.reader = Reader(loader.dataset, cast(Any, loader.collate_fn), sample)
+        self._samples = len(self.reader)
         if self.batch_size > self.samples:
             raise InvalidParameter(
                 f"batch_size={self.batch_size} exceeds the {self.samples} samples of the data set; lower it"
@@ -65,7 +65,7 @@ class PoissonLoader:
         self.asked: Iterator[list[int]] = iter(())
         """The numbers of an epoch's samples, piece by piece, for the workers."""
         self._how = _workers_of(loader) | {
-            "collate_fn": self._reader.collate,
+            "collate_fn": self.reader.collate,
             "generator": torch_generator(sources.at(Purpose.READ, 0)),  # it seeds the workers
         }
         self._pieces = self._loader()
@@ -83,11 +83,11 @@ class PoissonLoader:
     @property
     def dataset(self) -> Any:
         """The data set of the loader."""
-        return self._reader.dataset
+        return self.reader.dataset
 
     def form(self) -> Any:
         """Zeros in the form of one sample; see `Reader.form`."""
-        return self._reader.form()
+        return self.reader.form()
 
     def __len__(self) -> int:
         """Steps in an epoch."""
@@ -149,7 +149,7 @@ class PoissonLoader:
             yield [part for number in waited_for.popleft() for part in self._alone(number)]
 
     def _loader(self, **settings: Any) -> DataLoader[list[Part]]:
-        return DataLoader(cast(Any, self._reader), **({"batch_sampler": _Draws(self)} | self._how | settings))
+        return DataLoader(cast(Any, self.reader), **({"batch_sampler": _Draws(self)} | self._how | settings))
 
     def _alone(self, number: int) -> list[Part]:
         """One sample, read by a new worker."""
@@ -193,9 +193,9 @@ class PoissonLoader:
 
     def check_size(self) -> None:
         """Raise InvalidParameter if the size of the data set has changed since training was planned."""
-        if len(self._reader) != self.samples:
+        if len(self.reader) != self.samples:
             raise InvalidParameter(
-                f"the data set has {len(self._reader)} samples now, but had {self.samples} when training was planned; "
+                f"the data set has {len(self.reader)} samples now, but had {self.samples} when training was planned; "
                 "this changes the sampling rate, so call make_private again"
             )
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.data import DataLoader
 
+from bqsgd._src.client.data_check import log_findings
 from bqsgd._src.client.draws import Sources
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Part
@@ -216,6 +217,7 @@ class Private:
         self._sums: RankSums | None = None
         self._form = loader.form()
         self._check_objective()
+        log_findings(loader.reader, objective, form=self._form, delta=budget.delta, who="the training data")
         note = {"steps": len(self.loader), "dimension": self._objective.dimension, "epochs": epochs}
         told = self._peers.tell(note)
         if any((each["dimension"], each["epochs"]) != (note["dimension"], epochs) for each in told):

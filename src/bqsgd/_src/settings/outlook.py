@@ -239,7 +239,9 @@ def check_outlook(outlook: Outlook) -> None:
         nearest.append("--unit sample, whose noise is divided by the batch size")
     advice = "Use more data, a smaller model or a larger epsilon."
     if nearest:
-        advice = f"Settings that work: {'; or '.join(nearest)}."
+        # The reason for no plan names the least epsilon that has one; that much is not enough to learn.
+        what = "work" if outlook.noise is not None else "have a plan and also learn something"
+        advice = f"Settings that {what}: {'; or '.join(nearest)}."
     raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force runs it anyway.")
 
 

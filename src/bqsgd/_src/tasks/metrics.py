@@ -2,7 +2,7 @@
 
 | outputs | targets | kind | figure |
 |---|---|---|---|
-| (n, C, ...) with C > 1 | (n, ...), whole numbers | classes | accuracy: share of positions whose largest score is right |
+| (n, C, ...) with C > 1 | (n, ...), whole numbers | classes | accuracy: how often the largest score is right |
 | (n) or (n, 1) | (n) or (n, 1), all 0 or 1 | binary | accuracy |
 | (n, ...) | the same shape, all 0 or 1 | several labels | accuracy: share of labels that are right |
 | (n, ...) | the same shape | regression | R2, or the mean absolute error |
