@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from bqsgd._src.run import Run, train
     from bqsgd._src.settings.config import Config
     from bqsgd._src.settings.outlook import CannotLearn
+    from bqsgd._src.settings.sites import SitesAnswer, plan_sites
     from bqsgd._src.tasks.named import NamedTask
     from bqsgd._src.tasks.task import Task
 
@@ -89,6 +90,7 @@ __all__ = [
     "RunFolderError",
     "SecureRanks",
     "SecureSumError",
+    "SitesAnswer",
     "SumPlanAnswer",
     "Task",
     "Terms",
@@ -99,6 +101,7 @@ __all__ = [
     "make_private",
     "plan",
     "plan_secure",
+    "plan_sites",
     "privacy_rng",
     "seeded_rng",
     "train",
@@ -121,6 +124,7 @@ _HOMES = {
     "bqsgd._src.run": ("Run", "train"),
     "bqsgd._src.settings.config": ("Config",),
     "bqsgd._src.settings.outlook": ("CannotLearn",),
+    "bqsgd._src.settings.sites": ("SitesAnswer", "plan_sites"),
     "bqsgd._src.tasks.named": ("NamedTask",),
     "bqsgd._src.tasks.task": ("Task",),
 }

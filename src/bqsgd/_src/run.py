@@ -454,13 +454,12 @@ class Run:
         with one_thread():
             evaluation = self.evaluate()
         client, guarantee = self._worst_guarantee()
-        figures: dict[str, Any] = {} if evaluation is None else asdict(evaluation)
+        figures: dict[str, Any] = self._totals | ({} if evaluation is None else asdict(evaluation))
         return Summary(
             **figures,
             rounds=self.round,
             guarantee=None if guarantee is None else self._objective.stated(self.task.stated(guarantee)),
             guarantee_client=client,
-            **self._totals,
             seeded=self.config.privacy.seed is not None,
             seconds=None if self.last is None else self.last.time,
             one_liar=self.server.one_liar,

@@ -21,12 +21,14 @@ MECHANISM, CLIENT, ONE_SAMPLE = "Mechanism", "Client", "What one sample can chan
 
 LevelsOption = Annotated[int, panel_option(MECHANISM, "Quantisation levels, s.")]
 TrialsOption = Annotated[int, panel_option(MECHANISM, "Binomial trials of the noise, m.")]
-DimensionOption = Annotated[int, panel_option(CLIENT, "Coordinates of one message: the model's parameters.")]
+DIMENSION = panel_option(CLIENT, "Coordinates of one message: the model's parameters.")
+DimensionOption = Annotated[int, DIMENSION]
 NominalDimensionOption = Annotated[
     int, panel_option(CLIENT, "Dimension in the paper's Lemma 1, d_P. Its tables use 3000 for LeNet-5.")
 ]
 BatchSizeOption = Annotated[int, panel_option(CLIENT, "Public batch size: a client divides its sum by it, L.")]
-DatasetSizeOption = Annotated[int, panel_option(CLIENT, "Number of samples that one client holds.")]
+DATASET_SIZE = panel_option(CLIENT, "Number of samples that one client holds.")
+DatasetSizeOption = Annotated[int, DATASET_SIZE]
 SamplingOption = Annotated[
     str,
     panel_option(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +15,7 @@ from bqsgd._src.errors import InvalidParameter
 if TYPE_CHECKING:
     from bqsgd import PlanAnswer, SumPlanAnswer
 
-_BUDGET, _SUMS = "Budget", "Secure sums"
+_BUDGET, _SUMS, _SITES = "Budget", "Secure sums", "A whole federation"
 
 
 def account(
@@ -47,9 +48,19 @@ def account(
 
 def plan(
     epsilon: Annotated[float, panel_option(_BUDGET, "Privacy budget, total over all rounds.")],
-    delta: Annotated[float, panel_option(_BUDGET, "Delta of the budget, total over all rounds.")],
-    dimension: options.DimensionOption,
-    dataset_size: options.DatasetSizeOption,
+    delta: Annotated[
+        float | None, panel_option(_BUDGET, "Delta of the budget, total over all rounds. Default with --sites: 1e-5.")
+    ] = None,
+    dimension: Annotated[int | None, options.DIMENSION] = None,
+    dataset_size: Annotated[int | None, options.DATASET_SIZE] = None,
+    sites: Annotated[
+        Path | None,
+        panel_option(_SITES, "CSV file with a line per site, its number of samples last: plan for these sites."),
+    ] = None,
+    parameters: Annotated[float | None, panel_option(_SITES, "Trained parameters of the model, such as 1e6.")] = None,
+    upload: Annotated[
+        str | None, panel_option(_SITES, "Most that one site may send over the whole run, such as 20MB.")
+    ] = None,
     bits: Annotated[
         int | None,
         panel_option(
@@ -100,7 +111,12 @@ def plan(
     error but no privacy. If you leave out --batch-size or --rounds, the plan
     proposes them as `bqsgd train` would, together with its clip and range.
 
+    With --sites it answers for a whole federation, before there is a run: both
+    trust models side by side, rounds and bytes within --upload, and whether
+    the model will learn.
+
     Examples:
+      bqsgd plan --sites sizes.csv --parameters 1e6 --upload 20MB --epsilon 2
       bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 \
         --dimension 39700 --dataset-size 15000
       bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 --rounds 600 \
@@ -111,6 +127,18 @@ def plan(
     """
     arguments = {n: value for n, value in locals().items() if value is not None and n not in ("secure", "json")}
     import bqsgd
+
+    if sites is not None:
+        _plan_sites(sites, arguments, secure=secure, json=json)
+        return
+    missing = [f"--{name}" for name, value in (("delta", delta), ("dimension", dimension)) if value is None]
+    missing += ["--dataset-size"] if dataset_size is None else []
+    if missing or parameters is not None or upload is not None:
+        raise InvalidParameter(
+            f"give {', '.join(missing)}; or --sites with --parameters, for a whole federation"
+            if missing
+            else "--parameters and --upload are options for --sites; use --dimension for one client"
+        )
 
     planned: PlanAnswer | SumPlanAnswer
     if secure:
@@ -127,4 +155,23 @@ def plan(
         # Its default is 0, not None, so it is among the arguments.
         del arguments["colluders"]
         planned = bqsgd.plan(**arguments)
+    answer(planned.title, planned.lines, planned.to_dict(), json=json)
+
+
+def _plan_sites(path: Path, arguments: dict[str, Any], *, secure: bool, json: bool) -> None:
+    """Answer for a whole federation; the options for one client are refused."""
+    import bqsgd
+    from bqsgd._src.settings.sites import read_bytes, read_sites
+
+    known = {"sites", "parameters", "upload", "epsilon", "delta"}
+    # Options with a default are always among the arguments.
+    extra = sorted(set(arguments) - known - {"sampling", "colluders"}) + (["secure"] if secure else [])
+    if extra:
+        raise InvalidParameter(f"--sites chooses --{', --'.join(name.replace('_', '-') for name in extra)} itself")
+    parameters = arguments.get("parameters")
+    if parameters is None or parameters != int(parameters):
+        raise InvalidParameter("--sites needs --parameters, the number of trained parameters, such as 1e6")
+    budget = {name: arguments[name] for name in ("epsilon", "delta") if name in arguments}
+    upload = None if "upload" not in arguments else read_bytes(arguments["upload"])
+    planned = bqsgd.plan_sites(sites=read_sites(path), parameters=int(parameters), upload=upload, **budget)
     answer(planned.title, planned.lines, planned.to_dict(), json=json)

@@ -270,7 +270,7 @@ def check_overrides(app: Path, run_config: str) -> None:
     config, _, _ = read_settings({**configuration, **overrides})
     # What the server would refuse only after all clients have joined.
     check_one_plan(config)
-    sizes = {} if config.server.sizes is not None else None
+    sizes: dict[int, int] | None = None if config.server.sizes is None else {}
     client_weights(config.server.weights, {}, claimed=True, sizes=sizes)
 
 

@@ -172,7 +172,7 @@ def check_losses(losses: Any, batch: int) -> Tensor:
         got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise InvalidParameter(
             f"loss_fn must return one loss per sample, shape ({batch},), got {got}; use reduction='none', sum or "
-            "average what is left of each sample, and write .squeeze(1) for .squeeze(), which drops a batch of one as well"
+            "average what is left of each sample; write .squeeze(1) for .squeeze(), which drops a batch of one too"
         )
     return losses
 

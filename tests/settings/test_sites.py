@@ -1,0 +1,88 @@
+"""`bqsgd plan --sites`: what to set for a whole federation, before there is a run."""
+
+import json
+import time
+
+import pytest
+
+from bqsgd import InvalidParameter, plan_sites
+from bqsgd._src.cli.app import main
+from bqsgd._src.settings.fit import Sizes, fit
+from bqsgd._src.settings.outlook import foresee
+from bqsgd._src.settings.sites import read_bytes, read_sites
+
+HOSPITALS = [300 + 247 * number for number in range(20)]
+ASKED = {"sites": HOSPITALS, "parameters": 10**6, "epsilon": 2.0, "upload": 20e6}
+
+
+@pytest.fixture(scope="module")
+def answer():
+    began = time.process_time()
+    made = plan_sites(**ASKED)
+    assert time.process_time() - began < 10
+    return made
+
+
+def test_both_trust_models_stay_within_the_upload_and_say_what_they_cost(answer):
+    separate, secure = answer.options
+    assert (separate.secure, secure.secure) == (False, True)
+    for option in answer.options:
+        assert option.bytes_up <= 20e6
+        assert option.bytes_down == option.rounds * (4 * 10**6 + 100)
+    assert secure.noise_to_signal < separate.noise_to_signal / 2, "twenty sites share one noise"
+    assert (str(separate.verdict), str(secure.verdict)) == ("learns something", "learns well")
+    text = str(answer)
+    assert "use secure sums: with one noise for all sites the model learns well" in text
+    assert "parameters or fewer to learn well" in text
+    assert "[some]" in text, "the point asked for is marked on the map"
+
+
+def test_the_estimate_is_near_the_plan():
+    """A small federation, whose plan is quick: the figure that the answer rests on is that of the real outlook."""
+    small = {"sites": [300, 1000, 2000, 900], "parameters": 650, "epsilon": 2.0}
+    option = plan_sites(**small).options[0]
+    given = {"clients": 4, "epsilon": 2.0, "rounds": option.rounds}
+    config = fit(given, Sizes(samples=4200, dimension=650, parameters=650))
+    samples = dict(enumerate(small["sites"]))
+    planned = foresee(config, samples, dimension=config.kept(650), learnt=650).forecast.noise_to_signal
+    assert config.clients.one_in == option.one_in == 1
+    assert option.noise_to_signal == pytest.approx(planned, rel=0.15)
+
+
+def test_a_smaller_model_or_a_larger_epsilon_is_never_worse(answer):
+    ranks = ["will not learn", "learns something", "learns well"]
+    for (epsilon, parameters, secure), verdict in answer.map.items():
+        for (other_epsilon, other_parameters, other_secure), other in answer.map.items():
+            if secure == other_secure and other_epsilon >= epsilon and other_parameters <= parameters:
+                assert ranks.index(other) >= ranks.index(verdict)
+
+
+def test_an_upload_too_small_for_any_message_says_so():
+    tiny = plan_sites(**ASKED | {"upload": 500.0})
+    assert tiny.options == ()
+    assert "no message fits" in str(tiny)
+
+
+def test_the_command_reads_sizes_and_bytes(tmp_path, capsys):
+    path = tmp_path / "sizes.csv"
+    path.write_text("site,patients\n" + "\n".join(f"h{n},{size}" for n, size in enumerate(HOSPITALS)))
+    asked = ["plan", "--sites", str(path), "--upload", "20MB", "--epsilon", "2", "--parameters", "1e6"]
+    assert main([*asked, "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["sites"] == HOSPITALS
+    assert [option["verdict"] for option in fields["options"]] == ["learns something", "learns well"]
+    assert main([*asked, "--rounds", "7"]) == 2
+    assert "--sites chooses --rounds itself" in capsys.readouterr().err
+    assert main(["plan", "--epsilon", "2", "--delta", "1e-5"]) == 2
+    assert "give --dimension, --dataset-size; or --sites" in capsys.readouterr().err
+
+
+def test_files_and_bytes_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "empty.csv").write_text("site,patients\n")
+    with pytest.raises(InvalidParameter, match="holds no size"):
+        read_sites(tmp_path / "empty.csv")
+    with pytest.raises(InvalidParameter, match="cannot be read"):
+        read_sites(tmp_path / "nowhere.csv")
+    for wrong in ("", "MB", "twenty", "-3MB"):
+        with pytest.raises(InvalidParameter, match="upload"):
+            read_bytes(wrong)
