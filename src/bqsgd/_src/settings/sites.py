@@ -39,7 +39,7 @@ class SitesOption:
     """Settings for one trust model, and what they lead to.
 
     noise_to_signal: of the whole run, with what subsets of the coordinates add. bytes_up, bytes_down: of one site over
-    the whole run, without the keys of secure sums.
+    the whole run, without the keys of secure sums; a run may send less, because moduli and models shrink on the way.
     """
 
     secure: bool
@@ -89,14 +89,14 @@ class SitesAnswer:
             name = "secure sums" if option.secure else "each message seen"
             lines[name] = (
                 f"the model {option.verdict} (noise to signal {option.noise_to_signal:.2g}; well up to {WELL:g}, next "
-                f"to nothing above {NOTHING:g}); {option.rounds} rounds, {option.bytes_up / 1e6:.1f} MB up and "
-                f"{option.bytes_down / 1e6:.0f} MB down per site"
+                f"to nothing above {NOTHING:g}); {option.rounds} rounds, at most {option.bytes_up / 1e6:.1f} MB "
+                f"up and {option.bytes_down / 1e6:.0f} MB down per site"
             )
             secure = " --secure" if option.secure else ""
             lines[f"{name}: set"] = (
                 f"--clients {len(self.sites)} --epsilon {as_given(self.epsilon)} --delta {as_given(self.delta)} "
-                f"--rounds {option.rounds} --batch-size {option.batch_size} --one-in {option.one_in}{secure}, and rate = "
-                f"{option.rate:.3g} in the settings file"
+                f"--rounds {option.rounds} --batch-size {option.batch_size} --one-in {option.one_in}{secure}, and "
+                f"rate = {option.rate:.3g} in the settings file"
             )
         if not self.options:
             lines["result"] = "no message fits: allow more bytes or a smaller model"
