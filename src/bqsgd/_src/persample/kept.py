@@ -29,20 +29,20 @@ def kept_piece(piece: Piece, subset: Subset) -> Piece:
             kept = np.concatenate([_gathered(row, subset, piece.parameters) for row in rows])
             return Piece(piece.parameters, Dense(torch.from_numpy(kept)))
         case Outer() | Summed() | TableRows():
-            return Piece(piece.parameters, Kept(piece.factor, subset, piece.parameters))
+            return Piece(piece.parameters, KeptFactor(piece.factor, subset, piece.parameters))
         case _:
             raise NotImplementedError(type(piece.factor).__name__)
 
 
-class Kept(Built):
+class KeptFactor(Built):
     """The kept coordinates of a gradient that is made of factors: built for as many samples as the scratch takes."""
 
     def __init__(self, factor: Outer | Summed | TableRows, subset: Subset, parameters: slice) -> None:
         self._factor, self._subset, self._parameters = factor, subset, parameters
         self.batch, self.coordinates = factor.batch, len(_places(subset, parameters))
 
-    def take(self, index: Tensor) -> Kept:
-        return Kept(self._factor.take(index), self._subset, self._parameters)
+    def take(self, index: Tensor) -> KeptFactor:
+        return KeptFactor(self._factor.take(index), self._subset, self._parameters)
 
     def gradients(self, part: slice) -> Dense:
         if isinstance(self._factor, Outer):
