@@ -60,7 +60,12 @@ class SitesOption:
 
 @dataclass(frozen=True, kw_only=True)
 class SitesAnswer:
-    """The answer for both trust models. map: (epsilon, parameters, secure) -> verdict."""
+    """The answer for both trust models. map: (epsilon, parameters, secure) -> verdict.
+
+    >>> answer = plan_sites(sites=[500, 2000, 4000], parameters=1000, epsilon=1.0)
+    >>> answer.map[8.0, 1000, False], answer.options[0].rounds
+    (<Verdict.WELL: 'learns well'>, 60)
+    """
 
     sites: tuple[int, ...]
     parameters: int
