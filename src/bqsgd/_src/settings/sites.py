@@ -180,7 +180,7 @@ def plan_sites(
         epsilon, delta: privacy budget of each site, total over all rounds.
         upload: most bytes that one site may send over the whole run. Default: no limit.
 
-    >>> answer = plan_sites(sites=[300, 1000, 5000], parameters=10_000, epsilon=2.0, upload=20e6)
+    >>> answer = plan_sites(sites=[300, 1000, 5000], parameters=100_000, epsilon=2.0, upload=20e6)
     >>> [(option.secure, str(option.verdict)) for option in answer.options]
     [(False, 'learns something'), (True, 'learns well')]
     """
