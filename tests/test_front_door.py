@@ -160,7 +160,9 @@ def test_plan_answers_as_the_command_does(asked, capsys, monkeypatch):
     assert found.guarantee.epsilon <= 2
 
 
-@pytest.mark.parametrize(("name", "questions"), [("account", ["account"]), ("plan", ["plan", "plan_secure", "plan_sites"])])
+@pytest.mark.parametrize(
+    ("name", "questions"), [("account", ["account"]), ("plan", ["plan", "plan_secure", "plan_sites"])]
+)
 def test_questions_have_the_words_of_the_commands(name, questions):
     """Every keyword is an option and every option a keyword, besides how the command prints and which it asks."""
     own = set().union(*(inspect.signature(getattr(bqsgd, question)).parameters for question in questions))
