@@ -22,7 +22,7 @@ BASE = {
     "levels": 20, "trials": 120, "epsilon": 90.0, "seed": 3, "evaluate_every": 4, "checkpoint_every": 2,
     "weights": "equal", "learning_rate": 0.2, "run": "thin", "workers": 1,
 }  # fmt: skip
-SUMS = {"secure": True, "dropouts": 1, "key_rounds": 3}
+SUMS = {"secure": True, "dropouts": 1, "key_rounds": 3, "window": 1.0}  # one width, so that bytes compare
 MEDIAN = {"aggregation": "median", "one_in": 3}
 OPTIMIZERS = {
     "momentum, linear": {"momentum": 0.9, "schedule": "linear"},

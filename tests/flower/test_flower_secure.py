@@ -154,7 +154,8 @@ def test_same_seed_same_bytes_and_same_model_as_in_process(tmp_path):
     model, expected = in_process()
     assert frames == expected
     np.testing.assert_array_equal(served.model, model)
-    assert made.steps() == 2 * (BATCH + 2 * ROUND)  # keys for two rounds at once
+    # Keys for the first round, which decides the width of the next, then for two rounds at once.
+    assert made.steps() == BATCH + ROUND + BATCH + 2 * ROUND + BATCH + ROUND
     down = [data_of(one, kind=MODEL) for one in made.grid.sent if has_data(one, kind=MODEL)]
     # Every node repeats the steps, though each message starts from what Flower has kept for it.
     assert Counter(one[:4] for one in down if not is_sum_message(one)) == {b"BQSM": 5, b"BQST": 15}
@@ -312,7 +313,7 @@ def test_a_node_that_dies_at_any_step_costs_no_round(tmp_path, step):
     made.serve(folder=tmp_path / "server", round_seconds=1.0)
     used = [record.used for record in read_rounds(tmp_path / "server")]
     in_sum = step in ("SURVIVORS", "CERTIFICATE")
-    assert used == [5 if in_sum else 4, 4 if step in BATCH else 5, 5, 5]
+    assert used == [5 if in_sum else 4, 5, 5, 5]  # the second round has new keys
 
 
 def test_a_client_that_never_came_is_a_dropout_and_two_are_too_many(tmp_path, caplog):
