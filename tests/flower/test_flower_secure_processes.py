@@ -30,6 +30,7 @@ DEADLINE_SECONDS = 240.0
 """Far longer than Flower takes to notice that a client's process has died (60 s)."""
 SETTINGS = {"batch_size": 64, "levels": 17, "trials": 220, "epsilon": 30.0, "evaluate_every": 1, "momentum": 0.5}
 SETTINGS |= {"weights": "equal", "rate": 0.2, "secure": True, "dropouts": 1, "key_rounds": 2, "rounds": 2}
+SETTINGS |= {"window": 1.0}  # one width for the run, so that the first key batch has two rounds as well
 
 FAULTY_CLIENT = """
 import hashlib, json, os, signal, time
