@@ -20,11 +20,11 @@ from bqsgd._src import models
 from bqsgd._src.cli.app import main
 from bqsgd._src.codec import encode_frame
 from bqsgd._src.engines.engine import read_guarantee
-from bqsgd._src.errors import FrameError, InvalidParameter
+from bqsgd._src.errors import BudgetExhausted, FrameError, InvalidParameter
 from bqsgd._src.flower.engine import NoQuorum
 from bqsgd._src.flower.federation import write_app
 from bqsgd._src.flower.messages import FRAME, data_of, field_of, pack
-from bqsgd._src.flower.server_app import serve
+from bqsgd._src.flower.server_app import serve, server_app
 from bqsgd._src.flower.settings import Service, check_overrides, read_settings
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import seeded_rng
@@ -105,6 +105,11 @@ def test_a_run_that_cannot_learn_does_not_start_and_spends_nothing(federation):
     assert not any(made.spent().values())
     served = made.serve()
     assert served.steps == 0  # every client declines, as the outlook said
+    assert served.round == 1, "it ends at once"
+    assert served.out_of_budget.startswith("4 of 4 clients have no privacy budget left")
+    context = Context(1, 0, {}, RecordDict(), made.settings | {"force": True})
+    with pytest.raises(BudgetExhausted, match=r"the run ended early: 4 of 4 clients .* larger epsilon than 0\.01"):
+        server_app(made.own)(made.grid, context)
 
 
 def test_same_seed_same_frames_and_same_model_as_in_process(task, settings, federation, tmp_path):
@@ -511,8 +516,6 @@ def test_what_the_server_would_refuse_after_its_clients_have_joined_is_refused_a
 
 
 def test_a_port_in_use_is_one_line(capsys):
-    from bqsgd._src.cli.app import main
-
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["flower", "superlink", "--insecure", "--port", str(port)]) == 2

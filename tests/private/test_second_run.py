@@ -41,6 +41,7 @@ def test_a_second_run_is_refused_with_what_is_spent_by_whom_and_what_to_do(priva
     assert recorded(path) == before
 
 
+@pytest.mark.slow  # plans on top of earlier spends
 def test_with_room_left_the_noise_is_compared_with_the_first_run(private, spent, caplog):
     path, epsilon = spent
     with bqsgd.Ledger(path) as ledger:

@@ -115,6 +115,22 @@ def client(path: Path, limits: NodeLimits, **settings: object) -> Client:
     return client_of(config, nn.Linear(3, 2), loss_fn, data, ledger=ledger, limits=limits, resume=True)
 
 
+def test_a_client_tells_its_operator_what_other_runs_have_spent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = client(tmp_path / "a", STRICT)
+    release = made.charge(0).release
+    made.spending.ledger.reserve(release, run="another", first_round=0, rounds=2, seeded=False)
+    assert made.update(np.zeros(8, np.float32), 0).frame is not None
+    (text,) = [record.message for record in caplog.records if "is already spent" in record.message]
+    assert f"{tmp_path / 'a'}: epsilon " in text
+    assert "(run another: 2 rounds, 20" in text
+    assert text.endswith("Of the 3 rounds of this run all fit")
+    caplog.clear()
+    assert made.update(np.zeros(8, np.float32), 1).frame is not None
+    assert "is already spent" not in caplog.text, "said once"
+
+
 @pytest.mark.parametrize("value", [1.0001e4, -3e38, np.inf, np.nan])
 def test_a_model_beyond_the_largest_parameter_is_declined_before_the_spend(tmp_path: Path, value: float) -> None:
     made = client(tmp_path / "a", STRICT)
