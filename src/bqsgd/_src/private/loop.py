@@ -355,7 +355,8 @@ class Private:
                 else f"{self._ledger_name}: {earlier}. {_WITH_EARLIER_SPENDS} force=True trains it anyway"
             )
             raise CannotLearn(f"{text}. {remedy}. Nothing was spent.")
-        _log.log(logging.INFO if forecast.verdict is Verdict.WELL else logging.WARNING, text)
+        quiet = forecast.verdict is Verdict.WELL or self._mechanism is not None
+        _log.log(logging.INFO if quiet else logging.WARNING, text)
 
     @property
     def _ledger_name(self) -> str:
