@@ -129,6 +129,7 @@ def test_a_run_without_range_or_window_narrows_its_sums(tmp_path):
     assert [round for round, step, _ in steps.asked if step == "BATCH"] == [0, 1, 4, 7]
     stored = [json.loads(line)["sum_width"] for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert stored == [record.sum_width for record in records]
+    assert f"secure sums in {min(stored)} to {max(stored)} bits" in (tmp_path / "report.html").read_text()
 
 
 def test_the_range_of_sums_is_the_clip_s_and_the_levels_are_what_the_noise_needs():
