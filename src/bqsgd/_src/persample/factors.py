@@ -282,16 +282,8 @@ class TableRows:
     def of_lookups(cls, index: Tensor, errors: Tensor, *, rows: int, padding: int | None) -> TableRows:
         """From (batch, positions) indices and (batch, positions, width) errors; repeated look-ups are added up, one
         position after another."""
-        batch, inside = len(index), (index >= 0) & (index < rows)
-        # A row that the table does not have would be one of the next sample's: it is NaN in a row of this one's.
-        errors = errors.where(inside[..., None], torch.nan)
-        key = torch.arange(batch, device=index.device)[:, None] * rows + index.where(inside, 0)
-        chosen = (index != padding) | ~inside
-        unique, place = torch.unique(key[chosen], return_inverse=True)
-        values = np.zeros((len(unique), errors.shape[2]), errors.cpu().numpy().dtype)
-        np.add.at(values, place.cpu().numpy(), errors[chosen].cpu().numpy())  # in order, whatever else is added
-        summed = torch.from_numpy(values).to(errors.device)
-        return cls(unique // rows, unique % rows, summed, batch=batch, rows=rows)
+        sample, row, values = kernels.added_lookups(index, errors, rows, padding)
+        return cls(sample, row, values, batch=len(index), rows=rows)
 
     def gradients(self, part: slice) -> Dense:
         """Those of some samples, as whole tables."""
@@ -321,9 +313,8 @@ class TableRows:
         return torch.from_numpy(total)
 
     def add_steps(self, grid: Grid, weights: Tensor, total: Steps, *, at: int, bound: float | None) -> None:
-        rounded = kernels.in_steps(self.values, grid, weights[self.sample.cpu()], bound=bound)
         table = total.exact(at, self.coordinates).view(self.rows, -1)
-        table.index_add_(0, self.row.cpu(), rounded)  # whole numbers: exact in any order
+        kernels.table_steps(self.values, self.row, grid, weights[self.sample.cpu()], table, bound=bound)
 
 
 def nodes_of(gradient: programs.Gradient) -> tuple[fx.Node, ...]:

@@ -23,6 +23,7 @@ from bqsgd._src.persample.clips import BatchMean, Clip
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered
 from bqsgd._src.persample.kept import kept_piece
 from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
 from bqsgd._src.persample.rows import Numbers, RowsRoad, check_numbers
 from bqsgd._src.persample.rules import NotLanes
@@ -173,7 +174,7 @@ def road_of(
                 known["lanes"] = LanesRoad(program)
             except NotLanes:
                 whole = Whole(model, loss_fn, forward)
-                known[batch_size, packed] = RowsRoad(program, whole, batch_size, packed=packed)
+                known[batch_size, packed] = PassesRoad(program, whole)
         return known["lanes"] if "lanes" in known else known[batch_size, packed]
 
 

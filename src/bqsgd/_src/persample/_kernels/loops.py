@@ -246,3 +246,51 @@ def clamped_outer_squares(a: Tensor, e: Tensor, bound: float) -> Tensor:
     few = e.shape[1] <= SWEPT_ROWS and usable(a)
     in_threads(one_by_one if few else sweep, len(out), each=a.shape[1] * e.shape[1])
     return torch.from_numpy(out)
+
+
+@njit(nogil=True, cache=True)
+def _added_lookups(index: np.ndarray, errors: np.ndarray, rows: int, padding: int, values: np.ndarray) -> np.ndarray:
+    """Fill `values` and return (2, entries): the sample and the row of each entry."""
+    (samples, positions), owner = index.shape, np.empty((2, index.size), np.int64)
+    place, count = np.full(rows, -1), 0
+    for sample in range(samples):
+        first = count
+        for position in range(positions):
+            row = index[sample, position]
+            inside = 0 <= row < rows
+            if inside and row == padding:
+                continue
+            # A row that the table does not have would be one of the next sample's: it is NaN in a row of this one's.
+            row = row if inside else 0
+            if place[row] < first:
+                place[row], owner[0, count], owner[1, count], values[count] = count, sample, row, 0
+                count += 1
+            own, error = values[place[row]], errors[sample, position]
+            for entry in range(own.size):
+                own[entry] += error[entry] if inside else np.nan
+    return owner[:, :count]
+
+
+def added_lookups(index: Tensor, errors: Tensor, rows: int, padding: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(samples, rows, values) of every row that a sample has looked up, from (batch, positions) indices and (batch,
+    positions, width) errors; those of repeated look-ups are added, one position after another."""
+    left, right = index.cpu().contiguous().numpy(), _array(errors)
+    values = np.empty((left.size, right.shape[2]), right.dtype)
+    sample, row = torch.from_numpy(_added_lookups(left, right, rows, -1 if padding is None else padding, values))
+    return sample, row, torch.from_numpy(values[: len(row)])
+
+
+@njit(nogil=True, cache=True)
+def _table_steps(values: np.ndarray, row: np.ndarray, factors: np.ndarray, out: np.ndarray) -> None:
+    for entry in range(row.size):
+        own, factor, high = out[row[entry]], np.float64(factors[entry, 0]), np.float64(factors[entry, 1])
+        for at in range(own.size):
+            held = min(max(np.float64(values[entry, at]), -high), high)
+            own[at] += (held * factor + contiguous.ROUNDING) - contiguous.ROUNDING
+
+
+def table_steps(
+    values: Tensor, row: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None
+) -> None:
+    """out[row[n]] += weights_n values_n in whole grid steps, clamped to +-bound first; exact in any order."""
+    _table_steps(_array(values), row.numpy(), _factors(grid, weights, bound), out.numpy())

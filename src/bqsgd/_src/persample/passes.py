@@ -1,0 +1,191 @@
+"""The program of one sample on torch's own kernels, a pass for each sample: nothing is assumed of how kernels treat rows.
+
+Passes run side by side, each operation for a few samples in turn, so that weights are read from the cache; and in
+several threads of ours, on one core each, without Python (`native`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.persample import program as programs
+from bqsgd._src.persample._kernels.loops import usable
+from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered, factor_of, nodes_of, working
+from bqsgd._src.persample.native import native
+from bqsgd._src.persample.program import Program, Whole, shape_of, side_by_side
+from bqsgd._src.runtime.generators import alone, generators_kept
+from bqsgd._src.runtime.modes import repeatable
+from bqsgd._src.runtime.threads import in_own_threads
+
+aten = torch.ops.aten
+AT_ONCE, AT_ONCE_BYTES = 16, 20 << 20
+"""Passes, and bytes of their gradients, that a thread holds at most; then they are clipped and added up. With few, the
+gradients are still in the caches; with more, weights and sums are read less often."""
+WIDE = 1 << 15
+"""Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
+FEW = 64
+"""Columns of a product, times 4, from which on it stays as it is."""
+_ALIGNMENT = 64
+"""Bytes; torch's own allocator promises as much for the tensors a pass makes."""
+
+
+class PassesRoad:
+    """Runs a program once for each sample, a few samples side by side."""
+
+    assumes = ""
+
+    def __init__(self, program: Program, whole: Whole) -> None:
+        dimension = sum(shape_of(gradient.node).numel() for gradient in program.gradients if gradient is not None)
+        self._at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, dimension))))
+        self.draws, self._prelude, self._outputs = program.draws, program.prelude(), _outputs(program)
+        body = _ready(program.body([node for output in self._outputs for node in output.nodes]))
+        self._for = lru_cache(lambda samples: native(side_by_side(body, len(program.shared), samples)))
+        leaves = [made_up(node, 1)[0] for node in program.leaves]
+        try:  # what raises here would raise for every sample
+            with alone, generators_kept(), repeatable, torch.no_grad():
+                self._run(self._prelude(*whole.randomised()), leaves, [range(1)], raises=True)
+        except Exception as error:
+            raise programs.fails_on_made_up(error, [shape_of(node)[1:] for node in program.leaves]) from error
+
+    def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
+        """(samples, how many of them were lost, pieces of the others' gradients), a few passes at a time."""
+        threads = torch.get_num_threads()
+        with torch.no_grad(), repeatable:
+            shared = self._prelude(*whole.given())
+            for start in range(0, len(leaves[0]), threads * self._at_once):
+                samples = range(start, min(len(leaves[0]), start + threads * self._at_once))
+                values = self._run(shared, leaves, self._groups(samples, threads))
+                pieces = [output.piece(values) for output in self._outputs] if values else []
+                yield len(samples), len(samples) - len(values), pieces
+
+    def _groups(self, samples: range, threads: int) -> list[range]:
+        """Samples that run side by side: powers of two, so that few functions serve every size of a batch. Samples
+        that draw random numbers go one after another, in the order of the batch."""
+        most = 1 if self.draws else max(1, min(self._at_once, len(samples) // threads))
+        groups: list[range] = []
+        while samples:
+            size = 1 << (min(most, len(samples)).bit_length() - 1)
+            groups.append(samples[:size])
+            samples = samples[size:]
+        return groups
+
+    def _run(
+        self, shared: Sequence[Tensor], leaves: Sequence[Tensor], groups: Sequence[range], *, raises: bool = False
+    ) -> list[dict[fx.Node, Tensor]]:
+        """The outputs of the samples that raised no error, in order."""
+        results: list[list[Sequence[Tensor]]] = [[] for _ in groups]
+        functions = [self._for(size) for size in (1, *map(len, groups))]
+
+        def run(group: int) -> None:
+            inputs = [[_own(leaf, sample) for leaf in leaves] for sample in groups[group]]
+            with suppress(*() if raises else (Exception,)), torch.no_grad():
+                results[group] = _cut(functions[1 + group](*shared, *sum(inputs, [])), len(inputs))
+                return
+            if len(inputs) > 1:  # one of them raised an error, which must cost that sample alone
+                for tensors in inputs:
+                    with suppress(Exception), torch.no_grad():
+                        results[group].append(functions[0](*shared, *tensors))
+
+        in_own_threads(run, len(groups), in_order=self.draws)
+        nodes = [node for output in self._outputs for node in output.nodes]
+        return [dict(zip(nodes, values, strict=True)) for found in results for values in found]
+
+
+def _own(leaf: Tensor, sample: int) -> Tensor:
+    """One sample in memory of its own, whose alignment is the same for every sample."""
+    own = leaf[sample : sample + 1].clone(memory_format=torch.contiguous_format)
+    if own.data_ptr() % _ALIGNMENT and own.device.type == "cpu":
+        raise InvalidParameter("torch returned memory off its 64-byte alignment: samples cannot be kept apart")
+    return own
+
+
+def _cut(values: Sequence[Tensor], samples: int) -> list[Sequence[Tensor]]:
+    each = len(values) // samples
+    return [values[start : start + each] for start in range(0, len(values), each)]
+
+
+def made_up(node: fx.Node, rows: int) -> Tensor:
+    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes."""
+    like: Tensor = node.meta["val"]
+    shape = (rows, *like.shape)
+    if not like.is_floating_point():
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    generator = torch.Generator().manual_seed(rows + like.numel())
+    scale = 10 ** (4 * torch.rand(rows, *[1] * like.dim(), generator=generator) - 2)
+    return (torch.randn(shape, generator=generator) * scale).to(like.device, like.dtype)
+
+
+# What a pass returns: gradients as they are, or the factors of a large one.
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """The gradients of a run of parameters as they are, or of one parameter by its factors."""
+
+    parameters: slice
+    nodes: tuple[fx.Node, ...]
+    factored: programs.Gradient | None = None
+
+    def piece(self, samples: Sequence[dict[fx.Node, Tensor]]) -> Piece:
+        """Of the outputs of some passes; float32 gradients stay where they are."""
+        tensors = [[values[node] for node in self.nodes] for values in samples]
+        factor: Factor
+        if self.factored is not None:
+            factor = factor_of(self.factored, iter([torch.stack(column) for column in zip(*tensors, strict=True)]))
+        elif all(usable(value) for value in tensors[0]):
+            factor = Scattered(tensors)
+        else:
+            factor = Dense(torch.stack([torch.cat([working(value).flatten() for value in own]) for own in tensors]))
+        return Piece(self.parameters, factor)
+
+
+def _outputs(program: Program) -> list[Output]:
+    found: list[Output] = []
+    run: list[fx.Node] = []
+    for n, gradient in enumerate([*program.gradients, None]):
+        if gradient is not None and not _stays_factored(gradient):
+            run.append(gradient.node)
+            continue
+        if run:
+            found.append(Output(slice(n - len(run), n), tuple(run)))
+            run = []
+        if gradient is not None:
+            found.append(Output(slice(n, n + 1), nodes_of(gradient), gradient))
+    return found
+
+
+def _stays_factored(gradient: programs.Gradient) -> bool:
+    """Whether norms and sums are cheaper to have from the factors than from the gradient itself."""
+    coordinates = shape_of(gradient.node).numel()
+    match gradient:
+        case programs.Product(positions=positions):
+            return positions == 1 and coordinates > WIDE
+        case programs.Table(index=index):
+            return coordinates > WIDE and gradient.rows > 4 * shape_of(index).numel()
+    return False
+
+
+def _ready(body: fx.GraphModule) -> fx.GraphModule:
+    """The same with contiguous outputs, which the loops read in place, and with products that have few columns turned:
+    torch's are two to three times as fast with few rows."""
+    graph: Any = body.graph
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            if node.op == "output":
+                node.args = ([graph.call_function(aten.contiguous.default, (value,)) for value in node.args[0]],)
+            elif node.target is aten.mm.default and 4 * shape_of(node)[1] <= min(FEW, shape_of(node)[0]):
+                right, left = (graph.call_function(aten.t.default, (side,)) for side in reversed(node.args))
+                product = graph.call_function(aten.t.default, (graph.call_function(aten.mm.default, (right, left)),))
+                turned = graph.call_function(aten.contiguous.default, (product,))
+                turned.meta = node.meta
+                node.replace_all_uses_with(turned)
+                graph.erase_node(node)
+    return body
