@@ -3,10 +3,9 @@
 `python -m benchmarks.persample` prints the tables, writes benchmarks/results/persample.json and the table of
 docs/persample.md, and exits with 1 if a target is missed. `--only NAME --threads N` runs the models whose name contains
 NAME and only prints; `--rivals` narrows it further. Each model has a process of its own in which rivals take turns;
-each keeps its best time, all doing the same work: forward, per-sample gradients, clip, sum. Our steps have indices
-drawn at random from 60,000. On one core the time is CPU time, which on a quiet machine is the wall time and on a busy
-one leaves out the waiting; on two cores it is wall time. Memory is the peak of a fresh process beyond what it held
-before its steps.
+each keeps its best time, all doing the same work: forward, per-sample gradients, clip, sum. On one core the time is CPU
+time, which on a quiet machine is the wall time and on a busy one leaves out the waiting; on two cores it is wall time.
+Memory is the peak of a fresh process beyond what it held before its steps.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ def steps_of(label: str) -> dict[str, Step]:
     case = MODELS[label]
     x, y = case.batch(case.batch_size)
     model = case.build()
-    indices = torch.randperm(60_000, generator=torch.Generator().manual_seed(2))[: case.batch_size]
     steps = {"plain": plain(model, x, y)}
     for one_in in ONE_IN:
         subsets = Subsets.of(model.parameters(), one_in=one_in, rotated=True)
@@ -37,9 +36,7 @@ def steps_of(label: str) -> dict[str, Step]:
         clip = L2(NORM).of_share(1 / one_in)
 
         def step(clip: Any = clip, drawn: Any = drawn) -> dict[str, torch.Tensor]:
-            clipped = clipped_gradients(
-                model, EACH, (x, y), indices=indices, clip=clip, batch_size=len(x), subset=drawn
-            )
+            clipped = clipped_gradients(model, EACH, (x, y), clip=clip, batch_size=len(x), subset=drawn)
             return {"": clipped.mean}
 
         steps[f"one in {one_in}"] = step

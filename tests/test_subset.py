@@ -137,9 +137,7 @@ def gradients(model, inputs, targets):
 def test_the_clip_acts_on_the_kept_coordinates_of_the_rotated_gradient(case, clip, one_in):
     model, inputs, targets = case
     drawn = of_model(model, one_in, rotated=isinstance(clip, (L2, Dual))).drawn(round=3, client=7)
-    found = clipped_gradients(
-        model, LOSS, (inputs, targets), indices=torch.arange(12), clip=clip, batch_size=16, subset=drawn
-    )
+    found = clipped_gradients(model, LOSS, (inputs, targets), clip=clip, batch_size=16, subset=drawn)
     kept = [drawn.keep(gradient) for gradient in gradients(model, inputs, targets)]
     if isinstance(clip, BatchMean):
         expected = (np.sum(kept, axis=0) / 16).clip(-clip.bound, clip.bound)
@@ -161,9 +159,7 @@ def test_what_a_sample_adds_is_its_own_and_inside_the_bound_for_every_subset(cas
 
         def mean(index, shrunk=shrunk, drawn=drawn):
             batch = inputs[index] * 1e3 if inputs.is_floating_point() else inputs[index], targets[index]
-            return clipped_gradients(
-                model, LOSS, batch, indices=index, clip=shrunk, batch_size=16, subset=drawn
-            ).mean.clone()
+            return clipped_gradients(model, LOSS, batch, clip=shrunk, batch_size=16, subset=drawn).mean.clone()
 
         alone = [mean(torch.tensor([n])) for n in range(12)]
         stated = shrunk.sensitivity(batch_size=16, range=1.0)
@@ -178,7 +174,7 @@ def test_what_a_sample_adds_is_its_own_and_inside_the_bound_for_every_subset(cas
 def test_a_subset_of_another_model_is_refused():
     with pytest.raises(InvalidParameter, match="another model"):
         clipped_gradients(
-            nn.Linear(4, 2), LOSS, (torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)), indices=None, clip=L2(1.0),
+            nn.Linear(4, 2), LOSS, (torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)), clip=L2(1.0),
             batch_size=1, subset=subsets().drawn(round=0, client=0),
         )  # fmt: skip
 
@@ -237,8 +233,6 @@ def test_a_server_that_chooses_the_round_gains_no_sensitivity():
         record = some.rotated_back(best, round=round)[None, :256]
         assert np.linalg.norm(drawn.keep(np.tile(record[0], 2))) > 0.6 * np.sqrt(2) * np.linalg.norm(record)
         data = (torch.from_numpy(record).float() * 1e3, torch.zeros(1, dtype=torch.long))
-        found = clipped_gradients(
-            model, LOSS, data, indices=torch.arange(1), clip=clip, batch_size=batch, subset=drawn
-        ).mean
+        found = clipped_gradients(model, LOSS, data, clip=clip, batch_size=batch, subset=drawn).mean
         longest = max(longest, float(found.double().norm()))
     assert 0.999 * clip.norm / batch < longest <= clip.norm / batch

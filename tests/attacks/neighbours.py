@@ -61,7 +61,7 @@ def neighbours(
     def clipped(members: Tensor) -> ClippedGradients:
         batch = inputs[members], targets[members]
         used = model if afresh is None else afresh()
-        return clipped_gradients(used, loss, batch, indices=members.numpy(), clip=CLIP, batch_size=batch_size)
+        return clipped_gradients(used, loss, batch, clip=CLIP, batch_size=batch_size)
 
     found = [clipped(members) for members in (numbers, numbers[numbers != record], numbers[numbers == record])]
     return Neighbours(*found, batch_size)

@@ -55,7 +55,7 @@ def test_zero_inputs_add_nothing_however_large_the_error_is(clip, inputs, output
     for error in (1e19, 1e30, 1e33, 1e37):
         batch = torch.zeros(1, inputs), torch.tensor([error])
         model = nn.Linear(inputs, outputs, bias=False)
-        found = clipped_gradients(model, dot, batch, indices=[0], clip=clip, batch_size=1)
+        found = clipped_gradients(model, dot, batch, clip=clip, batch_size=1)
         assert not found.mean.any(), f"an error of {error:g} adds {float(found.mean.norm()):g}"
 
 
@@ -65,7 +65,7 @@ def test_a_layer_behind_units_that_are_all_off_adds_nothing(clip):
     with torch.no_grad():
         model[0].weight.abs_()
     batch = -torch.ones(1, 4), torch.tensor([1e35])
-    assert not clipped_gradients(model, dot, batch, indices=[0], clip=clip, batch_size=1).mean.any()
+    assert not clipped_gradients(model, dot, batch, clip=clip, batch_size=1).mean.any()
 
 
 def bounds_of(clip):
@@ -89,7 +89,7 @@ def test_no_magnitude_of_inputs_and_errors_passes_the_bound(clip):
             for right in (-45, -30, 0, 30, 38):
                 x, y = (10.0**power * torch.rand(1, size).double() for power, size in ((left, inputs), (right, 1)))
                 batch = x.float(), y.float()[:, 0]
-                found = clipped_gradients(model, dot, batch, indices=[0], clip=clip, batch_size=1).mean
+                found = clipped_gradients(model, dot, batch, clip=clip, batch_size=1).mean
                 assert float(found.abs().max()) <= largest, (inputs, left, right)
                 assert float(found.norm()) <= norm, (inputs, left, right)
 
@@ -224,10 +224,7 @@ def test_what_a_sample_adds_does_not_depend_on_the_order_in_which_threads_come()
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = [
-            clipped_gradients(model, lambda o, _: o, batch, indices=[0], clip=L2(1.0), batch_size=1).mean
-            for _ in range(8)
-        ]
+        found = [clipped_gradients(model, lambda o, _: o, batch, clip=L2(1.0), batch_size=1).mean for _ in range(8)]
     finally:
         torch.set_num_threads(threads)
     moved = max(float((each - found[0]).norm()) for each in found)
@@ -409,7 +406,7 @@ def test_threads_that_meet_a_model_at_once_get_the_same():
     (x, y), model, found = samples(), Linear(act), {}
 
     def ask(number):
-        given = {"indices": np.arange(SAMPLES), "clip": L2(1.0), "batch_size": SAMPLES}
+        given = {"clip": L2(1.0), "batch_size": SAMPLES}
         found[number] = clipped_gradients(model, LOSS, (x, y), **given).mean
 
     askers = [threading.Thread(target=ask, args=(number,)) for number in range(3)]

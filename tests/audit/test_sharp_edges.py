@@ -82,7 +82,7 @@ def _gradients(*, normalised: bool, reduction: str) -> None:
     layers = [torch.nn.Linear(3, 4), *([torch.nn.BatchNorm1d(4)] if normalised else []), torch.nn.Linear(4, 2)]
     batch = torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
     loss = torch.nn.CrossEntropyLoss(reduction=reduction)
-    clipped_gradients(torch.nn.Sequential(*layers), loss, batch, indices=None, clip=Clamp(1.0), batch_size=5)
+    clipped_gradients(torch.nn.Sequential(*layers), loss, batch, clip=Clamp(1.0), batch_size=5)
 
 
 def flushed_denormals() -> None:

@@ -90,10 +90,7 @@ def is_private(rank, size, folder):
             state.supply(batch(rank), indices=np.arange(32))
             total += gradient(ddp, batch(rank))
         spent, guarantee = ledger.spent_rounds, private.guarantee(delta=1e-5)
-    means = [
-        clipped_gradients(network(), LOSS, batch(r), indices=np.arange(32), clip=clip, batch_size=32).mean.numpy()
-        for r in range(size)
-    ]
+    means = [clipped_gradients(network(), LOSS, batch(r), clip=clip, batch_size=32).mean.numpy() for r in range(size)]
     deviation = 0.01 / NOISY.levels * np.sqrt((NOISY.trials / 4 + 0.25) / size / steps)
     z = (total / steps - np.mean(means, axis=0)) / deviation
     return {
@@ -216,10 +213,7 @@ def same_everywhere(rank, size):
     state = BQHookState(NOISY, range=0.1, rng=seeded_rng(seed=rank), private=private)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, bq_hook)
-    mean = {
-        r: clipped_gradients(model, LOSS, batch(r), indices=np.arange(32), clip=Clamp(0.1), batch_size=32).mean
-        for r in range(size)
-    }
+    mean = {r: clipped_gradients(model, LOSS, batch(r), clip=Clamp(0.1), batch_size=32).mean for r in range(size)}
     state.supply(batch(rank), indices=np.arange(32))
     found = gradient(ddp, batch(rank))
     # DDP's bucket holds the parameters in the order in which their gradients come: here bias before weight or after.

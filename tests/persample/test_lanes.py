@@ -541,9 +541,9 @@ def lost_in_company(model: nn.Module, loss: Any, batch: tuple[Tensor, ...], bad:
     assert isinstance(road, LanesRoad)
     numbers = torch.arange(len(batch[0]))
     kept = numbers[numbers != bad]
-    everybody = clipped_gradients(model, loss, batch, indices=numbers, **asked)
-    others = clipped_gradients(model, loss, tuple(leaf[kept] for leaf in batch), indices=kept, **asked)
-    own = clipped_gradients(model, loss, tuple(leaf[bad : bad + 1] for leaf in batch), indices=numbers[:1], **asked)
+    everybody = clipped_gradients(model, loss, batch, **asked)
+    others = clipped_gradients(model, loss, tuple(leaf[kept] for leaf in batch), **asked)
+    own = clipped_gradients(model, loss, tuple(leaf[bad : bad + 1] for leaf in batch), **asked)
     assert (everybody.dropped, others.dropped, own.dropped) == (1, 0, 1)
     assert torch.equal(everybody.mean, others.mean)
     assert others.mean.abs().max() > 0
@@ -613,7 +613,7 @@ def test_a_choice_out_of_range_costs_its_sample_alone(chosen: int) -> None:
 def check_mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     """Against autograd on the whole batch; these models are made of operations that have a loop."""
     assert isinstance(road_of(model, LOSS, None, Form.of(batch), batch_size=16, packed=False), LanesRoad)
-    found = clipped_gradients(model, LOSS, batch, indices=None, clip=BatchMean(1e3), batch_size=16).mean
+    found = clipped_gradients(model, LOSS, batch, clip=BatchMean(1e3), batch_size=16).mean
     exact = torch.autograd.grad(LOSS(model(batch[0]), batch[1]).sum() / 16, list(model.parameters()))
     assert torch.allclose(found, torch.cat([part.flatten() for part in exact]).double(), rtol=1e-3, atol=1e-5)
 
@@ -685,7 +685,7 @@ def test_a_loss_whose_errors_are_the_same_for_all_samples_is_taken() -> None:
         return outputs[:, 0] - targets
 
     assert isinstance(road_of(model, loss, None, Form.of(batch), batch_size=16, packed=False), LanesRoad)
-    found = clipped_gradients(model, loss, batch, indices=None, clip=BatchMean(1e3), batch_size=16).mean
+    found = clipped_gradients(model, loss, batch, clip=BatchMean(1e3), batch_size=16).mean
     exact = torch.autograd.grad(model(batch[0])[:, 0].sum() / 16, list(model.parameters()))
     assert torch.allclose(found, torch.cat([part.flatten() for part in exact]).double(), rtol=1e-4, atol=1e-5)
 

@@ -31,6 +31,7 @@ from bqsgd._src.persample import (
 from bqsgd._src.persample.alone import AloneRoad
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, plain_operations
 from bqsgd._src.persample.rows import RowsRoad
 from persample_models import Centred
@@ -49,7 +50,7 @@ class OnRoad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         half = torch.tensor(0.5)
-        if self.road is RowsRoad:
+        if self.road is PassesRoad:
             half = torch.erfinv(torch.erf(half))
             x = x + torch.special.entr(torch.ones_like(x))  # zero, and no loop knows it
         if self.road is AloneRoad:
@@ -61,7 +62,7 @@ def small_net() -> nn.Module:
     return OnRoad(LanesRoad)
 
 
-each_road = pytest.mark.parametrize("road", [LanesRoad, RowsRoad, AloneRoad])
+each_road = pytest.mark.parametrize("road", [LanesRoad, PassesRoad, AloneRoad])
 
 
 @pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
@@ -69,8 +70,8 @@ each_road = pytest.mark.parametrize("road", [LanesRoad, RowsRoad, AloneRoad])
 def test_a_model_for_every_road(road: type) -> None:
     model, batch = OnRoad(road), small_batch()
     assert type(road_of(model, LOSS, None, Form.of(batch), batch_size=64, packed=False)) is road
-    mean = clipped_gradients(model, LOSS, batch, indices=torch.arange(7), clip=L2(0.1), batch_size=64).mean
-    same = clipped_gradients(small_net(), LOSS, batch, indices=torch.arange(7), clip=L2(0.1), batch_size=64).mean
+    mean = clipped_gradients(model, LOSS, batch, clip=L2(0.1), batch_size=64).mean
+    same = clipped_gradients(small_net(), LOSS, batch, clip=L2(0.1), batch_size=64).mean
     assert torch.allclose(mean, same, rtol=1e-4, atol=1e-7)
 
 
@@ -90,8 +91,8 @@ def test_a_sample_that_is_not_finite_counts_as_zero_and_is_counted(road: type, d
         inputs[5] = poison
         for clip in CLIPS:
             asked: dict[str, Any] = {"clip": clip, "batch_size": 64}
-            mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), indices=torch.arange(7), **asked)
-            expected, none = clipped_gradients(model, LOSS, (inputs[good], targets[good]), indices=good, **asked)
+            mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), **asked)
+            expected, none = clipped_gradients(model, LOSS, (inputs[good], targets[good]), **asked)
             assert (dropped, none) == (2, 0)
             if isinstance(clip, BatchMean):
                 assert torch.allclose(mean, expected, rtol=1e-12)
@@ -108,8 +109,8 @@ def test_a_sample_that_raises_an_error_counts_as_zero_and_is_counted(road: type)
     targets[2], targets[5], good = 3, -1, torch.tensor([0, 1, 3, 4, 6])
     for batch_size in (8, 64):  # passes of one row and of four
         asked: dict[str, Any] = {"clip": L2(0.2), "batch_size": batch_size}
-        mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), indices=torch.arange(7), **asked)
-        expected, none = clipped_gradients(model, LOSS, (inputs[good], targets[good]), indices=good, **asked)
+        mean, dropped = clipped_gradients(model, LOSS, (inputs, targets), **asked)
+        expected, none = clipped_gradients(model, LOSS, (inputs[good], targets[good]), **asked)
         assert (dropped, none) == (2, 0)
         assert torch.equal(mean, expected)
 
@@ -135,9 +136,9 @@ def test_whatever_a_sample_raises_costs_that_sample_alone(error: BaseException) 
     inputs, targets = torch.rand(5, 4), torch.tensor([0, 1, 2, 0, 1])
     inputs[1] = -1
     model = Picky(error)
-    found = clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=L2(1.0), batch_size=5)
+    found = clipped_gradients(model, LOSS, (inputs, targets), clip=L2(1.0), batch_size=5)
     kept = torch.tensor([0, 2, 3, 4])
-    others = clipped_gradients(model, LOSS, (inputs[kept], targets[kept]), indices=None, clip=L2(1.0), batch_size=5)
+    others = clipped_gradients(model, LOSS, (inputs[kept], targets[kept]), clip=L2(1.0), batch_size=5)
     assert (found.dropped, others.dropped) == (1, 0)
     assert torch.equal(found.mean, others.mean)
 
@@ -151,8 +152,8 @@ def test_a_finite_gradient_whose_square_overflows_is_clipped_not_dropped(clip: C
     def linear_loss(outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.gather(1, labels[:, None])[:, 0]
 
-    mean, dropped = clipped_gradients(model, linear_loss, (inputs, targets), indices=None, clip=clip, batch_size=3)
-    alone, _ = clipped_gradients(model, linear_loss, (inputs[1:2], targets[1:2]), indices=None, clip=clip, batch_size=1)
+    mean, dropped = clipped_gradients(model, linear_loss, (inputs, targets), clip=clip, batch_size=3)
+    alone, _ = clipped_gradients(model, linear_loss, (inputs[1:2], targets[1:2]), clip=clip, batch_size=1)
     stated = clip.sensitivity(batch_size=1, range=1.0)
     assert dropped == 0
     assert torch.isfinite(mean).all()
@@ -171,7 +172,7 @@ def test_a_batch_mean_that_overflows_is_clamped_and_gradients_that_could_overflo
         inputs = torch.full((40, 2), 8e37)
         inputs[3] = value
         batch = inputs, torch.zeros(40)
-        found = clipped_gradients(model, linear_loss, batch, indices=None, clip=clip, batch_size=1)
+        found = clipped_gradients(model, linear_loss, batch, clip=clip, batch_size=1)
         assert found.dropped == dropped
         assert found.mean.tolist() == [1.0, 1.0]
 
@@ -180,7 +181,7 @@ def test_a_batch_mean_that_overflows_is_clamped_and_gradients_that_could_overflo
 def test_an_empty_batch_gives_exact_zeros(clip: Clip) -> None:
     model = small_net()
     mean, dropped = clipped_gradients(
-        model, LOSS, (torch.empty(0, 1, 6, 6), torch.empty(0, dtype=torch.long)), indices=None, clip=clip, batch_size=32
+        model, LOSS, (torch.empty(0, 1, 6, 6), torch.empty(0, dtype=torch.long)), clip=clip, batch_size=32
     )
     assert mean.shape == (sum(p.numel() for p in model.parameters()),)
     assert mean.abs().max() == 0
@@ -200,7 +201,7 @@ def test_nothing_is_left_on_the_model(road: type) -> None:
     model = OnRoad(road)
     before = state_of(model)
     for clip in CLIPS:
-        clipped_gradients(model, LOSS, small_batch(), indices=None, clip=clip, batch_size=7)
+        clipped_gradients(model, LOSS, small_batch(), clip=clip, batch_size=7)
     assert state_of(model) == before
 
 
@@ -213,7 +214,7 @@ def test_an_error_of_the_loss_on_a_made_up_sample_is_refused_with_its_cause() ->
 
     for _ in range(2):  # it is found again after the first time
         with pytest.raises(InvalidParameter, match=r"fails on samples .*1, 6, 6.*no such output") as found:
-            clipped_gradients(model, broken, small_batch(), indices=None, clip=L2(1.0), batch_size=7)
+            clipped_gradients(model, broken, small_batch(), clip=L2(1.0), batch_size=7)
         assert isinstance(found.value.__cause__, KeyError)
     assert state_of(model) == before
 
@@ -221,16 +222,16 @@ def test_an_error_of_the_loss_on_a_made_up_sample_is_refused_with_its_cause() ->
 def test_samples_that_do_not_fit_the_model_are_refused_with_the_cause() -> None:
     batch = torch.randn(5, 1, 9, 9), torch.zeros(5, dtype=torch.long)
     with pytest.raises(InvalidParameter, match=r"fails on samples .*1, 9, 9.*shapes cannot be multiplied"):
-        clipped_gradients(small_net(), LOSS, batch, indices=None, clip=L2(1.0), batch_size=7)
+        clipped_gradients(small_net(), LOSS, batch, clip=L2(1.0), batch_size=7)
 
 
 def test_existing_gradients_and_no_grad_do_not_matter() -> None:
     model = small_net()
-    expected, _ = clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(0.1), batch_size=7)
+    expected, _ = clipped_gradients(model, LOSS, small_batch(), clip=L2(0.1), batch_size=7)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with torch.no_grad():
-        mean, _ = clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(0.1), batch_size=7)
+        mean, _ = clipped_gradients(model, LOSS, small_batch(), clip=L2(0.1), batch_size=7)
     assert torch.equal(mean, expected)
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
 
@@ -241,7 +242,7 @@ def test_two_threads_of_torch_give_the_result_of_one(road: type) -> None:
     model, batch = OnRoad(road), small_batch(20)
 
     def means() -> list[Tensor]:
-        asked: dict[str, Any] = {"indices": torch.arange(20), "batch_size": 64}
+        asked: dict[str, Any] = {"batch_size": 64}
         return [clipped_gradients(model, LOSS, batch, clip=clip, **asked).mean for clip in (L2(0.1), BatchMean(0.01))]
 
     one = means()
@@ -261,14 +262,12 @@ def test_two_threads_of_torch_give_the_result_of_one(road: type) -> None:
 def test_two_callers_at_once_get_what_each_gets_alone(road: type) -> None:
     """They find the same model not yet traced, and share its program."""
     model, batch = OnRoad(road), small_batch(20)
-    expected = clipped_gradients(OnRoad(road), LOSS, batch, indices=torch.arange(20), clip=L2(0.1), batch_size=64).mean
+    expected = clipped_gradients(OnRoad(road), LOSS, batch, clip=L2(0.1), batch_size=64).mean
     found: list[Tensor] = []
 
     def caller() -> None:
         for _ in range(3):
-            found.append(
-                clipped_gradients(model, LOSS, batch, indices=torch.arange(20), clip=L2(0.1), batch_size=64).mean
-            )
+            found.append(clipped_gradients(model, LOSS, batch, clip=L2(0.1), batch_size=64).mean)
 
     threads = [threading.Thread(target=caller) for _ in range(2)]
     for thread in threads:
@@ -303,7 +302,7 @@ def test_a_thread_that_traces_changes_no_bit_of_another() -> None:
             done.wait(timeout=60)
 
     def mean() -> Tensor:
-        return clipped_gradients(model, LOSS, batch, indices=torch.arange(40), clip=L2(0.1), batch_size=256).mean
+        return clipped_gradients(model, LOSS, batch, clip=L2(0.1), batch_size=256).mean
 
     expected, thread = mean(), threading.Thread(target=traces)
     thread.start()
@@ -338,7 +337,7 @@ class ReadsItsBuffers(nn.Module):
 @pytest.mark.parametrize("how", ["number", "length", "repeats", "branch"])
 def test_a_model_may_read_numbers_from_its_buffers(how: str) -> None:
     case = Case(ReadsItsBuffers(how), (torch.randn(6, 4), torch.arange(6) % 3))
-    found = clipped_gradients(case.model, LOSS, case.batch, indices=None, clip=L2(0.1), batch_size=64)
+    found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(0.1), batch_size=64)
     assert found.dropped == 0
     assert torch.allclose(found.mean, mean_of(gradients_one_by_one(case), L2(0.1), case.sizes, 64), atol=1e-7)
 
@@ -351,15 +350,15 @@ def test_a_loss_without_a_hash_is_taken() -> None:
         def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
             return LOSS(outputs, targets) * self.weight
 
-    clipped_gradients(small_net(), Weighted(2.0), small_batch(), indices=None, clip=L2(0.1), batch_size=7)
+    clipped_gradients(small_net(), Weighted(2.0), small_batch(), clip=L2(0.1), batch_size=7)
 
 
 def test_a_result_stays_as_it_is_while_others_are_computed() -> None:
     model, batch = small_net(), small_batch()
-    first = clipped_gradients(model, LOSS, batch, indices=None, clip=L2(0.1), batch_size=7).mean
+    first = clipped_gradients(model, LOSS, batch, clip=L2(0.1), batch_size=7).mean
     kept = first.clone()
     for _ in range(3):
-        clipped_gradients(model, LOSS, (batch[0] * 2, batch[1]), indices=None, clip=L2(0.1), batch_size=7)
+        clipped_gradients(model, LOSS, (batch[0] * 2, batch[1]), clip=L2(0.1), batch_size=7)
     assert torch.equal(first, kept)
 
 
@@ -371,7 +370,7 @@ class Dropping(nn.Module):
         self.mask, self.out, self.road = nn.Dropout(0.5), nn.Linear(30, 1, bias=False), road
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.road is RowsRoad:
+        if self.road is PassesRoad:
             x = x + torch.special.entr(torch.ones_like(x))
         if self.road is AloneRoad and float(x.sum()) < 0:
             raise ValueError("no sample is negative")
@@ -388,11 +387,11 @@ def linear_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_every_sample_has_a_dropout_mask_of_its_own(road: type, packed: bool) -> None:
     torch.manual_seed(9)
     model, batch = Dropping(road), (torch.ones(64, 30), torch.zeros(64))
-    assert type(road_of(model, linear_loss, None, Form.of(batch), batch_size=64, packed=packed)) is road
-    assert road_of(model, linear_loss, None, Form.of(batch), batch_size=64, packed=packed).draws
-    indices = None if packed else torch.arange(64)
-    asked: dict[str, Any] = {"clip": Clamp(2.0), "batch_size": 64}
-    means = torch.stack([clipped_gradients(model, linear_loss, batch, indices=indices, **asked).mean for _ in range(5)])
+    taken = road_of(model, linear_loss, None, Form.of(batch), batch_size=64, packed=packed)
+    assert type(taken) is (RowsRoad if packed and road is PassesRoad else road)
+    assert taken.draws
+    asked: dict[str, Any] = {"clip": Clamp(2.0), "batch_size": 64, "packed": packed}
+    means = torch.stack([clipped_gradients(model, linear_loss, batch, **asked).mean for _ in range(5)])
     kept = means * 32  # of 64 samples, each of which adds 0 or 2
     assert (kept - kept.round()).abs().max() < 1e-4
     kept = kept.round()
@@ -401,9 +400,9 @@ def test_every_sample_has_a_dropout_mask_of_its_own(road: type, packed: bool) ->
     assert abs(float(kept.mean()) - 32) < 6 * 4 / 150**0.5
     assert 2.5 < float(kept.std()) < 5.5
     torch.manual_seed(10)
-    first = clipped_gradients(model, linear_loss, batch, indices=indices, **asked).mean
+    first = clipped_gradients(model, linear_loss, batch, **asked).mean
     torch.manual_seed(10)
-    assert torch.equal(clipped_gradients(model, linear_loss, batch, indices=indices, **asked).mean, first)
+    assert torch.equal(clipped_gradients(model, linear_loss, batch, **asked).mean, first)
 
 
 def test_a_mask_that_no_sample_shapes_is_drawn_for_each() -> None:
@@ -418,7 +417,7 @@ def test_a_mask_that_no_sample_shapes_is_drawn_for_each() -> None:
     torch.manual_seed(11)
     batch = torch.ones(64, 30), torch.zeros(64)
     found = clipped_gradients(
-        Positions(), lambda outputs, _: outputs.sum(1), batch, indices=None, clip=Clamp(2.0), batch_size=64
+        Positions(), lambda outputs, _: outputs.sum(1), batch, clip=Clamp(2.0), batch_size=64
     ).mean
     assert len(found.unique()) > 5
     assert found.max() < 2
@@ -446,7 +445,7 @@ def test_a_model_in_evaluation_mode_draws_nothing() -> None:
 def test_layers_that_mix_samples_are_refused_with_the_replacement(layer: nn.Module, advice: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), layer)
     with pytest.raises(InvalidParameter, match=advice):
-        clipped_gradients(model, LOSS, small_batch(), indices=None, clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, LOSS, small_batch(), clip=L2(1.0), batch_size=7)
 
 
 @pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
@@ -454,26 +453,24 @@ def test_layers_that_mix_samples_are_refused_with_the_replacement(layer: nn.Modu
 def test_a_reduced_loss_is_refused(road: type) -> None:
     model = OnRoad(road)
     with pytest.raises(InvalidParameter, match="one loss per sample"):
-        clipped_gradients(model, nn.CrossEntropyLoss(), small_batch(), indices=None, clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, nn.CrossEntropyLoss(), small_batch(), clip=L2(1.0), batch_size=7)
 
 
 def test_arguments_are_checked() -> None:
     model, (inputs, targets) = small_net(), small_batch()
     with pytest.raises(InvalidParameter, match="batch_size"):
-        clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=L2(1.0), batch_size=0)
+        clipped_gradients(model, LOSS, (inputs, targets), clip=L2(1.0), batch_size=0)
     with pytest.raises(InvalidParameter, match="same sample dimension"):
-        clipped_gradients(model, LOSS, (inputs, targets[1:]), indices=None, clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, LOSS, (inputs, targets[1:]), clip=L2(1.0), batch_size=7)
     with pytest.raises(InvalidParameter, match=r"a batch is a \w*Tensor, not \(inputs..., targets\)"):
-        clipped_gradients(model, LOSS, inputs, indices=None, clip=L2(1.0), batch_size=7)
+        clipped_gradients(model, LOSS, inputs, clip=L2(1.0), batch_size=7)
     for bad in ((inputs, 3), (), (torch.tensor(1.0), targets)):
         with pytest.raises(InvalidParameter, match="batch must be tensors with the sample dimension first"):
-            clipped_gradients(model, LOSS, bad, indices=None, clip=L2(1.0), batch_size=7)
+            clipped_gradients(model, LOSS, bad, clip=L2(1.0), batch_size=7)
     with pytest.raises(InvalidParameter, match="clip must be"):
-        clipped_gradients(model, LOSS, (inputs, targets), indices=None, clip=1.0, batch_size=7)  # type: ignore[arg-type]
+        clipped_gradients(model, LOSS, (inputs, targets), clip=1.0, batch_size=7)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="no parameter that requires"):
-        clipped_gradients(
-            model.requires_grad_(False), LOSS, (inputs, targets), indices=None, clip=L2(1.0), batch_size=7
-        )
+        clipped_gradients(model.requires_grad_(False), LOSS, (inputs, targets), clip=L2(1.0), batch_size=7)
 
 
 def test_an_unused_layer_keeps_zeros_in_its_place() -> None:
@@ -487,14 +484,14 @@ def test_an_unused_layer_keeps_zeros_in_its_place() -> None:
             return self.used(x)
 
     case = Case(Partly(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])))
-    mean, _ = clipped_gradients(case.model, LOSS, case.batch, indices=None, clip=Clamp(0.01), batch_size=5)
+    mean, _ = clipped_gradients(case.model, LOSS, case.batch, clip=Clamp(0.01), batch_size=5)
     assert mean[:20].abs().max() == 0
     assert torch.allclose(mean, mean_of(gradients_one_by_one(case), Clamp(0.01), case.sizes, 5), atol=1e-7)
 
 
 def test_a_forward_that_would_mix_samples_gives_the_gradients_of_each_alone() -> None:
     case = Case(Centred(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])))
-    mean, _ = clipped_gradients(case.model, LOSS, case.batch, indices=None, clip=Clamp(0.01), batch_size=5)
+    mean, _ = clipped_gradients(case.model, LOSS, case.batch, clip=Clamp(0.01), batch_size=5)
     assert torch.allclose(mean, mean_of(gradients_one_by_one(case), Clamp(0.01), case.sizes, 5), atol=1e-7)
     assert mean[:20].abs().max() == 0  # the mean of a batch of one is the sample itself
 
@@ -525,13 +522,13 @@ def test_only_what_cannot_be_traced_is_slow_and_the_warning_says_why(
 ) -> None:
     model, batch = Untraceable(function), (torch.rand(5, 4), torch.tensor([0, 1, 2, 0, 1]))
     with pytest.warns(SlowGradientsWarning, match=f"one at a time.*because torch cannot.*({says})") as said:
-        mean, _ = clipped_gradients(model, LOSS, batch, indices=None, clip=L2(1.0), batch_size=5)
+        mean, _ = clipped_gradients(model, LOSS, batch, clip=L2(1.0), batch_size=5)
     assert said[0].filename == __file__
     plain = nn.Sequential(model.out)
     with warnings.catch_warnings():  # once, and never for what can be traced
         warnings.simplefilter("error")
-        clipped_gradients(model, LOSS, batch, indices=None, clip=L2(1.0), batch_size=5)
-        expected, _ = clipped_gradients(plain, LOSS, batch, indices=None, clip=L2(1.0), batch_size=5)
+        clipped_gradients(model, LOSS, batch, clip=L2(1.0), batch_size=5)
+        expected, _ = clipped_gradients(plain, LOSS, batch, clip=L2(1.0), batch_size=5)
     assert torch.allclose(mean, expected, rtol=1e-5, atol=1e-7)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from persample_oracle import LOSS, Case, gradients_one_by_one, mean_of
 from torch import Tensor, nn
 
@@ -25,12 +23,9 @@ from attacks.chosen_sums import PLATEAU, chosen_sums
 from attacks.mitigation_off import float32_sums, rows_as_they_come
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Part
-from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import build
 from bqsgd._src.persample import L2, Clamp, Clip, ClippedGradients, Dual, Scale, clipped_gradients
-from bqsgd._src.persample.gradients import road_of
-from bqsgd._src.persample.program import Form
-from bqsgd._src.persample.rows import RowsRoad, plan_chunks, rows_are_apart, rows_for
+from bqsgd._src.persample.rows import rows_are_apart, rows_for
 from persample_models import EVERY, Build, Centred, case_of
 
 CLIPS: list[Clip] = [Scale(0.01), Clamp(0.003), L2(0.2), Dual(0.1, 0.01), Dual(0.01, 0.1)]
@@ -44,8 +39,6 @@ TELLING: list[tuple[Build, torch.dtype]] = [
     *((getattr(models, name), torch.float64) for name in ("wide_linear", "conv2d", "wide_table", "layer_norm")),
 ]  # fmt: skip
 """A few models that tell kernels apart; in float64 the factors of wide layers come from torch's kernels."""
-BATCH_SIZES = 8, 64, 512
-"""Passes of one row, of four and of 32."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),
@@ -56,14 +49,13 @@ pytestmark = [
 def check_adds_up(case: Case, clip: Clip, seed: int, *, batch_size: int = 64, packed: bool = False) -> None:
     """Random batches of these samples against the samples alone; a power of two as batch size keeps sums exact."""
     generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randperm(1000, generator=generator)[: case.samples]
 
     def mean(index: Any) -> Tensor:
         return clipped_gradients(
             case.model,
             case.loss,
             case.taken(index),
-            indices=None if packed else numbers[index],
+            packed=packed,
             clip=clip,
             batch_size=batch_size,
             forward=case.forward,
@@ -104,17 +96,14 @@ def test_gradients_of_every_model_add_up(build: Build) -> None:
 @pytest.mark.parametrize(("build", "dtype"), TELLING, ids=lambda value: getattr(value, "__name__", str(value)[6:]))
 def test_own_gradients_add_up_for_telling_models(build: Build, dtype: torch.dtype) -> None:
     case = case_of(build, 1, dtype)
-    for number, batch_size in enumerate(BATCH_SIZES):
-        road = road_of(case.model, case.loss, case.forward, Form.of(case.batch), batch_size=batch_size, packed=False)
+    for number, clip in enumerate(CLIPS[:3]):
         with scaled(case.model, number):
-            check_adds_up(case, CLIPS[number], number, batch_size=batch_size)
-        if not isinstance(road, RowsRoad):
-            break  # the batch size decides nothing but rows
+            check_adds_up(case, clip, number)
 
 
 @pytest.mark.parametrize("name", ["linear", "attention", "group_norm", "padded_pooling"])
-def test_own_gradients_add_up_without_indices_on_this_machine(name: str) -> None:
-    """What is assumed of kernels where samples have no rows of their own."""
+def test_own_gradients_add_up_in_packed_rows_on_this_machine(name: str) -> None:
+    """What is assumed of kernels where a pass has several samples."""
     check_adds_up(case_of(getattr(models, name), 1), Dual(0.1, 0.01), 1, packed=True)
 
 
@@ -134,18 +123,6 @@ def test_own_gradients_add_up_where_weights_cancel() -> None:
     attack = cancelling_weights(sizes=(15,))
     for clip in CLIPS:
         check_adds_up(Case(attack.model, (attack.inputs, attack.targets)), clip, 2)
-
-
-def test_own_gradients_need_no_index_over_lanes() -> None:
-    """The attack that tells rows apart: a sample's own gradient is the same under every index."""
-    attack = cancelling_weights(sizes=(15,))
-    batch = attack.inputs, attack.targets
-    found = [
-        clipped_gradients(attack.model, LOSS, batch, indices=indices, clip=Clamp(0.01), batch_size=16).mean
-        for indices in (None, torch.arange(16), torch.randperm(1000)[:16])
-    ]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
 
 
 def test_own_gradients_stay_inside_where_positions_cancel() -> None:
@@ -206,7 +183,7 @@ def moved(
     numbers = torch.arange(len(batch[0]))
     kept = numbers != record
     means = [
-        method(model, LOSS, (batch[0][rows], batch[1][rows]), indices=numbers[rows], clip=clip, batch_size=size).mean
+        method(model, LOSS, (batch[0][rows], batch[1][rows]), clip=clip, batch_size=size).mean
         for rows in (numbers, numbers[kept])
     ]
     move, stated = means[0] - means[1], clip.sensitivity(batch_size=size, range=1.0)
@@ -231,29 +208,11 @@ def test_chosen_data_move_the_mean_by_no_more_than_stated_at_120_000_samples() -
 # Rows of passes on torch's kernels.
 
 
-@given(count=st.integers(0, 300), rows=st.sampled_from([1, 2, 16, 64]), seed=st.integers(0, 2**31))
-@settings(max_examples=50, deadline=None)
-def test_every_sample_has_its_own_row_in_exactly_one_pass(count: int, rows: int, seed: int) -> None:
-    numbers = torch.randint(0, 10**6, (count,), generator=torch.Generator().manual_seed(seed))
-    chunks = plan_chunks(count, numbers, rows)
-    members = torch.cat([chunk.members for chunk in chunks]) if chunks else torch.empty(0, dtype=torch.long)
-    assert sorted(members.tolist()) == list(range(count))
-    for chunk in chunks:
-        assert len(set(chunk.rows.tolist())) == len(chunk.rows)
-        assert chunk.rows.tolist() == sorted(chunk.rows.tolist())
-        assert torch.equal(chunk.rows, numbers[chunk.members] % rows)
-    assert len(plan_chunks(count, None, rows)) == -(-count // rows)
-
-
-def test_rows_follow_from_the_public_batch_size_and_the_size_of_the_program() -> None:
-    sizes = (1, 16, 31, 32, 64, 255, 256, 1024, 10**6)
-    assert [rows_for(size, 1, packed=False) for size in sizes] == [1, 1, 1, 2, 4, 8, 16, 64, 64]
-    assert [rows_for(size, 1, packed=True) for size in sizes] == [1, 16, 16, 32, 64, 64, 64, 64, 64]
-    assert [rows_for(1024, entries, packed=False) for entries in (0, 10**4, 10**5, 10**6)] == [64, 32, 4, 1]
-    for packed in (False, True):
-        for size in range(1, 3000):  # sums over several parts divide by the power of two
-            power = 1 << (size.bit_length() - 1)
-            assert rows_for(size, 100, packed=packed) == rows_for(power, 100, packed=packed)
+def test_packed_rows_follow_from_the_public_batch_size_and_the_size_of_the_model() -> None:
+    assert [rows_for(size, 1) for size in (1, 16, 31, 32, 64, 255, 10**6)] == [1, 16, 16, 32, 64, 64, 64]
+    assert [rows_for(64, dimension) for dimension in (10**6, 10**7, 10**9)] == [16, 1, 1]
+    for size in range(1, 3000):  # sums over several parts divide by the power of two
+        assert rows_for(size, 100) == rows_for(1 << (size.bit_length() - 1), 100)
 
 
 def test_rows_that_touch_each_other_in_the_last_bits_are_found() -> None:
@@ -289,13 +248,6 @@ def test_samples_with_masks_share_passes() -> None:
     """`attention` with a mask would otherwise run one sample a pass."""
     leaves = [torch.randn(8, 1, 4), torch.zeros(8, 1, 4, dtype=torch.bool)]
     assert rows_are_apart(lambda x, mask: [(x * mask)[:, 0]], [], leaves, any_row=False)
-
-
-@pytest.mark.parametrize("bad", [torch.arange(3), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0])])
-def test_indices_out_of_place_are_refused(bad: Tensor) -> None:
-    batch = torch.randn(2, 4), torch.tensor([0, 1])
-    with pytest.raises(InvalidParameter, match="indices must be 2 non-negative integers"):
-        clipped_gradients(nn.Linear(4, 3), LOSS, batch, indices=bad, clip=L2(1.0), batch_size=2)
 
 
 # Models that would mix samples if they ever saw more than one.
@@ -354,9 +306,7 @@ def test_a_model_that_would_see_other_samples_never_sees_one(make: Callable[[], 
     case = Case(make(), (torch.randn(20, 4), torch.randint(0, 3, (20,))))
     case = case.double() if dtype == torch.float64 else case
     check_adds_up(case, L2(0.2), 5)
-    found = clipped_gradients(
-        case.model, LOSS, case.batch, indices=torch.arange(20), clip=L2(0.2), batch_size=64, forward=case.forward
-    )
+    found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(0.2), batch_size=64, forward=case.forward)
     case.model.calls = 0
     exact = gradients_one_by_one(case) if not isinstance(case.model, Moody) else _of_the_first_mood(case)
     assert torch.allclose(found.mean, mean_of(exact, L2(0.2), case.sizes, 64), rtol=0, atol=1e-6)
@@ -421,7 +371,5 @@ def test_training_runs_the_program_that_was_checked(batch_size: int, smooth: boo
     CALLS.clear()
     mean, _ = objective.mean([Part(numbers=np.arange(40), data=data)])
     assert CALLS == []
-    alone = clipped_gradients(
-        objective.model, LOSS, data, indices=None if packed else torch.arange(40), clip=clip, batch_size=batch_size
-    )
+    alone = clipped_gradients(objective.model, LOSS, data, packed=packed, clip=clip, batch_size=batch_size)
     assert np.allclose(mean, alone.mean.numpy(), rtol=1e-15)

@@ -24,6 +24,7 @@ from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample import program as programs
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
+from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import (
     Convolution,
     Form,
@@ -36,7 +37,6 @@ from bqsgd._src.persample.program import (
     program_of,
     traced,
 )
-from bqsgd._src.persample.rows import RowsRoad
 from persample_models import LANES, ROWS, Build, case_of
 
 CLIP = L2(0.1)
@@ -51,9 +51,7 @@ def program_for(case: Case) -> Program:
 
 
 def mean(case: Case) -> Tensor:
-    return clipped_gradients(
-        case.model, case.loss, case.batch, indices=None, clip=CLIP, batch_size=64, forward=case.forward
-    ).mean
+    return clipped_gradients(case.model, case.loss, case.batch, clip=CLIP, batch_size=64, forward=case.forward).mean
 
 
 def agrees(case: Case) -> bool:
@@ -197,10 +195,8 @@ def test_the_users_code_never_meets_a_value(rows: bool) -> None:
         layer.register_forward_hook(lambda _, inputs, outputs, name=name: SEEN.extend([*inputs, outputs]))
     SEEN.clear()
     road = road_of(model, watching_loss, watching_forward, Form.of(batch), batch_size=64, packed=False)
-    assert isinstance(road, RowsRoad if rows else LanesRoad)
-    found = clipped_gradients(
-        model, watching_loss, batch, indices=torch.arange(6), clip=CLIP, batch_size=64, forward=watching_forward
-    )
+    assert isinstance(road, PassesRoad if rows else LanesRoad)
+    found = clipped_gradients(model, watching_loss, batch, clip=CLIP, batch_size=64, forward=watching_forward)
     assert found.mean.abs().max() > 0
     assert len(SEEN) > 10
     for tensor in SEEN:
@@ -208,7 +204,7 @@ def test_the_users_code_never_meets_a_value(rows: bool) -> None:
         assert isinstance(inner, FakeTensor)
     before = len(SEEN)
     clipped_gradients(
-        model, watching_loss, (batch[0] * 2, batch[1]), indices=torch.arange(6), clip=CLIP, batch_size=64,
+        model, watching_loss, (batch[0] * 2, batch[1]), clip=CLIP, batch_size=64,
         forward=watching_forward,
     )  # fmt: skip
     assert len(SEEN) == before  # and it is not called again
@@ -218,7 +214,7 @@ def test_the_users_code_never_meets_a_value(rows: bool) -> None:
 def test_code_that_cannot_be_traced_meets_one_sample_at_a_time_and_copies_alone() -> None:
     model, batch = Watching(rows=False, branches=True), small_batch()
     SEEN.clear()
-    clipped_gradients(model, watching_loss, batch, indices=None, clip=CLIP, batch_size=64, forward=watching_forward)
+    clipped_gradients(model, watching_loss, batch, clip=CLIP, batch_size=64, forward=watching_forward)
     own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *batch)}
     real = [tensor for tensor in SEEN if type(tensor) in (Tensor, nn.Parameter)]
     assert real

@@ -107,7 +107,7 @@ class Moments(Objective):
                 "a whole number, with no forward of your own"
             )
 
-    def _moments(self, data: Any, *, indices: object, subset: None, clip: L2 | Dual) -> ClippedGradients:
+    def _moments(self, data: Any, *, subset: None, clip: L2 | Dual) -> ClippedGradients:
         self.check(data)
         return clipped_moments(data, classes=self.problem.classes, clip=clip, batch_size=self._divisor)
 

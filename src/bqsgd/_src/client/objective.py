@@ -48,7 +48,7 @@ class Objective:
         batch_size: the public batch size, which the sum of the clipped gradients is divided by.
         forward: (model, batch) -> (outputs, targets), for batches of another form than (inputs..., targets).
         unit: CLIENT if the loss may be a mean over samples, because the update is clipped as a whole.
-        packed: run samples in any row of a pass; see `indices` of `clipped_gradients`.
+        packed: see `clipped_gradients`.
         subsets: the coordinates that messages carry; None for all.
     """
 
@@ -67,10 +67,12 @@ class Objective:
         self.model, self.loss_fn, self.forward = model, loss_fn, forward
         self.clip, self.batch_size, self.unit, self.packed = clip, batch_size, unit, packed
         self.subsets = subsets
-        # A power of two gives the same rows as the batch size and divides without rounding, so that parts of a batch
-        # add up exactly. A batch mean is clamped, so it must be divided by the batch size itself.
+        # A power of two divides without rounding, so that parts of a batch add up exactly. A batch mean is clamped, so
+        # it must be divided by the batch size itself.
         self._divisor = batch_size if isinstance(clip, BatchMean) else 1 << (batch_size.bit_length() - 1)
-        self._clipped = partial(clipped_gradients, model, loss_fn, clip=clip, forward=forward, batch_size=self._divisor)
+        self._clipped = partial(
+            clipped_gradients, model, loss_fn, clip=clip, forward=forward, batch_size=self._divisor, packed=packed
+        )
         self.draws = False
         """Whether model or loss draw random numbers, as far as `check` has seen."""
         self._assumes: set[str] = set()
@@ -104,8 +106,7 @@ class Objective:
             # After the spend an error in a clip would cost every sample of every round, and nobody would be told.
             zeros = tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), data)
             with alone, generators_kept():
-                numbers = None if self.packed else np.zeros(1, np.int64)
-                self._clipped(zeros, indices=numbers, subset=self.subset(round=0, client=0))
+                self._clipped(zeros, subset=self.subset(round=0, client=0))
             self._tried.add(form)
 
     def _check_grid(self) -> None:
@@ -164,8 +165,7 @@ class Objective:
                 samples = waiting.pop()
                 gradients = None
                 with errors_dropped():
-                    numbers = None if self.packed else samples.numbers
-                    gradients = self._clipped(samples.data, indices=numbers, subset=subset)
+                    gradients = self._clipped(samples.data, subset=subset)
                 if gradients is not None:
                     mean = gradients.mean.numpy()
                     total += mean if is_batch_mean else mean * self._divisor

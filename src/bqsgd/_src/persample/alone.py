@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,7 @@ class AloneRoad:
             for value, gradient in zip(values, gradients, strict=True)
         ]
 
-    def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
+    def passes(self, whole: Whole, leaves: Sequence[Tensor]) -> Iterator[tuple[int, int, list[Piece]]]:
         """(1, whether it was lost, its gradient) for each sample.
 
         Whatever a sample makes the code raise costs that sample alone, a SystemExit or a KeyboardInterrupt too: the

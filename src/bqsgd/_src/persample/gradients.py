@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -25,7 +24,7 @@ from bqsgd._src.persample.kept import kept_piece
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
-from bqsgd._src.persample.rows import Numbers, RowsRoad, check_numbers
+from bqsgd._src.persample.rows import NotRows, RowsRoad
 from bqsgd._src.persample.rules import NotLanes
 from bqsgd._src.runtime.generators import alone
 from bqsgd._src.subset import Subset
@@ -53,16 +52,16 @@ def clipped_gradients(
     loss_fn: LossFunction,
     batch: Any,
     *,
-    indices: Numbers | None,
     clip: Clip,
     batch_size: int,
     forward: Forward | None = None,
+    packed: bool = False,
     subset: Subset | None = None,
 ) -> ClippedGradients:
     """Eq. (7): (1/L) sum over the batch of the clipped gradient of each sample, with L the *public* batch size.
 
-    What a sample adds is, to the last bit, a function of the sample, its index, the model and the settings, and the sum
-    is exact: one sample more or less moves the mean by that sample's own clipped gradient and nothing else.
+    What a sample adds is, to the last bit, a function of the sample, the model and the settings, and the sum is exact:
+    one sample more or less moves the mean by that sample's own clipped gradient and nothing else.
 
     Args:
         model: an ordinary module. It sees one made-up sample when its program is traced, never a batch, and is left as
@@ -70,13 +69,11 @@ def clipped_gradients(
         loss_fn: (outputs, targets) -> one loss per sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
         batch: (inputs..., targets), or any structure of tensors that `forward` takes, the sample dimension first in
             all of them. May be empty (a Poisson batch): the mean is then zero.
-        indices: the number of each sample in the client's data, the same in every batch it is drawn for. It decides the
-            row in which a sample goes through a program that is vectorised in several rows. None packs the samples as
-            they come; the claim then rests on the assumption that the kernels of this machine give a row the same
-            result in every place of a pass.
         clip: `Scale`, `Clamp`, `L2`, `Dual` or `BatchMean`; `clip.sensitivity(batch_size=L)` belongs to the result.
         batch_size: L, fixed in advance; not the number of samples that happen to be in the batch.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets).
+        packed: run several samples in a pass of torch's kernels, if the model needs those at all. The claim then rests
+            on the assumption that the kernels of this machine give a row the same result in every place of a pass.
         subset: the coordinates that are kept; the clip bounds the kept part of each sample, and the mean holds no
             other coordinates.
 
@@ -88,15 +85,14 @@ def clipped_gradients(
     leaves = _check_batch(batch)
     check_int("batch_size", batch_size, 1, 2**53)
     check_int("samples in the batch", len(leaves[0]), 0, MOST_SAMPLES)
-    numbers = None if indices is None else check_numbers(indices, len(leaves[0]))
     form, whole = Form.of(batch), Whole(model, loss_fn, forward)
-    road = road_of(model, loss_fn, forward, form, batch_size=batch_size, packed=numbers is None)
+    road = road_of(model, loss_fn, forward, form, batch_size=batch_size, packed=packed)
     sizes = [value.numel() for value in whole.tensors()[0].values()]
     if subset is not None and list(np.diff(subset.subsets.starts)) != sizes:
         raise InvalidParameter("the subset is one of another model's coordinates")
     found = places(clip, sizes if subset is None else subset.counts)
     dimension = check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES)
-    passes = road.passes(whole, leaves, numbers)
+    passes = road.passes(whole, leaves)
     if subset is not None:
         passes = _kept(passes, subset)
     if isinstance(clip, BatchMean):
@@ -130,9 +126,7 @@ class Road(Protocol):
     @property
     def assumes(self) -> str: ...
 
-    def passes(
-        self, whole: Whole, leaves: Sequence[Tensor], numbers: npt.NDArray[np.int64] | None
-    ) -> Iterator[tuple[int, int, list[Piece]]]:
+    def passes(self, whole: Whole, leaves: Sequence[Tensor]) -> Iterator[tuple[int, int, list[Piece]]]:
         """(samples, how many of them were lost, pieces of the others' gradients), some samples at a time."""
 
 
@@ -169,13 +163,21 @@ def road_of(
                 )
             return known["alone"]
         known = _roads.setdefault(program, {})
-        if "lanes" not in known and (batch_size, packed) not in known:
+        key: object = (batch_size, "rows") if packed else "passes"
+        if "lanes" not in known and key not in known:
             try:
                 known["lanes"] = LanesRoad(program)
             except NotLanes:
                 whole = Whole(model, loss_fn, forward)
-                known[batch_size, packed] = PassesRoad(program, whole)
-        return known["lanes"] if "lanes" in known else known[batch_size, packed]
+                known[key] = _packed(program, whole, batch_size) if packed else PassesRoad(program, whole)
+        return known["lanes"] if "lanes" in known else known[key]
+
+
+def _packed(program: Program, whole: Whole, batch_size: int) -> Road:
+    try:
+        return RowsRoad(program, whole, batch_size)
+    except NotRows:
+        return PassesRoad(program, whole)
 
 
 def _batch_mean(

@@ -63,7 +63,7 @@ class LanesRoad:
         except Exception as error:  # a form of arguments that no rule foresees
             raise NotLanes(f"{type(error).__name__}: {error}") from error
 
-    def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
+    def passes(self, whole: Whole, leaves: Sequence[Tensor]) -> Iterator[tuple[int, int, list[Piece]]]:
         """(samples, how many of them were lost, pieces of their gradients), some hundred samples at a time."""
         with torch.no_grad():
             shared = self._prelude(*whole.given())

@@ -1,4 +1,4 @@
-"""The program of one sample on torch's own kernels, a pass for each sample: nothing is assumed of how kernels treat rows.
+"""The program of one sample on torch's own kernels, a pass for each sample: no kernel ever sees two samples.
 
 Passes run side by side, each operation for a few samples in turn, so that weights are read from the cache; and in
 several threads of ours, on one core each, without Python (`native`).
@@ -6,6 +6,7 @@ several threads of ours, on one core each, without Python (`native`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,19 +44,22 @@ class PassesRoad:
     assumes = ""
 
     def __init__(self, program: Program, whole: Whole) -> None:
-        dimension = sum(shape_of(gradient.node).numel() for gradient in program.gradients if gradient is not None)
-        self._at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, dimension))))
-        self.draws, self._prelude, self._outputs = program.draws, program.prelude(), _outputs(program)
+        self._at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, program.dimension))))
+        self.draws, self._prelude, self._outputs = program.draws, program.prelude(), outputs_of(program)
         body = _ready(program.body([node for output in self._outputs for node in output.nodes]))
         self._for = lru_cache(lambda samples: native(side_by_side(body, len(program.shared), samples)))
-        leaves = [made_up(node, 1)[0] for node in program.leaves]
-        try:  # what raises here would raise for every sample
-            with alone, generators_kept(), repeatable, torch.no_grad():
-                self._run(self._prelude(*whole.randomised()), leaves, [range(1)], raises=True)
-        except Exception as error:
-            raise programs.fails_on_made_up(error, [shape_of(node)[1:] for node in program.leaves]) from error
+        errors = []
+        for bounded in (False, True):  # what raises here, whatever the sample, would raise for every sample
+            leaves = [made_up(node, 1, bounded=bounded)[0] for node in program.leaves]
+            try:
+                with alone, generators_kept(), repeatable, torch.no_grad():
+                    self._run(self._prelude(*whole.randomised()), leaves, [range(1)], raises=True)
+                return
+            except Exception as error:
+                errors.append(error)
+        raise programs.fails_on_made_up(errors[0], [shape_of(node)[1:] for node in program.leaves]) from errors[0]
 
-    def passes(self, whole: Whole, leaves: Sequence[Tensor], numbers: Any) -> Iterator[tuple[int, int, list[Piece]]]:
+    def passes(self, whole: Whole, leaves: Sequence[Tensor]) -> Iterator[tuple[int, int, list[Piece]]]:
         """(samples, how many of them were lost, pieces of the others' gradients), a few passes at a time."""
         threads = torch.get_num_threads()
         with torch.no_grad(), repeatable:
@@ -63,7 +67,7 @@ class PassesRoad:
             for start in range(0, len(leaves[0]), threads * self._at_once):
                 samples = range(start, min(len(leaves[0]), start + threads * self._at_once))
                 values = self._run(shared, leaves, self._groups(samples, threads))
-                pieces = [output.piece(values) for output in self._outputs] if values else []
+                pieces = self._pieces(values) if values else []
                 yield len(samples), len(samples) - len(values), pieces
 
     def _groups(self, samples: range, threads: int) -> list[range]:
@@ -79,7 +83,7 @@ class PassesRoad:
 
     def _run(
         self, shared: Sequence[Tensor], leaves: Sequence[Tensor], groups: Sequence[range], *, raises: bool = False
-    ) -> list[dict[fx.Node, Tensor]]:
+    ) -> list[Sequence[Tensor]]:
         """The outputs of the samples that raised no error, in order."""
         results: list[list[Sequence[Tensor]]] = [[] for _ in groups]
         functions = [self._for(size) for size in (1, *map(len, groups))]
@@ -87,7 +91,7 @@ class PassesRoad:
         def run(group: int) -> None:
             inputs = [[_own(leaf, sample) for leaf in leaves] for sample in groups[group]]
             with suppress(*() if raises else (Exception,)), torch.no_grad():
-                results[group] = _cut(functions[1 + group](*shared, *sum(inputs, [])), len(inputs))
+                results[group] = _cut(functions[1 + group](*shared, *itertools.chain(*inputs)), len(inputs))
                 return
             if len(inputs) > 1:  # one of them raised an error, which must cost that sample alone
                 for tensors in inputs:
@@ -95,16 +99,30 @@ class PassesRoad:
                         results[group].append(functions[0](*shared, *tensors))
 
         in_own_threads(run, len(groups), in_order=self.draws)
-        nodes = [node for output in self._outputs for node in output.nodes]
-        return [dict(zip(nodes, values, strict=True)) for found in results for values in found]
+        return list(itertools.chain(*results))
+
+    def _pieces(self, samples: Sequence[Sequence[Tensor]]) -> list[Piece]:
+        """Of the outputs of some passes; float32 gradients stay where they are."""
+        pieces, waiting = [], [iter(values) for values in samples]
+        for output in self._outputs:
+            tensors = [list(itertools.islice(values, len(output.nodes))) for values in waiting]
+            if output.factored is None and all(usable(value) for value in tensors[0]):
+                pieces.append(Piece(output.parameters, Scattered(tensors)))
+            else:
+                pieces.append(output.piece([torch.stack(column) for column in zip(*tensors, strict=True)]))
+        return pieces
 
 
-def _own(leaf: Tensor, sample: int) -> Tensor:
-    """One sample in memory of its own, whose alignment is the same for every sample."""
-    own = leaf[sample : sample + 1].clone(memory_format=torch.contiguous_format)
+def aligned(own: Tensor) -> Tensor:
+    """A new tensor, if its alignment is what it is for all samples."""
     if own.data_ptr() % _ALIGNMENT and own.device.type == "cpu":
         raise InvalidParameter("torch returned memory off its 64-byte alignment: samples cannot be kept apart")
     return own
+
+
+def _own(leaf: Tensor, sample: int) -> Tensor:
+    """One sample in memory of its own."""
+    return aligned(leaf[sample : sample + 1].clone(memory_format=torch.contiguous_format))
 
 
 def _cut(values: Sequence[Tensor], samples: int) -> list[Sequence[Tensor]]:
@@ -112,13 +130,18 @@ def _cut(values: Sequence[Tensor], samples: int) -> list[Sequence[Tensor]]:
     return [values[start : start + each] for start in range(0, len(values), each)]
 
 
-def made_up(node: fx.Node, rows: int) -> Tensor:
-    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes."""
+def made_up(node: fx.Node, rows: int, *, bounded: bool) -> Tensor:
+    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes.
+
+    bounded: between 0 and 1 instead, for losses that take nothing else, such as nn.BCELoss.
+    """
     like: Tensor = node.meta["val"]
     shape = (rows, *like.shape)
     if not like.is_floating_point():
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     generator = torch.Generator().manual_seed(rows + like.numel())
+    if bounded:
+        return torch.rand(shape, generator=generator).to(like.device, like.dtype)
     scale = 10 ** (4 * torch.rand(rows, *[1] * like.dim(), generator=generator) - 2)
     return (torch.randn(shape, generator=generator) * scale).to(like.device, like.dtype)
 
@@ -134,24 +157,22 @@ class Output:
     nodes: tuple[fx.Node, ...]
     factored: programs.Gradient | None = None
 
-    def piece(self, samples: Sequence[dict[fx.Node, Tensor]]) -> Piece:
-        """Of the outputs of some passes; float32 gradients stay where they are."""
-        tensors = [[values[node] for node in self.nodes] for values in samples]
+    def piece(self, values: Sequence[Tensor]) -> Piece:
+        """Of the values of the nodes, each with the samples first."""
         factor: Factor
         if self.factored is not None:
-            factor = factor_of(self.factored, iter([torch.stack(column) for column in zip(*tensors, strict=True)]))
-        elif all(usable(value) for value in tensors[0]):
-            factor = Scattered(tensors)
+            factor = factor_of(self.factored, iter(values))
         else:
-            factor = Dense(torch.stack([torch.cat([working(value).flatten() for value in own]) for own in tensors]))
+            factor = Dense(torch.cat([working(value).reshape(len(value), -1) for value in values], 1))
         return Piece(self.parameters, factor)
 
 
-def _outputs(program: Program) -> list[Output]:
+def outputs_of(program: Program, *, tables: bool = False) -> list[Output]:
+    """What a pass returns for each parameter. tables: keep the factors of every table, however small."""
     found: list[Output] = []
     run: list[fx.Node] = []
     for n, gradient in enumerate([*program.gradients, None]):
-        if gradient is not None and not _stays_factored(gradient):
+        if gradient is not None and not _stays_factored(gradient, tables):
             run.append(gradient.node)
             continue
         if run:
@@ -162,14 +183,14 @@ def _outputs(program: Program) -> list[Output]:
     return found
 
 
-def _stays_factored(gradient: programs.Gradient) -> bool:
+def _stays_factored(gradient: programs.Gradient, tables: bool) -> bool:
     """Whether norms and sums are cheaper to have from the factors than from the gradient itself."""
     coordinates = shape_of(gradient.node).numel()
     match gradient:
         case programs.Product(positions=positions):
             return positions == 1 and coordinates > WIDE
         case programs.Table(index=index):
-            return coordinates > WIDE and gradient.rows > 4 * shape_of(index).numel()
+            return tables or (coordinates > WIDE and gradient.rows > 4 * shape_of(index).numel())
     return False
 
 

@@ -295,11 +295,10 @@ class Program:
         """(shared, leaves) -> outputs."""
         return extracted(self.module, [*self.shared, *self.leaves], outputs)
 
-    def entries(self) -> int:
-        """Numbers that the program computes for one sample: a measure of its work."""
-        before = {*self.shared, *self.given}
-        return sum(shape_of(node).numel() for node in self.module.graph.nodes
-                   if isinstance(node.meta.get("val"), Tensor) and node not in before)  # fmt: skip
+    @property
+    def dimension(self) -> int:
+        """Coordinates of a gradient that the loss uses."""
+        return sum(shape_of(gradient.node).numel() for gradient in self.gradients if gradient is not None)
 
 
 def extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:

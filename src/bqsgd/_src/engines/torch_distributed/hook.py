@@ -49,12 +49,24 @@ from bqsgd._src.noise import NoiseSource
 from bqsgd._src.params import Mechanism, check_int, check_positive
 from bqsgd._src.persample.clips import Clip
 from bqsgd._src.persample.program import LossFunction
-from bqsgd._src.persample.rows import Numbers, check_numbers
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Release, Sampling, Scheme
 from bqsgd._src.runtime.interrupts import interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.settings.client_plan import clipped_terms
+
+Numbers = Tensor | npt.NDArray[np.int64]
+
+
+def _check_numbers(numbers: Numbers, count: int) -> npt.NDArray[np.int64]:
+    """The numbers of `count` samples in their data."""
+    found = np.asarray(numbers)
+    if found.shape != (count,) or found.dtype.kind not in "iu" or (count and int(found.min()) < 0):
+        raise InvalidParameter(
+            f"indices must be {count} non-negative integers, the number of each sample in the data, "
+            f"got {found.dtype} of shape {found.shape}"
+        )
+    return found.astype(np.int64)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,7 +166,7 @@ class PrivateSteps:
         """The numbers of the samples. Raises now what must not be raised once the step is counted."""
         if len(batch[0]) != len(batch[1]):
             raise InvalidParameter(f"{len(batch[0])} inputs and {len(batch[1])} targets do not pair up")
-        numbers = check_numbers(indices, len(batch[0]))
+        numbers = _check_numbers(indices, len(batch[0]))
         if len(np.unique(numbers)) < len(numbers) or (len(numbers) and int(numbers.max()) >= self.dataset_size):
             raise InvalidParameter(
                 f"indices must be different numbers below dataset_size={self.dataset_size}: a sample that is twice in "

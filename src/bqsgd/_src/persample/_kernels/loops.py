@@ -289,8 +289,6 @@ def _table_steps(values: np.ndarray, row: np.ndarray, factors: np.ndarray, out: 
             own[at] += (held * factor + contiguous.ROUNDING) - contiguous.ROUNDING
 
 
-def table_steps(
-    values: Tensor, row: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None
-) -> None:
+def table_steps(values: Tensor, row: Tensor, grid: Grid, weights: Tensor, out: Tensor, *, bound: float | None) -> None:
     """out[row[n]] += weights_n values_n in whole grid steps, clamped to +-bound first; exact in any order."""
     _table_steps(_array(values), row.numpy(), _factors(grid, weights, bound), out.numpy())
