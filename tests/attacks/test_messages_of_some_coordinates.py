@@ -40,7 +40,7 @@ def of_model(model, one_in, *, rotated=True):
 def clipped(model, inputs, targets, subset, clip, numbers=None):
     numbers = np.arange(len(inputs)) if numbers is None else numbers
     batch = inputs, targets
-    found = clipped_gradients(model, LOSS, batch, indices=numbers, clip=clip, batch_size=BATCH, subset=subset)
+    found = clipped_gradients(model, LOSS, batch, clip=clip, batch_size=BATCH, subset=subset)
     return found.mean.clone()
 
 

@@ -61,9 +61,7 @@ class RowsRoad:
             shared = self._prelude(*whole.randomised())
         for bounded in (False, True):
             leaves = [made_up(node, self.rows, bounded=bounded) for node in program.leaves]
-            over = vmap(
-                program.body(nodes), in_dims=(None,) * len(shared) + (0,) * len(leaves), randomness="different"
-            )
+            over = vmap(program.body(nodes), in_dims=(None,) * len(shared) + (0,) * len(leaves), randomness="different")
             with suppress(Exception):
                 with programs.plain_operations(whole):
                     traced = make_fx(over, tracing_mode="fake", _allow_non_fake_inputs=True)(*shared, *leaves)

@@ -288,6 +288,8 @@ def _dropout(x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
 
 _packed: dict[tuple[int, bool], tuple[weakref.ref[Array], np.ndarray]] = {}
 """Weights as the loop reads them, as long as the array exists: a recurrent layer uses the same ones in every step."""
+KEPT_BYTES = 1 << 20
+"""Larger ones are made again: next to their product that takes little time, and they would double the memory."""
 
 
 def _strips(weights: Array, *, turned: bool) -> np.ndarray:
@@ -296,7 +298,8 @@ def _strips(weights: Array, *, turned: bool) -> np.ndarray:
     if known is not None and known[0]() is weights:  # another array may have the number of one that is gone
         return known[1]
     strips = kernels.strips_of(weights[:, :, 0].T if turned else weights[:, :, 0])
-    _packed[key] = weakref.ref(weights, lambda _: _packed.pop(key, None)), strips
+    if strips.nbytes <= KEPT_BYTES:
+        _packed[key] = weakref.ref(weights, lambda _: _packed.pop(key, None)), strips
     return strips
 
 
