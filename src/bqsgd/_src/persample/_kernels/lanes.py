@@ -26,6 +26,8 @@ from bqsgd._src.runtime.threads import in_threads
 STRIP = 6
 MANY = 4 if WIDE else 1
 """A tile of a product: 6 rows by 64 samples in 24 of 32 registers, or by 16 in 12 of 16."""
+TILES = 4
+"""Pieces of work that a convolution has at least."""
 DEPTH = 256
 """Terms whose values stay in a core's cache while the rows pass by."""
 
@@ -223,9 +225,10 @@ def _axis(
 @njit(nogil=True, cache=True)
 def _run_convolution(
     x: Any, stride: int, entries: int, base: Any, kind: Any, starts: Any, terms: Any, places: Any, strips: Any,
-    outputs: int, bias: Any, start: int, stop: int, out: Any,
+    outputs: int, bias: Any, parts: int, start: int, stop: int, out: Any,
 ) -> None:  # fmt: skip
-    """Vectors start..stop of samples of out (groups, outputs, positions, samples) from x (entries, samples).
+    """Units start..stop of out (groups, outputs, positions, samples) from x (entries, samples): a tile of samples and
+    one of `parts` of the strips each.
 
     strips (groups, outputs / 6, terms, 6), bias (groups, outputs filled up to whole strips).
     """
@@ -233,25 +236,27 @@ def _run_convolution(
     flat, target, wide = strips.reshape(-1), out.reshape(-1), out.shape[1]
     packed = np.empty(entries * LANES * MANY, np.float32)
     ragged = np.empty(STRIP * LANES * MANY, np.float32)
-    done = start
-    while done < stop:
-        vectors = _block(stop - done)
-        width = vectors * LANES
-        _pack(x, stride, done * LANES, 0, entries, width, packed, 0)
-        for item in range(groups * count):
-            group, strip = item // count, item % count
-            used, lane_at = min(STRIP, outputs - strip * STRIP), group * (entries // groups)
-            for position in range(positions):
-                first, last = starts[kind[position]], starts[kind[position] + 1]
-                row = ((group * outputs + strip * STRIP) * positions + position) * wide + done * LANES
-                if used == STRIP:
-                    _run_tile(vectors, flat, item * block, terms, packed, lane_at + base[position], places, first, last, bias, item * STRIP, True, target, row, positions * wide)  # fmt: skip  # noqa: E501
-                else:
-                    _run_tile(vectors, flat, item * block, terms, packed, lane_at + base[position], places, first, last, bias, item * STRIP, True, ragged, 0, width)  # fmt: skip  # noqa: E501
-                    for own in range(used):
-                        for lane in range(width):
-                            target[row + own * positions * wide + lane] = ragged[own * width + lane]
-        done += vectors
+    for unit in range(start, stop):
+        done, part = unit // parts * MANY, unit % parts
+        end = min(wide // LANES, done + MANY)
+        while done < end:
+            vectors = _block(end - done)
+            width = vectors * LANES
+            _pack(x, stride, done * LANES, 0, entries, width, packed, 0)
+            for item in range(part * groups * count // parts, (part + 1) * groups * count // parts):
+                group, strip = item // count, item % count
+                used, lane_at = min(STRIP, outputs - strip * STRIP), group * (entries // groups)
+                for position in range(positions):
+                    first, last = starts[kind[position]], starts[kind[position] + 1]
+                    row = ((group * outputs + strip * STRIP) * positions + position) * wide + done * LANES
+                    if used == STRIP:
+                        _run_tile(vectors, flat, item * block, terms, packed, lane_at + base[position], places, first, last, bias, item * STRIP, True, target, row, positions * wide)  # fmt: skip  # noqa: E501
+                    else:
+                        _run_tile(vectors, flat, item * block, terms, packed, lane_at + base[position], places, first, last, bias, item * STRIP, True, ragged, 0, width)  # fmt: skip  # noqa: E501
+                        for own in range(used):
+                            for lane in range(width):
+                                target[row + own * positions * wide + lane] = ragged[own * width + lane]
+            done += vectors
 
 
 def convolution(x: np.ndarray, read: Reading, weights: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
@@ -267,7 +272,9 @@ def convolution(x: np.ndarray, read: Reading, weights: np.ndarray, bias: np.ndar
     out = np.empty((groups * outputs * len(read.base), lanes), np.float32)
     fixed = flat, lanes, entries, read.base, read.kind, read.starts, read.terms, read.places
     rest = strips, outputs, shift.reshape(-1)
-    in_threads(lambda start, stop: _run_convolution(*fixed, *rest, start, stop, out), lanes // LANES)
+    tiles = -(-lanes // (LANES * MANY))
+    parts = min(groups * count, -(-TILES // tiles))  # few samples: threads share their outputs, not their vectors
+    in_threads(lambda start, stop: _run_convolution(*fixed, *rest, parts, start, stop, out), tiles * parts)
     return out
 
 
