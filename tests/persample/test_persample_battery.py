@@ -18,7 +18,6 @@ from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form
-from bqsgd._src.persample.rows import RowsRoad
 from persample_models import ALONE, EVERY, LANES, ROWS, Build, case_of
 
 RELATIVE_ERROR = 1e-5
