@@ -113,7 +113,7 @@ class PassesRoad:
         return pieces
 
 
-def aligned(own: Tensor) -> Tensor:
+def check_aligned(own: Tensor) -> Tensor:
     """A new tensor, if its alignment is what it is for all samples."""
     if own.data_ptr() % _ALIGNMENT and own.device.type == "cpu":
         raise InvalidParameter("torch returned memory off its 64-byte alignment: samples cannot be kept apart")
@@ -122,7 +122,7 @@ def aligned(own: Tensor) -> Tensor:
 
 def _own(leaf: Tensor, sample: int) -> Tensor:
     """One sample in memory of its own."""
-    return aligned(leaf[sample : sample + 1].clone(memory_format=torch.contiguous_format))
+    return check_aligned(leaf[sample : sample + 1].clone(memory_format=torch.contiguous_format))
 
 
 def _cut(values: Sequence[Tensor], samples: int) -> list[Sequence[Tensor]]:

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bqsgd._src.persample import program as programs
 from bqsgd._src.persample.factors import Piece, micro_batch
 from bqsgd._src.persample.native import native
-from bqsgd._src.persample.passes import aligned, made_up, outputs_of
+from bqsgd._src.persample.passes import check_aligned, made_up, outputs_of
 from bqsgd._src.persample.program import Program, Whole
 from bqsgd._src.runtime.generators import alone, generators_kept
 from bqsgd._src.runtime.modes import repeatable
@@ -99,7 +99,7 @@ class RowsRoad:
 
         def run(place: int) -> None:
             # Empty rows repeat a sample: an operation may refuse zeros, and the pass with them.
-            filled = [aligned(torch.cat([leaf, *[leaf[:1]] * (self.rows - len(leaf))])) for leaf in chunks[place]]
+            filled = [check_aligned(torch.cat([leaf, *[leaf[:1]] * (self.rows - len(leaf))])) for leaf in chunks[place]]
             with suppress(Exception):
                 results[place] = self._values(*shared, *(leaf.unsqueeze(1) for leaf in filled))
 
