@@ -28,6 +28,7 @@ _SECTIONS = {
     "paper_subsets": "experiments.paper.subsets:section",
     "frontier": f"{_FRONTIER}:table",
     "frontier_search": f"{_FRONTIER}:search",
+    "sums_gain": f"{_FRONTIER}:sums_gain",
     "digits_range": "experiments.frontier.digits_range:section",
     "audit_faults": "experiments.assurance.audit_faults:section",
     "faults": "experiments.assurance.faults:section",
@@ -44,13 +45,15 @@ _SECTIONS = {
 }
 """Name -> module:function that makes the Markdown from the JSON. Imported when used: some need opacus or flwr."""
 _MEASURED_IN_BENCHMARKS = ("clients", "loop")
+_SECOND_SECTIONS = {"sums_gain": "frontier"}
+"""Name -> the section from whose JSON file it is made too."""
 _BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end of measured -->\n)", re.DOTALL)
 
 
 def results_of(name: str) -> Path:
     """The JSON file of a section."""
     folder = "benchmarks" if name in _MEASURED_IN_BENCHMARKS else "experiments"
-    return ROOT / folder / "results" / f"{name}.json"
+    return ROOT / folder / "results" / f"{_SECOND_SECTIONS.get(name, name)}.json"
 
 
 def section(name: str, fields: dict[str, Any]) -> str:

@@ -50,6 +50,26 @@ def table(fields: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sums_gain(fields: dict[str, Any]) -> str:
+    """What secure sums gain: the presets of epsilon 3 with and without them.
+
+    The runs that sent every coordinate stand in for a preset that has none yet.
+    """
+    points = {row["point"]: row for row in fields["rows"]}
+    lines = [
+        "| data | clients | sums only, % (epsilon) | each message, % (epsilon) | bits of a sum; of a message |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for data, preset in (("MNIST", "mnist-eps3"), ("Fashion-MNIST", "fashion-eps3")):
+        for clients, after in ((4, ""), (100, "-100")):
+            names = (f"{preset}-sums{after}", f"{preset}{after}")
+            pair = [points[name] if points[name]["mean"] else points[f"{name}-one-in-1"] for name in names]
+            cells = [f"{100 * row['mean']:.2f} ({rounded_up(row['guarantee']['epsilon'])})" for row in pair]
+            bits = "; ".join(f"{row['bits_measured']:.2f}" for row in pair)
+            lines.append(f"| {data} | {clients} | {' | '.join(cells)} | {bits} |")
+    return "\n".join(lines)
+
+
 def _fitted(rows: list[dict[str, Any]]) -> list[str]:
     """The runs whose range and share the recipe chose, beside their presets."""
     means = {row["point"]: 100 * row["mean"] for row in rows}
