@@ -35,8 +35,8 @@ def section(fields: dict[str, Any]) -> str:
     )
     return (
         f"`digits` has no preset. `bqsgd train --dataset digits` at epsilon {fields['epsilon']:g} fits the range "
-        f"{fields['range']:g} and reaches {_shown(fitted)} in {len(fitted['accuracies'])} runs; {others}. A test sample "
-        f"is {100 / fields['test_samples']:.2f} points, so a tenth of a point cannot be seen here."
+        f"{fields['range']:g} and reaches {_shown(fitted)} in {len(fitted['accuracies'])} runs; {others}. A test "
+        f"sample is {100 / fields['test_samples']:.2f} points, so a tenth of a point cannot be seen here."
     )
 
 
