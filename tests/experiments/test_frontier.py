@@ -128,6 +128,12 @@ def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
     )
     assert f"in {round(max(four))} bits per coordinate" in text
     assert f"in {round(max(many))} bits." in text
+    thin = [points[name]["bits_measured"] for name in ("mnist-eps3-sums", "fashion-eps3-sums")]
+    assert "0.4 to 1 bits in sums over four clients" in text
+    assert 0.35 < min(thin) < max(thin) < 1.0
+    thin = [points[name]["bits_measured"] for name in ("mnist-eps3", "fashion-eps3", "mnist-eps1", "fashion-eps3-100")]
+    assert "0.1 to 0.4 bits where each message is seen" in text
+    assert 0.095 < min(thin) < max(thin) < 0.45
 
 
 def test_pages_say_that_the_sums_withstand_no_colluding_client(table: dict[str, Any]) -> None:
