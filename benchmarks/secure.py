@@ -33,7 +33,7 @@ from bqsgd._src.secure.masks import add_mask, scratch_for
 from bqsgd._src.secure.noise_shares import encode_base
 from bqsgd._src.secure.roster import Roster, public_key
 from bqsgd._src.secure.server import SumServer
-from bqsgd._src.secure.sharing import combine, split
+from bqsgd._src.secure.sharing import combine, row_through
 from bqsgd._src.wire.model_message import write_model
 
 LENET5 = 61_706
@@ -79,7 +79,8 @@ def masking() -> dict[str, Any]:
 class Federation:
     """A server and clients that all answer, in a batch of `ROUNDS` rounds.
 
-    seconds: by step, the least over all clients that have the same to do, and over the rounds that were run.
+    seconds: by step, the least over all clients that have the same to do, and over the rounds that were run. messages:
+    by step, the bytes that a client sent and received, those of a key batch divided by its rounds.
     """
 
     def __init__(self, rule: Thresholds) -> None:
@@ -94,6 +95,7 @@ class Federation:
         self.up = dict.fromkeys(keys, 0.0)
         self.down = dict.fromkeys(keys, 0.0)
         self.seconds: dict[str, float] = {}
+        self.messages: dict[str, list[float]] = {}
 
     def _ask(self, step: str, client: int, message: bytes, work: Callable[[], bytes | bytearray]) -> bytes | bytearray:
         began = time.perf_counter()
@@ -103,6 +105,7 @@ class Federation:
         share = 1.0 if step in ("mask", "sign", "sign as committee", "unmask") else 1 / ROUNDS
         self.up[client] += share * len(answer)
         self.down[client] += share * len(message)
+        self.messages[step] = [share * len(answer), share * len(message)]
         return answer
 
     def begin(self, epoch: int) -> None:
@@ -172,12 +175,11 @@ def plain_encode() -> tuple[float, int, int]:
 
 def sharing() -> dict[str, Any]:
     """A secret among 30, of which 20 open it."""
-    secret, points, rng = os.urandom(16), list(range(1, 31)), privacy_rng()
-    ours = dict(zip(points, split(secret, points, threshold=20, rng=rng), strict=True))
+    secret, derived = os.urandom(16), {point: os.urandom(16) for point in range(1, 31)}
     theirs = Shamir.split(20, 30, secret)
     return least_seconds(
-        split=lambda: split(secret, points, threshold=20, rng=rng),
-        combine=lambda: combine(ours, threshold=20),
+        split=lambda: row_through(derived, threshold=20, secret=secret),
+        combine=lambda: combine(derived, threshold=20),
         split_pycryptodome=lambda: Shamir.split(20, 30, secret),
         combine_pycryptodome=lambda: Shamir.combine(theirs[:20]),
     )
@@ -205,6 +207,7 @@ def by_clients(n: int, f: int, t: int, *, encode: float, frame_bytes: int, model
         "colluders": t,
         "masks": len(federation.agreement.graph.masks(0)),
         "client_seconds": seconds,
+        "client_bytes": {step: sizes for step, sizes in federation.messages.items() if not step.startswith("first")},
         "masked_times_plain_encode": masked / encode,
         "round_times_plain_encode": whole / encode,
         "server_seconds_per_client": server / n,

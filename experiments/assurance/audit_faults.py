@@ -217,10 +217,9 @@ def both_shares_revealed(runs: SumRuns, seed: int, values: Mapping[int, Values])
     for rank, client in enumerate(rest.survivors):
         first = noise.first_unneeded(len(total.survivors), total.survivors.index(client))
         last = noise.first_unneeded(len(rest.survivors), rank)
-        seeds = [read_parts(sums.said[client][-1], agreement, Kind.UNMASKING).own[16:] for sums in (whole, without)]
+        seeds = [read_parts(sums.said[client][-1], agreement, Kind.UNMASKING).own for sums in (whole, without)]
         noise.add_from(first, seeds[0], lanes, agreement.run_digest, subtract=True)
-        if last < noise.parts:
-            noise.add_from(last, seeds[1], lanes, agreement.run_digest)
+        noise.add_from(last, seeds[1], lanes, agreement.run_digest)
     modulus = 1 << runs.plan.width
     return (total.lanes.astype(np.int64) - lanes.astype(np.int64)) % modulus
 

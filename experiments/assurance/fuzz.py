@@ -561,7 +561,7 @@ def kept_states(folder: Path) -> Reader:
 
 SUM_MESSAGES = (
     "batch", "keys", "key bundle", "shares", "share bundle", "partners", "partner bundle", "masked", "survivors",
-    "signature", "certificate", "unmasking",
+    "signature", "certificate", "unmasking", "silent", "recovery",
 )  # fmt: skip
 READERS: dict[str, Callable[[Path], Reader]] = {
     "guarantees": guarantees,

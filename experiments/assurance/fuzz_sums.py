@@ -22,7 +22,7 @@ from bqsgd._src.secure.server import SumServer
 from bqsgd._src.secure.sparse import Sparse
 from bqsgd._src.secure.state import read_state, write_state
 
-_SPARSE = Sparse(masks=4, away=2, holders=8, threshold=3, committee=6, quorum=4, checked=3, failure=1.0)
+_SPARSE = Sparse(masks=4, away=2, holders=8, threshold=3, committee=6, quorum=4, failure=1.0)
 _READ: dict[Kind, Callable[[bytes, Agreement], object]] = {
     Kind.BATCH: messages.read_batch,
     Kind.KEYS: messages.read_keys,
@@ -32,10 +32,12 @@ _READ: dict[Kind, Callable[[bytes, Agreement], object]] = {
     Kind.PARTNERS: partial(messages.read_parts, kind=Kind.PARTNERS),
     Kind.PARTNER_BUNDLE: partial(messages.read_parts, kind=Kind.PARTNER_BUNDLE),
     Kind.MASKED: messages.read_masked,
-    Kind.SURVIVORS: messages.read_survivors,
+    Kind.SURVIVORS: partial(messages.read_listed, kind=Kind.SURVIVORS),
     Kind.SIGNATURE: messages.read_signature,
     Kind.CERTIFICATE: messages.read_certificate,
     Kind.UNMASKING: partial(messages.read_parts, kind=Kind.UNMASKING),
+    Kind.SILENT: partial(messages.read_listed, kind=Kind.SILENT),
+    Kind.RECOVERY: partial(messages.read_parts, kind=Kind.RECOVERY),
 }
 
 
@@ -50,7 +52,9 @@ class Sums:
             if sparse
             else thresholds(clients=12, dropouts=2, colluders=1)
         )
-        self.agreement = Agreement(roster=roster, run="fuzz", rule=rule, dimension=5, width=9, trials=30)
+        self.agreement = Agreement(
+            roster=roster, run="fuzz", rule=rule, dimension=5, width=9, trials=30, seeded=True
+        )  # fmt: skip
         self.clients = {n: SumClient(self.agreement, identity=key, number=n, seed=7) for n, key in identities.items()}
         self.said: dict[Kind, list[bytes]] = {kind: [] for kind in Kind}
         self._run()
@@ -78,7 +82,10 @@ class Sums:
             if signature:
                 server.take_signature(signature)
         for number, certificate in server.certificates().items():
-            server.take_unmasking(self._ask(number, certificate))
+            if number != 10:
+                server.take_unmasking(self._ask(number, certificate))
+        for number, silent in server.recoveries().items():
+            server.take_recovery(self._ask(number, silent))
         server.total()
 
     def _ask(self, number: int, message: bytes) -> bytes:

@@ -128,7 +128,13 @@ class SumRuns:
         keys = {client: public_key(_identity(client)) for client in range(self.rule.clients)}
         total = self.plan.trials if trials is None else trials
         return Agreement(
-            roster=Roster(keys), run="audit", rule=self.rule, dimension=dimension, width=self.plan.width, trials=total
+            roster=Roster(keys),
+            run="audit",
+            rule=self.rule,
+            dimension=dimension,
+            width=self.plan.width,
+            trials=total,
+            seeded=True,
         )
 
     def encoded(self, values: npt.NDArray[np.float64], *, trials: int, rng: NoiseSource) -> Codes:

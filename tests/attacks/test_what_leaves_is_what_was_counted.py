@@ -134,7 +134,8 @@ def sums(settings, make_client):
     terms = in_sums(make_client(settings()).terms, rule)
 
     def of(trials, seed=None):
-        agreed = Agreement(roster=roster, run="a", rule=rule, dimension=6, width=16, trials=trials)
+        seeded = seed is not None
+        agreed = Agreement(roster=roster, run="a", rule=rule, dimension=6, width=16, trials=trials, seeded=seeded)
         client = SumClient(agreed, identity=keys[0], number=0, seed=seed)
         return client, Release(mechanism=Mechanism(levels=4, trials=3000), terms=terms)
 

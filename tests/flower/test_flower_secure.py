@@ -161,8 +161,9 @@ def test_same_seed_same_bytes_and_same_model_as_in_process(tmp_path):
     assert Counter(one[:4] for one in down if not is_sum_message(one)) == {b"BQSM": 5, b"BQST": 15}
     assert made.spent() == dict.fromkeys(range(CLIENTS), 4)
     assert "server sees only sums over clients" in str(served.summary.guarantee)
+    # The run is over: the secrets are gone, the last epoch stays.
     kept = sorted((tmp_path / "node-3").glob("*.sums*"))
-    assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600, 0o600]
+    assert [(path.suffix, stat.S_IMODE(path.stat().st_mode)) for path in kept] == [(".step", 0o600)]
     assert made.made == CLIENTS + 4 * CLIENTS  # data are read to join and to answer a model, not for a step of a sum
 
 
@@ -233,7 +234,7 @@ def other_list(made, client):
     setup = SumSetup.of(Config.of(**made.settings), run="sums", dimension=240)
     agreed = setup.agreement
     header = replace(messages.SumHeader(kind=Kind.SURVIVORS, epoch=0, round=0, client=client))
-    return messages.write_survivors(header, agreed, (1, 2, 3, 4))
+    return messages.write_listed(header, agreed, (1, 2, 3, 4))
 
 
 def test_no_second_list_is_signed_between_the_answer_and_flowers_own_memory(tmp_path):

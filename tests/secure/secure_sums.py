@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from bqsgd._src.errors import BadShares
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.graph import Thresholds, thresholds
-from bqsgd._src.secure.messages import Kind, Parts, SumHeader, read_parts, write_batch
+from bqsgd._src.secure.masks import NO_MODEL
+from bqsgd._src.secure.messages import Kind, SumHeader, read_parts, write_batch, write_listed
 from bqsgd._src.secure.roster import Roster, public_key
 from bqsgd._src.secure.server import SumServer, Total
 from bqsgd._src.secure.sparse import Sparse
@@ -25,7 +28,7 @@ def roster(clients: int) -> Roster:
     return Roster({client: public_key(identity(client)) for client in range(clients)}, bytes(range(32)))
 
 
-SMALL_SPARSE = Sparse(masks=4, away=2, holders=8, threshold=3, committee=6, quorum=4, checked=3, failure=1.0)
+SMALL_SPARSE = Sparse(masks=4, away=2, holders=8, threshold=3, committee=6, quorum=4, failure=1.0)
 """A sparse graph for tests: every step of one, and no safety."""
 
 
@@ -38,13 +41,22 @@ def agreement(
     width: int = 8,
     trials: int = 0,
     sparse: Sparse | None = None,
+    seeded: bool = True,
 ) -> Agreement:
     rule = (
         thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
         if sparse is None
         else Thresholds(clients=clients, dropouts=dropouts, colluders=colluders, sparse=sparse)
     )
-    return Agreement(roster=roster(clients), run="test", rule=rule, dimension=dimension, width=width, trials=trials)
+    return Agreement(
+        roster=roster(clients),
+        run="test",
+        rule=rule,
+        dimension=dimension,
+        width=width,
+        trials=trials,
+        seeded=seeded,
+    )
 
 
 @dataclass
@@ -59,6 +71,7 @@ class Federation:
     masked: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.agreement = replace(self.agreement, seeded=self.seed is not None)
         self.server = SumServer(self.agreement)
         for number in self.agreement.roster.clients:
             self.clients[number] = SumClient(self.agreement, identity=identity(number), number=number, seed=self.seed)
@@ -97,12 +110,14 @@ class Federation:
         masked: Collection[int] | None = None,
         signed: Collection[int] | None = None,
         unmasked: Collection[int] | None = None,
+        models: Mapping[int, bytes] | None = None,
     ) -> Total:
         server = self.server
         server.open(round)
         for number in server.partner_bundles() if server.sparse else server.share_bundles():
             if masked is None or number in masked:
-                self.masked[round, number] = bytes(self.clients[number].mask(round, codes[number]))
+                model = NO_MODEL if models is None else models[number]
+                self.masked[round, number] = bytes(self.clients[number].mask(round, codes[number], model=model))
                 server.take_masked(self.masked[round, number])
         for number, listed in server.survivor_lists().items():
             if signed is None or number in signed:
@@ -113,21 +128,27 @@ class Federation:
             if unmasked is None or number in unmasked:
                 message = self.clients[number].unmask(certificate)
                 self._note(round, message)
-                server.take_unmasking(message)
+                with contextlib.suppress(BadShares):  # the server keeps the shares of others that came with it
+                    server.take_unmasking(message)
+        for number, request in server.recoveries().items():
+            message = self.clients[number].recover(request)
+            self._note(round, message, Kind.RECOVERY)
+            server.take_recovery(message)
         return server.total()
 
-    def _note(self, round: int, message: bytes) -> None:
-        said = read_parts(message, self.server._current().agreement, Kind.UNMASKING)
-        self.revealed.setdefault((round, said.header.client), set()).add("self")
-        for kind, clients in zip(("self", "mask"), revealed_of(said), strict=True):
-            for client in clients:
-                self.revealed.setdefault((round, client), set()).add(kind)
+    def _note(self, round: int, message: bytes, kind: Kind = Kind.UNMASKING) -> None:
+        said = read_parts(message, self.server._current().agreement, kind)
+        if kind is Kind.UNMASKING:
+            self.revealed.setdefault((round, said.header.client), set()).add("self")
+        for client in said.parts:
+            self.revealed.setdefault((round, client), set()).add("mask" if kind is Kind.UNMASKING else "self")
 
 
-def revealed_of(said: Parts) -> tuple[set[int], set[int]]:
-    """The clients whose self seeds a client gave a share of, and those whose mask seeds."""
-    pairs = {client for client, share in said.parts.items() if len(share) == 32}
-    return pairs, set(said.parts) - pairs
+def request_shares(client: SumClient, silent: Collection[int], *, round: int = 0, epoch: int = 1) -> set[int]:
+    """The clients of whose self seeds a client reveals a share if it is asked about `silent`."""
+    header = SumHeader(kind=Kind.SILENT, epoch=epoch, round=round, client=client.number)
+    message = client.recover(write_listed(header, client.agreement, silent))
+    return set(read_parts(message, client.agreement, Kind.RECOVERY).parts)
 
 
 def request_keys(

@@ -10,9 +10,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from secure_sums import Federation, agreement, identity, request_keys, revealed_of, some_codes
+from secure_sums import Federation, agreement, identity, request_keys, request_shares, some_codes
 
-from bqsgd._src.errors import SecureSumError
+from bqsgd._src.errors import ForeignClient, SecureSumError
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.messages import Kind, SumHeader
 
@@ -31,6 +31,8 @@ class Server:
         self.partners = {}
         self.self_shares, self.mask_shares = defaultdict(set), defaultdict(set)
         self.certified = set()
+        self.known, self.rows = set(), {}
+        """Pairs whose secret the server was told, and for each client the peers whose secrets are on its polynomial."""
 
     def batch(self):
         keys = {number: request_keys(client) for number, client in self.clients.items()}
@@ -42,6 +44,7 @@ class Server:
                 sealed[number] = messages.read_parts(client.shares(bundle), self.agreed, Kind.SHARES).parts
             except SecureSumError:
                 continue
+            self.rows[number] = sorted(sealed[number])
         for number in sealed:
             mine = self._some(o for o in sealed if number in sealed[o] and o in sealed[number])
             if number in self.group:  # it hears of nobody else that is honest, while the others hear of it
@@ -78,7 +81,7 @@ class Server:
                 self._unmask(number, signatures[listed])
 
     def _sign(self, number, listed, signatures):
-        message = messages.write_survivors(self._to(Kind.SURVIVORS, number), self.agreed, listed)
+        message = messages.write_listed(self._to(Kind.SURVIVORS, number), self.agreed, listed)
         try:
             answer = self.clients[number].sign(message)
         except SecureSumError:
@@ -93,23 +96,43 @@ class Server:
             said = messages.read_parts(self.clients[number].unmask(message), self.agreed, Kind.UNMASKING)
         except SecureSumError:
             return
-        self.certified.add(self.clients[number]._state.batch.rounds[0].survivors)  # asked again it says the same again
+        listed = self.clients[number]._state.batch.rounds[0].survivors
+        self.certified.add(listed)  # asked again it says the same again
         self.self_shares[number] |= set(self.everybody)  # its own seed
-        survivors, missing = revealed_of(said)
-        for client in survivors:
-            self.self_shares[client].add(number)
-        for client in missing:
+        for client in said.parts:
             self.mask_shares[client].add(number)
+            self.known.add(frozenset((client, number)))
+        if len(listed) < len(self.everybody):
+            with pytest.raises(ForeignClient):
+                request_shares(self.clients[number], self.everybody)
+        for client in request_shares(self.clients[number], listed):  # it says that all others are silent
+            self.self_shares[client].add(number)
 
     def opened(self, shares):
-        return {c for c in self.honest if len(shares[c]) >= self.agreed.rule.share_threshold}
+        enough = {c: min(self.agreed.rule.share_threshold, len(row)) for c, row in self.rows.items()}
+        return {c for c in self.honest if c in enough and len(shares[c]) >= enough[c]}
+
+    def secrets(self):
+        """The pairs whose secrets follow from what the server knows: the more often a row opens, the more there are."""
+        known = self.known | {
+            frozenset((one, other)) for one in self.everybody for other in self.everybody if other not in self.honest
+        }
+        grown = True
+        while grown:
+            before = len(known)
+            for one, row in self.rows.items():
+                enough = min(self.agreed.rule.share_threshold, len(row))
+                if sum(frozenset((one, other)) in known for other in row) >= enough:
+                    known |= {frozenset((one, other)) for other in row}
+            grown = len(known) > before
+        return known
 
     def readable(self):
         """Every set of honest clients whose vectors, added up, are without a mask that the server does not know."""
-        own, masks = self.opened(self.self_shares), self.opened(self.mask_shares)
+        own, known = self.opened(self.self_shares), self.secrets()
 
         def hidden(one, other):  # the mask that they share
-            return other in self.honest and other not in masks and one not in masks
+            return frozenset((one, other)) not in known
 
         able = [c for c in self.honest if c in self.partners and c in own]
         return [

@@ -1,8 +1,10 @@
 """A server that lies: each lie is refused by the client with its own error, and nothing was revealed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from secure_sums import Federation, agreement, identity, request_keys, revealed_of, roster, some_codes
+from secure_sums import Federation, agreement, identity, plain_sum, request_keys, request_shares, roster, some_codes
 
 from bqsgd._src.errors import (
     BadShares,
@@ -19,6 +21,7 @@ from bqsgd._src.errors import (
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.masks import NO_MODEL, model_digest
 from bqsgd._src.secure.messages import Kind, SumHeader
 from bqsgd._src.secure.roster import Roster, public_key
 from bqsgd._src.secure.state import EpochFile
@@ -59,8 +62,9 @@ def test_keys_signed_by_another_identity(federation):
         rule=federation.agreement.rule,
         dimension=4,
         width=8,
+        seeded=True,
     )
-    impostor = SumClient(own, identity=identity(0, generation=9), number=0)
+    impostor = SumClient(own, identity=identity(0, generation=9), number=0, seed=7)
     forged = bytearray(request_keys(impostor))
     refused(federation, WrongSession, keys | {0: bytes(forged)})
     forged[8:24] = federation.agreement.session[:16]
@@ -76,7 +80,7 @@ def test_keys_that_were_changed(federation):
 
 
 def test_a_nonce_that_was_changed_gives_another_channel(federation):
-    """The nonce is not signed: what its client seals does not open, and nobody else can seal anything."""
+    """The nonce is not signed: the tag of its client is wrong, and nobody else can make one."""
     keys = key_messages(federation)
     changed = bytearray(keys[0])
     changed[85] ^= 1
@@ -87,9 +91,9 @@ def test_a_nonce_that_was_changed_gives_another_channel(federation):
         federation.agreement,
         {number: message for number, message in keys.items() if number != 0},
     )
-    sealed = messages.read_parts(other.shares(for_other), federation.agreement, Kind.SHARES).parts[CLIENT]
+    tag = messages.read_parts(other.shares(for_other), federation.agreement, Kind.SHARES).parts[CLIENT]
     with pytest.raises(BadShares):
-        client.take_shares(share_bundle(federation, {0: sealed, 1: sealed, 3: sealed}))
+        client.take_shares(share_bundle(federation, {0: tag, 1: tag, 3: tag}))
     assert not client._state.batch.share_bundle
 
 
@@ -121,7 +125,7 @@ def test_a_batch_whose_shares_would_fill_the_memory():
     agreed = agreement(200, dropouts=50, dimension=4, trials=200_000)
     client = SumClient(agreed, identity=identity(0), number=0, seed=1)
     most = messages.most_rounds(agreed)
-    assert 1 < most < 100
+    assert 1 < most < 2000
     with pytest.raises(messages.BadSecureMessage, match="rounds at once"):
         request_keys(client, rounds=messages.MAX_BATCH)
     assert client._state.batch is None
@@ -133,11 +137,10 @@ def test_too_few_keys(federation):
     refused(federation, TooFewClients, {number: keys[number] for number in (0, 1)})
 
 
-def test_a_client_that_is_not_in_the_roster(federation):
-    keys = key_messages(federation)
-    message = bytearray(bundle(federation, keys))
-    message[52:56] = (77).to_bytes(4, "little")
-    with pytest.raises((ForeignClient, messages.BadSecureMessage)):
+def test_bits_after_the_last_neighbour(federation):
+    message = bytearray(bundle(federation, key_messages(federation)))
+    message[48] |= 0x80  # a sixth client
+    with pytest.raises(messages.BadSecureMessage):
         federation.clients[CLIENT].shares(message)
 
 
@@ -151,7 +154,7 @@ def test_a_message_for_another_client_or_run(federation):
         )
 
 
-@pytest.mark.parametrize("change", ["dimension", "width", "trials", "run", "roster", "rule"])
+@pytest.mark.parametrize("change", ["dimension", "width", "trials", "run", "roster", "rule", "seeded"])
 def test_the_session_depends_on_everything_agreed(change):
     base = {"roster": roster(5), "run": "a", "dimension": 4, "width": 8, "trials": 3}
     base["rule"] = agreement(5, dropouts=1).rule
@@ -160,6 +163,7 @@ def test_the_session_depends_on_everything_agreed(change):
         "width": 9,
         "trials": 4,
         "run": "b",
+        "seeded": True,
         "roster": Roster({number: public_key(identity(number, generation=1)) for number in range(5)}),
         "rule": agreement(5, dropouts=1, colluders=1).rule,
     }
@@ -171,34 +175,33 @@ def share_bundle(federation, sealed, client=CLIENT):
     return messages.write_parts(header, federation.agreement, sealed)
 
 
-def sealed_for_client(federation):
+def tags_for_client(federation):
     server = federation.server
     server.begin(epoch=1, first_round=0, rounds=1)
     for message in key_messages(federation).values():
         server.take_keys(message)
     for number, keys in server.key_bundles().items():
         server.take_shares(federation.clients[number].shares(keys))
-    return {number: server._batch.sealed[number].parts[CLIENT] for number in range(N) if number != CLIENT}
+    return {number: server._batch.shares[number].parts[CLIENT] for number in range(N) if number != CLIENT}
 
 
-def test_shares_that_were_changed_exchanged_or_held_back(federation):
-    sealed, client = sealed_for_client(federation), federation.clients[CLIENT]
-    changed = bytes([sealed[0][0] ^ 1]) + sealed[0][1:]
+def test_tags_that_were_changed_exchanged_or_held_back(federation):
+    tags, client = tags_for_client(federation), federation.clients[CLIENT]
+    changed = bytes([tags[0][0] ^ 1]) + tags[0][1:]
     for wrong, error in (
-        (sealed | {0: changed}, BadShares),
-        (sealed | {0: sealed[1]}, BadShares),
-        (sealed | {0: federation.server._batch.sealed[0].parts[1]}, BadShares),  # made for client 1
-        ({0: sealed[0], 1: sealed[1]}, TooFewClients),
-        (sealed | {CLIENT: sealed[0]}, ForeignClient),
+        (tags | {0: changed}, BadShares),
+        (tags | {0: tags[1]}, BadShares),
+        (tags | {0: federation.server._batch.shares[0].parts[1]}, BadShares),  # made for client 1
+        ({0: tags[0], 1: tags[1]}, TooFewClients),
     ):
         with pytest.raises(error):
             client.take_shares(share_bundle(federation, wrong))
         assert not client._state.batch.share_bundle
         with pytest.raises(WrongRound):
             client.mask(0, np.zeros(4, dtype=np.uint8))
-    client.take_shares(share_bundle(federation, sealed))
+    client.take_shares(share_bundle(federation, tags))
     with pytest.raises(ReplacedKeys):
-        client.take_shares(share_bundle(federation, {number: sealed[number] for number in (0, 1, 3)}))
+        client.take_shares(share_bundle(federation, {number: tags[number] for number in (0, 1, 3)}))
 
 
 def masked(federation, rounds=1):
@@ -211,7 +214,7 @@ def masked(federation, rounds=1):
 
 def survivors(federation, listed, round=0, epoch=1):
     header = SumHeader(kind=Kind.SURVIVORS, epoch=epoch, round=round, client=CLIENT)
-    return messages.write_survivors(header, federation.agreement, listed)
+    return messages.write_listed(header, federation.agreement, listed)
 
 
 def certificate(federation, signatures, round=0, epoch=1):
@@ -282,7 +285,55 @@ def test_certificates_that_are_too_short_or_on_another_list(federation):
     revealed = client.unmask(certificate(federation, good))
     assert client.unmask(certificate(federation, good)) == revealed
     said = messages.read_parts(revealed, federation.agreement, Kind.UNMASKING)
-    assert revealed_of(said) == ({0, 1, 3}, {4})
+    assert set(said.parts) == {4}
+    for asked in ((4,), (0, 4), (0, 1, 2, 3, 4)):  # its mask seed was opened, so its self seed must stay closed
+        with pytest.raises(ForeignClient):
+            request_shares(client, asked)
+    assert request_shares(client, (0, 2, 3)) == {0, 3}
+
+
+def test_self_seeds_are_not_opened_before_a_certificate_or_in_another_round(federation):
+    masked(federation, rounds=2)
+    client, listed = federation.clients[CLIENT], (0, 1, 2, 3)
+    with pytest.raises(WrongRound):
+        request_shares(client, listed)
+    client.sign(survivors(federation, listed))
+    with pytest.raises(WrongRound):
+        request_shares(client, listed)
+    client.unmask(certificate(federation, {n: signature_of(federation, n, listed) for n in listed}))
+    assert request_shares(client, listed) == {0, 1, 3}
+    for other in ({"round": 1}, {"epoch": 2}):
+        with pytest.raises(WrongRound):
+            request_shares(client, listed, **other)
+
+
+def test_an_unseeded_client_does_not_sum_with_seeded_ones(federation):
+    """A server that starts the same run seeded towards nodes that allow it: their keys are of another session."""
+    with pytest.raises(InvalidParameter, match="seed"):
+        SumClient(federation.agreement, identity=identity(0), number=0)
+    unseeded = replace(federation.agreement, seeded=False)
+    with pytest.raises(InvalidParameter, match="seed"):
+        SumClient(unseeded, identity=identity(0), number=0, seed=7)
+    client = SumClient(unseeded, identity=identity(CLIENT), number=CLIENT)
+    request_keys(client)
+    others = {number: message for number, message in key_messages(federation).items() if number != CLIENT}
+    header = SumHeader(kind=Kind.KEY_BUNDLE, epoch=1, round=0, client=CLIENT)
+    with pytest.raises(WrongSession):
+        client.shares(messages.write_parts(header, unseeded, others))
+    renamed = {n: m[:8] + unseeded.session[:16] + m[24:] for n, m in others.items()}
+    with pytest.raises(BadSignature):  # they signed their keys for the other run
+        client.shares(messages.write_parts(header, unseeded, renamed))
+
+
+def test_different_models_leave_noise_instead_of_a_sum(federation):
+    """A server that sends one client a model of its own gets a vector in which that client's masks are left over."""
+    federation.begin(rounds=3)
+    codes = some_codes(federation.agreement)
+    same, other = dict.fromkeys(range(N), NO_MODEL), model_digest(np.ones(3, np.float32))
+    assert np.array_equal(federation.sum(codes, models=same).lanes, plain_sum(codes, range(N), 8))
+    for round, apart in ((1, [CLIENT]), (2, [0, 1])):
+        total = federation.sum(codes, round=round, models=same | dict.fromkeys(apart, other))
+        assert (total.lanes != plain_sum(codes, range(N), 8)).sum() > 1
 
 
 def test_signatures_of_an_earlier_epoch_played_again(federation):
@@ -319,9 +370,9 @@ def test_two_lists_cannot_both_be_certified(federation):
 def test_a_restarted_client_sits_out_the_epochs_it_has_seen(tmp_path, federation):
     remembered = EpochFile(tmp_path / "epoch")
     agreed = federation.agreement
-    client = SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+    client = SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered, seed=7)
     request_keys(client, epoch=5, rounds=2)
-    again = SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+    again = SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered, seed=7)
     for epoch in (5, 3):
         with pytest.raises(WrongRound):
             request_keys(again, epoch=epoch, rounds=2)
@@ -329,7 +380,7 @@ def test_a_restarted_client_sits_out_the_epochs_it_has_seen(tmp_path, federation
     assert remembered() == 6
     (tmp_path / "epoch").write_text("what")
     with pytest.raises(InvalidParameter):
-        SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered)
+        SumClient(agreed, identity=identity(0), number=0, last_epoch=remembered, seed=7)
 
 
 @pytest.mark.parametrize("lost", range(1, 6))
@@ -339,7 +390,7 @@ def test_clients_that_lost_their_epoch_files_in_mid_batch(lost):
     masked(federation)
     anew = range(lost)
     rule, clients = federation.agreement.rule, federation.clients
-    again = {n: SumClient(federation.agreement, identity=identity(n), number=n) for n in anew}
+    again = {n: SumClient(federation.agreement, identity=identity(n), number=n, seed=8) for n in anew}
     old = {number: client._state.batch.keys for number, client in clients.items()}
     keys = old | {number: request_keys(client) for number, client in again.items()}
 
@@ -388,3 +439,45 @@ def test_public_keys_of_low_order_are_no_partners(federation):
     forged[-64:] = identity(0).sign(messages.keys_statement(federation.agreement, 0, bytes(32)))
     message = federation.clients[CLIENT].shares(bundle(federation, keys | {0: bytes(forged)}))
     assert set(messages.read_parts(message, federation.agreement, Kind.SHARES).parts) == {1, 3, 4}
+
+
+@pytest.mark.parametrize("framed", [1, 2, 3])
+def test_a_client_that_gives_false_corrections_and_leaves_frames_nobody_for_good(framed):
+    """Client 0 says that the shares of others differ. One of them it can frame, once; of two it is the liar itself."""
+    federation = Federation(agreement(8, dropouts=2, dimension=4))
+    real = federation.clients[0].shares
+
+    def shares(bundle):
+        said = bytearray(real(bundle))
+        for index in range(framed):  # the last corrections are those of the mask seed
+            said[-1 - 16 * index] ^= 1
+        return bytes(said)
+
+    federation.clients[0].shares = shares
+    federation.begin()
+    codes, there = some_codes(federation.agreement), range(1, 8)
+    total = federation.sum(codes, masked=there)
+    if framed == 1:
+        assert federation.server.blamed == {7: {0}}
+    else:
+        assert federation.server.blamed == {0: {0}}
+        assert np.array_equal(total.lanes, plain_sum(codes, there, 8))
+
+
+def test_two_liars_at_once_are_named_and_nobody_else():
+    federation = Federation(agreement(10, dropouts=1, colluders=2, dimension=4))
+    federation.begin()
+    rng = np.random.default_rng(1)
+    for number in (3, 7):
+        client = federation.clients[number]
+
+        def unmask(message, real=client.unmask):
+            said = bytearray(real(message))
+            said[-32:-16] = rng.bytes(16)  # its share of the mask seed of client 5, the only one that is missing
+            return bytes(said)
+
+        client.unmask = unmask
+    codes, there = some_codes(federation.agreement), [c for c in range(10) if c != 5]
+    total = federation.sum(codes, masked=there)
+    assert np.array_equal(total.lanes, plain_sum(codes, there, 8))
+    assert federation.server.blamed == {3: {5}, 7: {5}}

@@ -23,10 +23,12 @@ READERS = {
     "partners": partial(messages.read_parts, kind=Kind.PARTNERS),
     "partner_bundle": partial(messages.read_parts, kind=Kind.PARTNER_BUNDLE),
     "masked": messages.read_masked,
-    "survivors": messages.read_survivors,
+    "survivors": partial(messages.read_listed, kind=Kind.SURVIVORS),
     "signature": messages.read_signature,
     "certificate": messages.read_certificate,
     "unmasking": partial(messages.read_parts, kind=Kind.UNMASKING),
+    "silent": partial(messages.read_listed, kind=Kind.SILENT),
+    "recovery": partial(messages.read_parts, kind=Kind.RECOVERY),
 }
 
 
@@ -41,14 +43,16 @@ def agreed(graph="full", trials=7):
 
 
 def one_of_each(graph: str) -> dict[str, bytes]:
-    """The messages of a client in a seeded sum of two rounds, of which client 3 misses the first."""
+    """The messages of a client in a seeded sum of two rounds; client 3 misses the first, and a survivor leaves it."""
     federation = Federation(agreed(graph), seed=11)
     number = federation.agreement.graph.committee[1]
     server, client = federation.server, federation.clients[number]
     federation.begin(epoch=2, first_round=6, rounds=2)
     codes = some_codes(federation.agreement)
-    federation.sum(codes, round=6, masked=[other for other in federation.clients if other != 3])
+    there = [other for other in federation.clients if other != 3]
+    federation.sum(codes, round=6, masked=there, unmasked=there[: -1 if graph == "sparse" else None])
     batch = client._state.batch
+    silent = messages.write_listed(batch.header(Kind.SILENT, number, round=6), federation.agreement, there[-1:])
     said = {
         "batch": server.requests()[number],
         "keys": batch.keys,
@@ -62,6 +66,8 @@ def one_of_each(graph: str) -> dict[str, bytes]:
         "signature": batch.rounds[6].signature,
         "certificate": server.certificates()[number],
         "unmasking": batch.rounds[6].unmasking,
+        "silent": silent,
+        "recovery": client.recover(silent),
     }
     return {kind: message for kind, message in said.items() if (graph, kind) in CASES}
 
@@ -93,10 +99,12 @@ def test_readers_give_back_what_was_written(written, graph, kind):
             nonce = message[messages.HEADER_BYTES + len(read.cipher) :][:16]
             again = read.header.pack(agreement_) + read.cipher + nonce + read.signature
             assert read.message == message
-        case "key_bundle" | "shares" | "share_bundle" | "partners" | "partner_bundle" | "unmasking":
+        case "key_bundle" | "shares" | "share_bundle" | "partners" | "partner_bundle" | "unmasking" | "recovery":
             again = messages.write_parts(read.header, agreement_, read.parts, own=read.own)
         case "signature":
             again = read[0].pack(agreement_) + read[1]
+        case "survivors" | "silent":
+            again = messages.write_listed(read[0], agreement_, read[1])
         case _:
             again = getattr(messages, f"write_{kind}")(read[0], agreement_, read[1])
     assert again == message
@@ -172,6 +180,8 @@ def test_server_and_client_survive_mutations(written, graph, kind):
         "signature": server.take_signature,
         "certificate": client.unmask,
         "unmasking": server.take_unmasking,
+        "silent": client.recover,
+        "recovery": server.take_recovery,
     }
     for _ in range(60):
         try:

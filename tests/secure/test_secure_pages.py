@@ -54,18 +54,16 @@ def test_every_purpose_of_a_key_is_on_the_page():
     named = {row[0].strip("`") for row in table(WIRE, "| purpose | secret | context | gives |")}
     folder = Path(masks.__file__).parent
     source = "".join(path.read_text() for path in folder.glob("*.py"))
-    used = set(re.findall(r'(?:derive|_channel)\([^"\n]*"([\w-]+)"', source))
+    used = set(re.findall(r'(?:derive|_channel|_stream)\([^"\n]*"([\w-]+)"', source))
     assert used == named
 
 
 def test_the_thresholds_of_the_page():
-    for row in table(
-        PAGE, "| n | f | t | neighbours | shares that open a secret | signatures | verified by each client |"
-    ):
-        n, f, t, near, share, quorum, checked = (int(re.sub(r"\D", "", cell)) for cell in row)
+    for row in table(PAGE, "| n | f | t | neighbours | shares that open a secret | of holders | signatures |"):
+        n, f, t, near, share, holders, quorum = (int(re.sub(r"\D", "", cell)) for cell in row)
         rule = thresholds(clients=n, dropouts=f, colluders=t)
-        masks = n - 1 if rule.sparse is None else rule.sparse.masks
-        assert (masks, rule.share_threshold, rule.quorum, rule.checked) == (near, share, quorum, checked)
+        masks, held = (n - 1, n - 1) if rule.sparse is None else (rule.sparse.masks, rule.sparse.holders)
+        assert (masks, rule.share_threshold, held, rule.quorum) == (near, share, holders, quorum)
         assert rule.failure <= 2**-40
 
 
@@ -79,7 +77,10 @@ def test_what_the_page_says_of_colluders_and_deleted_files():
 
 def test_lengths_follow_from_what_was_agreed():
     agreed = agreement(10, dropouts=2, colluders=2, dimension=1000, width=11, trials=60)
-    assert messages.sealed_size(agreed, 3) == 16 + 3 * 16 * (2 + agreed.noise.parts)
+    k = agreed.rule.share_threshold
+    assert k == 6
+    for count in (9, 7, 6):
+        assert messages.round_size(agreed, 0, range(1, 1 + count)) == 16 * (3 + (count - k + 1) + (count - k))
 
 
 def test_keys_and_roster_from_the_command_line(tmp_path, capsys):

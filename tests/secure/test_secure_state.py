@@ -1,5 +1,6 @@
 """A client that is started anew for every message: it goes on where it was, and never back."""
 
+import os
 import shutil
 import threading
 
@@ -14,10 +15,10 @@ from bqsgd._src.secure.messages import Kind, SumHeader
 from bqsgd._src.secure.state import EpochFile, StateFile
 
 
-def agreed_on(graph):
+def agreed_on(graph, *, seeded=True):
     if graph == "full":
-        return agreement(4, dropouts=1, dimension=6, width=9, trials=9)
-    return agreement(12, dropouts=2, dimension=6, width=9, trials=9, sparse=SMALL_SPARSE)
+        return agreement(4, dropouts=1, dimension=6, width=9, trials=9, seeded=seeded)
+    return agreement(12, dropouts=2, dimension=6, width=9, trials=9, sparse=SMALL_SPARSE, seeded=seeded)
 
 
 class EveryTimeAnew(dict):
@@ -25,11 +26,13 @@ class EveryTimeAnew(dict):
 
     def __init__(self, agreed, folder, seed=5):
         super().__init__(dict.fromkeys(agreed.members.clients))
-        self.agreed, self.folder, self.seed = agreed, folder, seed
+        self.agreed, self.folder, self.seed, self.rounds = agreed, folder, seed, None
 
     def __getitem__(self, number):
         file = StateFile(self.folder / f"{number}.state")
-        return SumClient(self.agreed, identity=identity(number), number=number, keep=file, seed=self.seed)
+        return SumClient(
+            self.agreed, identity=identity(number), number=number, keep=file, seed=self.seed, rounds=self.rounds
+        )
 
 
 @pytest.mark.parametrize("graph", ["full", "sparse"])
@@ -50,7 +53,7 @@ def test_a_process_for_every_message_gives_the_same_bytes(tmp_path, graph):
 
 def survivors(agreed, listed, client=1):
     header = SumHeader(kind=Kind.SURVIVORS, epoch=1, round=0, client=client)
-    return messages.write_survivors(header, agreed, listed)
+    return messages.write_listed(header, agreed, listed)
 
 
 def masked_anew(tmp_path, graph="full"):
@@ -135,7 +138,7 @@ def test_a_state_is_not_written_between_another_process_looking_and_writing(tmp_
 
 
 def test_an_epoch_is_not_begun_between_another_process_looking_and_writing(tmp_path, monkeypatch):
-    agreed = agreed_on("full")
+    agreed = agreed_on("full", seeded=False)
     one, other = (
         SumClient(agreed, identity=identity(1), number=1, last_epoch=EpochFile(tmp_path / "epoch")) for _ in range(2)
     )
@@ -147,7 +150,7 @@ def test_an_epoch_is_not_begun_between_another_process_looking_and_writing(tmp_p
 
 
 def test_two_processes_of_one_client_do_not_begin_the_same_batch(tmp_path):
-    agreed = agreed_on("full")
+    agreed = agreed_on("full", seeded=False)
     one, other = (
         SumClient(agreed, identity=identity(1), number=1, last_epoch=EpochFile(tmp_path / "epoch")) for _ in range(2)
     )
@@ -159,7 +162,7 @@ def test_two_processes_of_one_client_do_not_begin_the_same_batch(tmp_path):
 def secrets_in(client):
     """Everything that masks a vector or makes its noise."""
     batch = client._state.batch
-    seeds = [seed for own in batch.secrets.values() for seed in (own.self_seed, own.mask_seed, *own.noise_seeds)]
+    seeds = [seed for round in batch.secrets for seed in client._chain(round)]
     pairs = [keys[at : at + 16] for keys in batch.pairs.values() for at in range(0, len(keys), 16)]
     return seeds + pairs
 
@@ -167,7 +170,7 @@ def secrets_in(client):
 @pytest.mark.parametrize("kept", ["in memory", "in a file", "epochs alone"])
 def test_a_round_made_again_has_nothing_of_its_first_secrets(tmp_path, kept):
     """A server that asks for the same rounds in one epoch after another, whatever its clients remember."""
-    agreed = agreed_on("full")
+    agreed = agreed_on("full", seeded=False)
     federation = Federation(agreed, seed=None)
     codes, seen, vectors = some_codes(agreed), [], []
     for epoch in range(3):
@@ -183,7 +186,7 @@ def test_a_round_made_again_has_nothing_of_its_first_secrets(tmp_path, kept):
         federation.begin(epoch=epoch, rounds=2)
         seen += secrets_in(federation.clients[1])
         vectors += [bytes(federation.clients[1].mask(round, codes[1])) for round in range(2)]
-    assert len(set(seen)) == len(seen) == 3 * (2 * (2 + agreed.noise.parts) + 2 * 3)
+    assert len(set(seen)) == len(seen) == 3 * (2 * (1 + agreed.noise.parts) + 2 * 3)
     assert len(set(vectors)) == len(vectors)
 
 
@@ -228,21 +231,6 @@ def test_an_answer_leaves_only_once_its_state_is_written(tmp_path, monkeypatch, 
         answers[step]()
 
 
-def test_a_forged_certificate_ends_the_round_for_good_on_a_sparse_graph(tmp_path):
-    federation = masked_anew(tmp_path, "sparse")
-    agreed = federation.agreement
-    everybody, number = agreed.members.clients, agreed.graph.committee[0]
-    federation.clients[number].sign(survivors(agreed, everybody, number))
-    statement = messages.survivors_statement(agreed, epoch=1, round=0, survivors=everybody)
-    good = {client: identity(client).sign(statement) for client in agreed.graph.committee}
-    header = SumHeader(kind=Kind.CERTIFICATE, epoch=1, round=0, client=number)
-    forged = messages.write_certificate(header, agreed, dict.fromkeys(good, bytes(64)))
-    with pytest.raises(messages.BadSecureMessage.__mro__[1]):
-        federation.clients[number].unmask(forged)
-    with pytest.raises(RoundUsed, match="forged"):
-        federation.clients[number].unmask(messages.write_certificate(header, agreed, good))
-
-
 def test_files_that_are_damaged_or_of_another_client_are_refused(tmp_path):
     federation = masked_anew(tmp_path)
     file = tmp_path / "1.state"
@@ -279,7 +267,7 @@ def test_cohorts_change_from_batch_to_batch(tmp_path):
     """Three of six clients in every batch; each keeps its keys, and nothing of one cohort passes in another."""
     rule = agreement(3, dropouts=1).rule
     base = agreement(6, dropouts=1, dimension=6, width=9, trials=9)
-    agreed = state.Agreement(roster=base.roster, run="cohorts", rule=rule, dimension=6, width=9)
+    agreed = state.Agreement(roster=base.roster, run="cohorts", rule=rule, dimension=6, width=9, seeded=True)
     federation = Federation(agreed)
     codes = some_codes(agreed)
     for epoch, cohort in enumerate([(0, 1, 2), (1, 3, 5), (0, 1, 5)]):
@@ -289,3 +277,35 @@ def test_cohorts_change_from_batch_to_batch(tmp_path):
         assert np.array_equal(total.lanes, plain_sum(codes, cohort, 9))
         total = federation.sum(codes, round=2 * epoch + 1, masked=cohort[1:])
         assert np.array_equal(total.lanes, plain_sum(codes, cohort[1:], 9))
+
+
+def test_the_state_is_deleted_after_the_last_round_and_the_epoch_stays(tmp_path):
+    agreed = agreed_on("full")
+    federation = Federation(agreed, seed=5)
+    anew = EveryTimeAnew(agreed, tmp_path)
+    anew.rounds = 2
+    federation.clients = anew
+    federation.begin(rounds=2)
+    codes = some_codes(agreed)
+    federation.sum(codes)
+    assert len(list(tmp_path.glob("*.state"))) == 4
+    federation.sum(codes, round=1)
+    assert list(tmp_path.glob("*.state")) == []
+    with pytest.raises(WrongRound):
+        federation.clients[1].sign(survivors(agreed, (0, 1, 2, 3)))
+    with pytest.raises(WrongRound):
+        request_keys(federation.clients[1], epoch=1)
+    assert request_keys(federation.clients[1], epoch=2)
+
+
+def test_a_folder_keeps_the_states_of_few_runs(tmp_path):
+    for run in range(12):
+        file = StateFile(tmp_path / f"client-0001-{run:02}.sums")
+        file.forget_oldest("client-0001-*.sums")
+        file.save(run, b"secret")
+        os.utime(file.path, (run, run))
+    assert [path.name[12:14] for path in sorted(tmp_path.glob("*.sums"))] == [f"{run:02}" for run in range(4, 12)]
+    assert StateFile(tmp_path / "client-0001-00.sums").load() == (0, None)
+    other = StateFile(tmp_path / "client-0001-11.sums")
+    other.forget_oldest("client-0001-*.sums")  # it is there, so nothing is deleted
+    assert len(list(tmp_path.glob("*.sums"))) == 8

@@ -11,7 +11,7 @@ from secure_sums import Federation, agreement, plain_sum, request_keys, some_cod
 from bqsgd._src.errors import RoundUsed, TooFewClients
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.secure.client import SumClient
-from bqsgd._src.secure.masks import add_mask, scratch_for, self_key
+from bqsgd._src.secure.masks import NO_MODEL, add_mask, pair_keys, scratch_for, self_key
 from bqsgd._src.secure.messages import read_masked
 from bqsgd._src.secure.noise_shares import encode_base
 
@@ -24,7 +24,7 @@ def expected_to_succeed(agreed, stay):
     if min(len(keys), len(shares), len(masked)) < rule.fewest or len(signed) < rule.quorum:
         return False
     to_recover = (set(masked) - set(unmasked)) | (set(shares) - set(masked))
-    return not to_recover or len(unmasked) >= rule.share_threshold
+    return not to_recover or len(unmasked) >= min(rule.share_threshold, len(keys) - 1)
 
 
 def check_pattern(federation, codes, stay, round):
@@ -128,11 +128,12 @@ def test_server_and_colluders_together_are_left_with_a_uniform_vector_of_each_ho
         for client in honest:
             lanes = read_masked(federation.masked[round, client], agreed)[1].copy()
             scratch, session = scratch_for(lanes), agreed.session
-            said = federation.server._round.unmaskings[client]  # its self-mask is revealed: it survived
-            own = self_key(said.own[:16], session, client=client, round=round)
+            said = federation.server._round.seeds[client]  # its self-mask is revealed: it survived
+            own = self_key(said[-1], session, client=client, round=round)
             add_mask(lanes, own, scratch=scratch, subtract=True)
-            for other in (gone, colluder):  # of the missing one its keys were recovered, the colluder has its own
-                pair = batch[other].pairs[client][16 * round : 16 * round + 16]
+            for other in (gone, colluder):  # of the missing one its secrets were recovered, the colluder has its own
+                secret = batch[other].at(batch[other].pairs[client], round)
+                (pair,) = pair_keys([secret], session, round=round, model=NO_MODEL)
                 add_mask(lanes, pair, scratch=scratch, subtract=True)  # the honest client is the lower: it added
             left[client].append(lanes % 8)
             total += lanes
@@ -153,7 +154,7 @@ def test_below_the_thresholds_nothing_is_revealed():
 
 
 def test_masks_are_fresh_after_a_restart_and_in_a_fork():
-    agreed = agreement(3, dropouts=1, dimension=64, width=16)
+    agreed = agreement(3, dropouts=1, dimension=64, width=16, seeded=False)
     codes = {client: np.zeros(64, dtype=np.uint8) for client in range(3)}
     messages = []
     for epoch in (1, 2):
@@ -205,7 +206,7 @@ def test_the_sum_carries_exactly_the_trials_that_are_needed(n, f, t, trials):
             for client in range(n)
         }
         there = list(range(missing, n))
-        total = federation.sum(codes, round=missing, masked=there, unmasked=there[: max(agreed.rule.quorum, n - f)])
+        total = federation.sum(codes, round=missing, masked=there)
         in_sum = agreed.noise.in_sum(len(there))
         assert total.trials == in_sum
         noise = total.lanes.astype(float) - 2 * len(there)
@@ -218,3 +219,20 @@ def test_the_sum_carries_exactly_the_trials_that_are_needed(n, f, t, trials):
         cdf = stats.binom.cdf(values, in_sum, 0.5)
         cdf[-1] = 1.0
         assert stats.chisquare(seen, 4000 * np.diff(cdf, prepend=0.0)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("n", "f", "t", "trials"), [(4, 1, 0, 40), (6, 2, 1, 101)])
+def test_the_noise_of_a_survivor_that_leaves_before_it_unmasks_stays_in_the_sum(n, f, t, trials):
+    """More noise than is needed and never less; the mean is where it would be without it."""
+    agreed = agreement(n, dropouts=f, colluders=t, dimension=4000, width=10, trials=trials)
+    federation = Federation(agreed)
+    federation.begin()
+    zeros, base = np.zeros(4000, dtype=np.float32), agreed.noise.cuts[0]
+    codes = {c: encode_base(zeros, 2, base, width=10, range=1.0, rng=seeded_rng(seed=c)) for c in range(n)}
+    total = federation.sum(codes, unmasked=range(1, n))
+    extra = agreed.noise.drawn - agreed.noise.kept(n, 0)
+    assert extra > 1
+    assert total.trials == agreed.noise.in_sum(n) + extra
+    noise = total.lanes.astype(float) - 2 * n
+    assert abs(noise.mean() - (total.trials / 2 - extra // 2)) < 5 * np.sqrt(total.trials / 4 / 4000)
+    assert abs(noise.var() / (total.trials / 4) - 1) < 5 * np.sqrt(2 / 4000)

@@ -1,5 +1,7 @@
 """Runs with secure sums, in one process: the same steps as on every engine."""
 
+import random
+
 import numpy as np
 import pytest
 from torch import nn
@@ -11,10 +13,11 @@ from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Release, Trust
 from bqsgd._src.run import Run
-from bqsgd._src.secure.messages import is_sum_message, message_kind
+from bqsgd._src.secure.messages import HEADER_BYTES, Kind, is_sum_message, message_kind
 from bqsgd._src.settings.client_plan import client_terms
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
+from bqsgd._src.wire.model_message import write_model
 
 CLIENTS = 5
 BASE = {
@@ -242,3 +245,97 @@ def test_runs_that_are_refused_before_anything_is_spent(changes, reason, tmp_pat
     with pytest.raises(InvalidParameter, match=reason):
         Run.start(small_task(), settings(**changes), folder=tmp_path)
     assert not (tmp_path / "ledgers").exists()
+
+
+class Liar:
+    """In the place of a client's sums: what it reveals when it unmasks is random, but for what it should be about."""
+
+    def __init__(self, client, *, own):
+        self.real, self.own, self.number = client.sums, own, client.sums.number
+        client.sums = self
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def answer(self, message):
+        said = self.real.answer(message)
+        if message_kind(message) is not Kind.CERTIFICATE:
+            return said
+        lied = bytearray(said)
+        parts = slice(-16, None) if self.own else slice(HEADER_BYTES + 1, -16)
+        lied[parts] = random.Random(1).randbytes(len(lied[parts]))
+        return bytes(lied)
+
+
+def lying(*, own, gone):
+    """Six clients, f = t = 1. Client 4 lies in every round; before some rounds a client leaves (round -> client)."""
+    config = settings(clients=6, colluders=1, trials=0, key_rounds=2)
+    with Run.start(small_task(6), config, force=True) as run:
+        Liar(run.engine.clients[4], own=own)
+        steps = Steps(run, lambda at, round, client: at == "MODEL" and gone.get(round) == client)
+        records = list(run.rounds())
+    return run, records, steps
+
+
+def test_wrong_shares_of_a_client_that_left_lose_no_round_and_the_log_names_the_liar(caplog):
+    """Before, every such round was lost after it was counted, and the log named the client that had left."""
+    gone = {0: 2, 1: 2, 2: 2, 4: 5}
+    run, records, steps = lying(own=False, gone=gone)
+    assert all(record.stepped for record in records)
+    honest, _, _ = trained(
+        settings(clients=6, colluders=1, trials=0, key_rounds=2),
+        lose=lambda at, round, client: at == "MODEL" and (gone.get(round) == client or (round, client) == (5, 4)),
+        task=small_task(6),
+    )
+    np.testing.assert_array_equal(run.model, honest.model)
+    said = [record.getMessage() for record in caplog.records if record.name == "bqsgd.sums"]
+    assert "round 0: client 4 revealed wrong shares of the secrets of client 2" in said
+    assert [line for line in said if "left out" in line] == ["round 4: client 4 is left out from now on"]
+    assert not any(line.split("revealed")[0].endswith(("client 2 ", "client 5 ")) for line in said)
+    # Blamed by more than t others it has no keys any more; by one alone, who may be the liar, it has.
+    assert (5, "BATCH", (0, 1, 2, 3, 5)) in steps.asked
+    assert (4, "BATCH", tuple(range(6))) in steps.asked
+
+
+def test_a_client_that_lies_about_its_own_seed_is_opened_from_shares_and_left_out(caplog):
+    _, records, steps = lying(own=True, gone={})
+    assert all(record.stepped for record in records)
+    assert [record.used for record in records] == [6] + [5] * 5
+    assert ("SILENT", (0, 1, 2, 3, 4, 5)) in {(step, asked) for _, step, asked in steps.asked}
+    assert "round 0: client 4 is left out from now on" in caplog.text
+    assert (1, "BATCH", (0, 1, 2, 3, 5)) in steps.asked
+
+
+def test_a_run_stops_after_three_sums_that_were_counted_and_lost(tmp_path):
+    """Before, after ten."""
+    run, records, _ = trained(
+        settings(rounds=20, seed=None), tmp_path, lose=lambda at, round, client: at == "SURVIVORS" and round >= 2
+    )
+    assert [record.stepped for record in records] == [True, True, False, False, False]
+    assert run.stalled
+    with Ledger(tmp_path / "ledgers/client-0002.ledger") as ledger:
+        assert ledger.spent_rounds == 5
+
+
+def test_a_server_that_sends_one_client_another_model_gets_noise():
+    def round_of(change):
+        with Run.start(small_task(), settings(trials=0), force=True) as run:
+            real = run.engine.exchange
+
+            def exchange(messages, *, round):
+                if messages and step_of(next(iter(messages.values()))) == "MODEL":
+                    messages = change(dict(messages), run)
+                return real(messages, round=round)
+
+            run.engine.exchange = exchange
+            next(run.rounds())
+            return run.model
+
+    def another(messages, run):
+        other = np.nextafter(run.server.model, np.float32(1))
+        return messages | {2: write_model(other, round=0)}
+
+    honest, lied = round_of(lambda messages, run: messages), round_of(another)
+    # A model that differs in the last bit of each value has nearly the same gradients; without their masks in common
+    # the sum would be the same but for rounding.
+    assert np.abs(lied - honest).max() > 0.05

@@ -73,6 +73,8 @@ def test_a_budget_of_another_client_is_not_this_clients_concern() -> None:
         {"epsilion": 1.0},
         {"alow-packed-rows": True},
         {"Epsilon": 1.0},
+        {"ledger-folder": "/var/lib/bq\0sgd"},
+        {"ledger-folder": "~nobody-of-that-name/x"},
     ],
 )
 def test_a_limit_that_is_none_is_refused_and_none_is_lost_to_a_slip(wrong: dict[str, object]) -> None:

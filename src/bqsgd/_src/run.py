@@ -55,11 +55,12 @@ from bqsgd._src.records.folder import CONFIG, RunWriter, read_config, read_round
 from bqsgd._src.records.record import RoundRecord, Status, Summary, one_line
 from bqsgd._src.reports.page import write_report
 from bqsgd._src.runtime.modes import one_thread
+from bqsgd._src.secure.masks import model_digest
 from bqsgd._src.secure.state import EpochFile
 from bqsgd._src.server.aggregation import client_weights, read_sizes
 from bqsgd._src.server.cohort import Choose, Cohorts
 from bqsgd._src.server.server import Server
-from bqsgd._src.server.sums import SumRounds
+from bqsgd._src.server.sums import LOST_SUMS, SumRounds
 from bqsgd._src.server.widths import Widths
 from bqsgd._src.settings.config import LEAST_SQUARES, Config
 from bqsgd._src.settings.outlook import check_outlook, foresee
@@ -315,7 +316,8 @@ class Run:
 
         Every round's record is written first; the checkpoint follows every `checkpoint_every` rounds and after the
         last. The run stops early if too few clients are left for a round to count, because they are lost or have spent
-        their budgets, or if the model has not moved for STILL_ROUNDS rounds.
+        their budgets, if the model has not moved for STILL_ROUNDS rounds, or if LOST_SUMS secure sums in a row were
+        lost.
         """
         settings = self.config.run
         while self.round < settings.rounds:
@@ -385,8 +387,12 @@ class Run:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last STILL_ROUNDS rounds all left the model unchanged."""
-        return self._still >= STILL_ROUNDS
+        """Whether the last STILL_ROUNDS rounds all left the model unchanged, or the last LOST_SUMS sums were lost.
+
+        A lost sum has cost every client that masked a vector a round of its budget.
+        """
+        lost = 0 if self._sums is None else self._sums.lost_in_a_row
+        return self._still >= STILL_ROUNDS or lost >= LOST_SUMS
 
     def _evaluated(self, record: RoundRecord) -> RoundRecord:
         """The record of the round that was just closed, with figures of the new model if they are due."""
@@ -496,7 +502,8 @@ def run_round(
             server.take(reply)
     else:
         carry = partial(_exchanged, server, engine)
-        server.receive_sum(sums.round(messages, round=server.round, carry=carry))
+        model = model_digest(server.model)
+        server.receive_sum(sums.round(messages, round=server.round, carry=carry, model=model))
     record = server.close_round()
     seconds = dict(engine.seconds())
     for stage, elapsed in {**record.seconds, "frame": writing}.items():

@@ -351,7 +351,10 @@ def _lead(
         print("bqsgd: nothing was learnt, because no round moved the model; rounds.jsonl says why", file=sys.stderr)
         raise typer.Exit(1)
     if run.stalled:
-        print(f"bqsgd: stopped after round {summary.rounds}: the model no longer moved", file=sys.stderr)
+        print(
+            f"bqsgd: stopped after round {summary.rounds}: the model no longer moved, or secure sums were lost",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
     if summary.rounds < config.run.rounds:
         # A rank is started by torchrun, with arguments that only its caller knows.

@@ -38,6 +38,7 @@ from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.masks import model_digest
 from bqsgd._src.secure.messages import is_sum_message
 from bqsgd._src.settings.client_plan import client_terms, public_size, release_in, sum_plan
 from bqsgd._src.settings.config import Config
@@ -220,7 +221,7 @@ class Client:
             )
             if self.sums is not None:
                 check_noise(self.sums, charge.release, seeded=self.sources.seeded)
-                outlet = partial(masked_vector, self.sums, range=self.range)
+                outlet = partial(masked_vector, self.sums, range=self.range, model=model_digest(model))
             self._prepare(model)
             self._look_first(charge)
             self._follow_schedule(charge)

@@ -19,6 +19,7 @@ from bqsgd._src.release import Release
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.masks import NO_MODEL
 from bqsgd._src.secure.messages import Bytes
 from bqsgd._src.secure.noise_shares import encode_base
 from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster
@@ -33,11 +34,12 @@ from bqsgd._src.wire.reply import Reply
 class SumSetup:
     """What a process needs to take part in the secure sums of a run.
 
-    made: client -> its private key, if all clients are in this process and their keys were made here. identity:
-    otherwise the file of a client's own key; `{client}` in it stands for the client's number.
+    rounds: how many the run has. made: client -> its private key, if all clients are in this process and their keys
+    were made here. identity: otherwise the file of a client's own key; `{client}` in it stands for the client's number.
     """
 
     agreement: Agreement
+    rounds: int
     made: Mapping[int, Ed25519PrivateKey] | None = None
     identity: str | None = None
 
@@ -66,9 +68,15 @@ class SumSetup:
                     "run with the new one"
                 )
         agreement = Agreement(
-            roster=roster, run=run, rule=plan.rule, dimension=dimension, width=plan.width, trials=plan.trials
+            roster=roster,
+            run=run,
+            rule=plan.rule,
+            dimension=dimension,
+            width=plan.width,
+            trials=plan.trials,
+            seeded=config.privacy.seed is not None,
         )
-        return cls(agreement=agreement, made=made, identity=secure.identity)
+        return cls(agreement=agreement, rounds=config.run.rounds, made=made, identity=secure.identity)
 
     @property
     def simulated(self) -> bool:
@@ -89,6 +97,8 @@ class SumSetup:
             path = folder / f"client-{number:04}-{digest}"
             epochs = EpochFile(path.with_suffix(".epoch")) if lasting else None
             state = None if lasting else StateFile(path.with_suffix(".sums"))
+            if state is not None:
+                state.forget_oldest(f"client-{number:04}-*.sums")
         if self.made is not None:
             key = self.made[number]
         elif self.identity is not None:
@@ -98,7 +108,9 @@ class SumSetup:
                 f"client {number} needs its identity key for secure sums: make one with `bqsgd secure keygen`, put its "
                 "public half into the roster, and give the file as identity"
             )
-        return SumClient(self.agreement, identity=key, number=number, last_epoch=epochs, keep=state, seed=seed)
+        return SumClient(
+            self.agreement, identity=key, number=number, last_epoch=epochs, keep=state, seed=seed, rounds=self.rounds
+        )
 
 
 def roster_of(path: str | Path, count: int) -> Roster:
@@ -145,16 +157,24 @@ def check_noise(sums: SumClient, release: Release, *, seeded: bool) -> None:
 
 
 def masked_vector(
-    sums: SumClient, values: Values, mechanism: Mechanism, *, range: float, round: int, rng: NoiseSource, clamp: bool
+    sums: SumClient,
+    values: Values,
+    mechanism: Mechanism,
+    *,
+    range: float,
+    round: int,
+    rng: NoiseSource,
+    clamp: bool,
+    model: bytes = NO_MODEL,
 ) -> bytearray:
     """The values with this client's part of the noise, under masks that cancel in the sum over the clients.
 
-    The keys of a round mask one vector only; `SumClient.mask` refuses a second.
+    The keys of a round mask one vector only; `SumClient.mask` refuses a second. model: digest of the server's model.
     """
     agreed = sums.agreement
     base = agreed.noise.cuts[0]
     codes = encode_base(values, mechanism.levels, base, width=agreed.width, range=range, rng=rng, clamp=clamp)
-    return sums.mask(round, codes)
+    return sums.mask(round, codes, model=model)
 
 
 def most_sum_bytes(config: Config) -> int:

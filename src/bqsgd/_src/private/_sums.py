@@ -69,7 +69,13 @@ class RankSums:
         tokens = [str(note["token"])[:32] for note in peers.tell({"token": token})]
         run = "private-" + hashlib.sha256("-".join(tokens).encode()).hexdigest()
         agreement = Agreement(
-            roster=roster, run=run, rule=plan.rule, dimension=dimension, width=plan.width, trials=plan.trials
+            roster=roster,
+            run=run,
+            rule=plan.rule,
+            dimension=dimension,
+            width=plan.width,
+            trials=plan.trials,
+            seeded=seed is not None,
         )
         identity = identity_of(secure.identity, peers.rank)
         self._peers, self._plan, self._dimension = peers, plan, dimension

@@ -29,8 +29,9 @@ class Agreement:
     """Roster, run, thresholds, size of the vectors, and the noise that a sum needs.
 
     width: sums are taken modulo 2^width. trials: M, the trials that the honest clients of a sum must contribute
-    together. cohort: the clients of a key batch, ascending; None if the whole roster takes part. widest: the largest
-    width that a key batch may have; 0 for `width`.
+    together. seeded: the secrets of all clients follow from seeds, so there is no claim. cohort: the clients of a key
+    batch, ascending; None if the whole roster takes part. widest: the largest width that a key batch may have; 0 for
+    `width`.
 
     The server names cohort and width of every key batch, and `of` makes the agreement for it. The thresholds are those
     of one cohort. Whatever width the server names, it learns a function of the same sum. The width is in the session,
@@ -44,6 +45,7 @@ class Agreement:
     dimension: int
     width: int
     trials: int = 0
+    seeded: bool = False
     cohort: tuple[int, ...] | None = None
     widest: int = 0
 
@@ -112,14 +114,14 @@ class Agreement:
     def run_digest(self) -> bytes:
         """SHA-256 over everything except cohort and width of a key batch."""
         rule, name = self.rule, self.run.encode()
-        state = hashlib.sha256(b"bqsgd.secure.run.v2" + self.roster.digest)
+        state = hashlib.sha256(b"bqsgd.secure.run.v3" + self.roster.digest)
         state.update(struct.pack("<B", len(name)) + name)
         state.update(struct.pack("<III", rule.clients, rule.dropouts, rule.colluders))
-        state.update(struct.pack("<QBI", self.dimension, self.widest, self.trials))
+        state.update(struct.pack("<QBIB", self.dimension, self.widest, self.trials, self.seeded))
         return state.digest()
 
     @cached_property
     def session(self) -> bytes:
         """SHA-256 over everything, including cohort and width of a key batch."""
         cohort = np.array(() if self.cohort is None else self.cohort, dtype="<u4").tobytes()
-        return hashlib.sha256(b"bqsgd.secure.session.v2" + self.run_digest + bytes([self.width]) + cohort).digest()
+        return hashlib.sha256(b"bqsgd.secure.session.v3" + self.run_digest + bytes([self.width]) + cohort).digest()

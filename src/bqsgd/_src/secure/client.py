@@ -2,19 +2,26 @@
 
     client = SumClient(agreement, identity=key, number=3)
     send(client.keys(receive()))                             # request -> keys, once for the rounds of a key batch
-    send(client.shares(receive()))                           # key bundle -> encrypted shares
+    send(client.shares(receive()))                           # key bundle -> tags, and corrections of its shares
     send(client.take_shares(receive()))                      # share bundle -> on a sparse graph, its partners
     client.take_partners(receive())                          # on a sparse graph: its neighbours' partners
     send(client.mask(round, codes))                          # each round, after the ledger has recorded it
     send(client.sign(receive()))                             # survivors -> signature
-    send(client.unmask(receive()))                           # certificate -> shares
+    send(client.unmask(receive()))                           # certificate -> its seed, shares of the missing clients
+    send(client.recover(receive()))                          # if a survivor has left: shares of its self seed
 
 Whatever the server says, a client keeps to these rules, on which the proof rests (docs/secure.md, Claim 12):
 
 - It masks one vector per round.
 - It signs one list of survivors per round, and only if at most f clients are missing from it.
-- It reveals shares only for a list that a quorum has signed. For each other client it then reveals a share of the self
-  seed or a share of the mask seed, never both for one round: the two together would unmask a single vector.
+- It reveals seeds and shares only for a list that a quorum has signed. For each other client it then reveals a share of
+  the self seed or a share of the mask seed, never both for one round: the two together would unmask a single vector.
+
+Shares are not sent. Two clients that know each other's keys derive the shares that they hold of each other's secrets,
+and a client tells the server only what corrects those that are not on its polynomial. On a full graph the share of a
+client's mask seed that a neighbour holds is the secret of their common mask itself. So the secrets of one client's
+masks lie on a polynomial, but for public corrections: if the client drops out, some of them give all the others. On a
+sparse graph the secrets of masks are wrapped with the mask seed instead.
 
 A client that refuses a message raises a SecureSumError, and has revealed nothing.
 
@@ -28,17 +35,14 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable
+from functools import partial
 
-import numpy as np
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bqsgd._src.errors import (
     BadSecureMessage,
     BadShares,
-    BadSignature,
     ConflictingSurvivors,
     ForeignClient,
     InvalidParameter,
@@ -51,23 +55,10 @@ from bqsgd._src.noise import NoiseSource, privacy_rng, seeded_rng
 from bqsgd._src.params import Codes, check_int
 from bqsgd._src.secure import masks, messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.messages import Bytes, Keys, Kind, SumHeader
+from bqsgd._src.secure.messages import Bytes, Corrections, Keys, Kind, SumHeader
 from bqsgd._src.secure.roster import public_key
-from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES, split
-from bqsgd._src.secure.state import (
-    BatchState,
-    ClientState,
-    RoundState,
-    Secrets,
-    StateFile,
-    read_state,
-    write_state,
-)
-
-_NONCE = bytes(12)
-"""Every key encrypts a single message, so the nonce of AES-GCM may be fixed."""
-_NO_SEED = bytes(SECRET_BYTES)
-"""In the place of a seed, or of a share of one, that is not revealed."""
+from bqsgd._src.secure.sharing import check_of, row_through
+from bqsgd._src.secure.state import BatchState, ClientState, RoundState, StateFile, read_state, write_state
 
 
 class SumClient:
@@ -80,7 +71,8 @@ class SumClient:
             stores it durably.
         keep: stores the whole state, and returns that of an earlier process, from which this client continues. A
             client without `keep` and `last_epoch` must never be restarted: it would forget which epochs it has seen.
-        seed: makes everything reproducible, and voids every claim.
+        seed: makes everything reproducible, and voids every claim. The agreement says whether there is one.
+        rounds: how many rounds the run has. After the last one a client with `keep` deletes its state.
     """
 
     def __init__(
@@ -92,11 +84,16 @@ class SumClient:
         last_epoch: Callable[..., int] | None = None,
         keep: StateFile | None = None,
         seed: int | None = None,
+        rounds: int | None = None,
     ) -> None:
         if agreement.roster.keys[agreement.roster.check(number)] != public_key(identity):
             raise InvalidParameter(f"the identity key is not the one that the roster has for client {number}")
+        if agreement.seeded != (seed is not None):
+            raise InvalidParameter(
+                "the clients agree whether their secrets follow from seeds: give a seed to all of them or to none"
+            )
         self.agreement, self.number, self._identity = agreement, number, identity
-        self._last_epoch, self._keep = last_epoch, keep
+        self._last_epoch, self._keep, self._rounds = last_epoch, keep, rounds
         self._state = ClientState()
         if keep is not None:
             epoch, kept = keep.load()
@@ -118,7 +115,7 @@ class SumClient:
         return seeded_rng(seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
 
     def _header(self, kind: Kind, round: int | None = None) -> SumHeader:
-        return self._current().header(kind, self.number, round=round, seeded=self.seeded)
+        return self._current().header(kind, self.number, round=round)
 
     def _remember(self) -> None:
         """Store the state. Every method that answers calls this before it returns."""
@@ -144,6 +141,7 @@ class SumClient:
             Kind.PARTNER_BUNDLE: self.take_partners,
             Kind.SURVIVORS: self.sign,
             Kind.CERTIFICATE: self.unmask,
+            Kind.SILENT: self.recover,
         }
         kind = messages.message_kind(message)
         if kind not in answers:
@@ -158,15 +156,14 @@ class SumClient:
     # Exchanges 1 and 2: keys and shares, for a key batch (several rounds whose keys are exchanged together).
 
     def keys(self, request: Bytes) -> bytes:
-        """Begin a key batch: draw fresh secrets for each of its rounds and forget those of the previous batch.
+        """Begin a key batch: draw a fresh seed for each of its rounds and forget those of the previous batch.
 
         A repeated request for the same batch gets the same bytes.
 
         Raises:
             WrongRound: the epoch is not larger than all epochs so far.
             TooFewClients, ForeignClient: the cohort has the wrong size, or this client is not in it.
-            BadSecureMessage: too many rounds, so that the client would have to hold too many shares; or a width out of
-                range.
+            BadSecureMessage: too many rounds, so that the client would have to store too much; or a width out of range.
         """
         header, agreed = messages.read_batch(request, self.agreement)
         self._check_receiver(header)
@@ -193,7 +190,8 @@ class SumClient:
         if not state.cipher:
             state.cipher = self.source("cipher", 0).words(4).tobytes()
         nonce = self.source("batch", header.round).words(2).tobytes()
-        secrets = {number: self._draw(number) for number in range(header.round, header.round + header.rounds)}
+        rounds = range(header.round, header.round + header.rounds)
+        secrets = {number: self.source("round", number).words(2).tobytes() for number in rounds}
         state.batch = batch = BatchState(agreed, *asked, b"", secrets)
         cipher = X25519PrivateKey.from_private_bytes(state.cipher).public_key().public_bytes_raw()
         signature = self._identity.sign(messages.keys_statement(agreed, self.number, cipher))
@@ -201,17 +199,8 @@ class SumClient:
         self._remember()
         return batch.keys
 
-    def _draw(self, number: int) -> Secrets:
-        drawn = self.source("round", number).words(6).tobytes()
-        noise, parts = self.agreement.noise, self.agreement.noise.parts
-        return Secrets(
-            self_seed=drawn[:16],
-            mask_seed=drawn[16:32],
-            noise_seeds=noise.seeds(drawn[32:48], self.agreement.run_digest, count=parts),
-        )
-
     def shares(self, bundle: Bytes) -> bytes:
-        """Read the neighbours' keys, encrypt a share of every secret to each neighbour, and wrap the keys of the masks.
+        """Read the neighbours' keys, and make a tag for each neighbour and the corrections of its shares.
 
         Raises:
             BadSignature, ForeignClient, WrongRound, TooFewClients: the bundle, or a Keys message in it, is refused.
@@ -227,13 +216,19 @@ class SumClient:
         self._check(offered_keys.header)
         offered = {client: self._peer(client, part) for client, part in offered_keys.parts.items()}
         peers = {client: keys for client, keys in offered.items() if keys is not None}
-        if len(peers) < agreed.rule.share_threshold:
-            raise TooFewClients(f"{len(peers)} other clients sent keys, {agreed.rule.share_threshold} are needed")
+        if len(peers) < agreed.rule.partners:
+            raise TooFewClients(f"{len(peers)} other clients sent keys, {agreed.rule.partners} are needed")
         # From here on other keys for this batch are refused. Otherwise a server could collect shares of the same
         # secrets under several sets of keys.
         batch.peers, batch.bundle = peers, digest
-        batch.pairs = {client: self._pair_keys(client) for client in agreed.graph.masks(self.number) if client in peers}
-        batch.shares = messages.write_parts(self._header(Kind.SHARES), agreed, self._sealed(), own=self._wrapped())
+        # The client of the lower number counts as the sender on both sides, so that both derive the same secrets.
+        batch.pairs = {
+            client: self._stream("pair-secrets", client, sender=self.number < client)
+            for client in agreed.graph.masks(self.number)
+            if client in peers
+        }
+        tags = {client: self._channel("confirm", client, sender=True)[: messages.TAG_BYTES] for client in peers}
+        batch.shares = messages.write_parts(self._header(Kind.SHARES), agreed, tags, own=self._corrections())
         self._remember()
         return batch.shares
 
@@ -257,41 +252,53 @@ class SumClient:
             common[client] = (keys.cipher, secret)
         return keys
 
-    def _pair_keys(self, client: int) -> bytes:
-        """The keys of the masks shared with a client, for all rounds of the batch; both clients compute the same."""
-        # The client of the lower number counts as the sender on both sides, so that both derive the same key.
-        key = self._channel("pair-masks", client, sender=self.number < client)[: masks.KEY_BYTES]
-        return masks.keystream(key, masks.KEY_BYTES * self._current().count)
-
-    def _sealed(self) -> dict[int, bytes]:
-        """The encrypted shares for each holder."""
+    def _corrections(self) -> bytes:
+        """What the server needs to open this client's secrets from the shares that others derive, round by round."""
         batch = self._current()
-        # A holder's point follows from its place in the graph, not from who answered: all parties know it.
-        point = {client: index + 1 for index, client in enumerate(batch.agreement.graph.holders(self.number))}
-        secrets = b"".join(
-            drawn.self_seed + drawn.mask_seed + b"".join(drawn.noise_seeds) for drawn in batch.secrets.values()
-        )
-        shares = split(
-            secrets,
-            [point[client] for client in batch.peers],
-            threshold=batch.agreement.rule.share_threshold,
-            rng=self.source("shares", batch.first_round),
-        )
-        return {
-            client: AESGCM(self._channel("channel", client, sender=True)).encrypt(_NONCE, text, None)
-            for client, text in zip(batch.peers, shares, strict=True)
-        }
+        graph, holders = batch.agreement.graph, sorted(batch.peers)
+        threshold = messages.threshold_of(batch.agreement, len(holders))
+        points = graph.points(self.number)
+        # All rounds at once: a stream has 16 bytes for each.
+        self_seeds = b"".join(self._chain(number)[-1] for number in batch.secrets)
+        self_shares = {points[client]: self._stream("self-shares", client, sender=True) for client in holders}
+        mask_shares = {points[client]: self._mask_shares(client, sender=True) for client in holders}
+        own = row_through(self_shares, threshold=threshold, secret=self_seeds)
+        # There is nothing that the mask seed must equal, so it is whatever the polynomial says.
+        mask = row_through(mask_shares, threshold=threshold)
+        about = []
+        for number in batch.secrets:
+            cut, wrapped = partial(batch.at, round=number), b""
+            if batch.agreement.rule.sparse is not None:
+                pairs = b"".join(map(cut, batch.pairs.values()))
+                wrapped = masks.xor(pairs, masks.keystream(cut(mask.secret), len(pairs)))
+            made = Corrections(
+                seed_check=check_of([cut(self_seeds)]),
+                self_check=check_of(map(cut, own.base)),
+                mask_check=check_of(map(cut, mask.base)),
+                self_shares={point: cut(stream) for point, stream in own.differ.items()},
+                mask_shares={point: cut(stream) for point, stream in mask.differ.items()},
+                wrapped=wrapped,
+            )
+            about.append(made.pack())
+        return b"".join(about)
 
-    def _wrapped(self) -> bytes:
-        """For each round the keys of its masks, hidden by the mask seed of the round.
+    def _chain(self, round: int, part: int = 0) -> list[bytes]:
+        """The seeds of this client's noise from a part on; the last one is its self seed."""
+        batch = self._current()
+        noise, session = batch.agreement.noise, batch.agreement.run_digest
+        return noise.chain(0, batch.secrets[round], session)[part:]
 
-        If this client drops out, the others open that seed, and with it the masks of this round and no other.
-        """
-        batch, wrapped = self._current(), []
-        for number, secrets in batch.secrets.items():
-            check, pads = masks.wrap_stream(secrets.mask_seed, len(batch.pairs))
-            wrapped += [check, masks.xor(pads, b"".join(batch.mask_keys(number).values()))]
-        return b"".join(wrapped)
+    def _mask_shares(self, client: int, *, sender: bool) -> bytes:
+        """The derived shares, one for each round, that a client holds of this one's mask seeds; or, unless `sender`,
+        those that this client holds of its mask seeds."""
+        if self._current().agreement.rule.sparse is None:
+            return self._current().pairs[client]
+        return self._stream("mask-shares", client, sender=sender)
+
+    def _stream(self, purpose: str, client: int, *, sender: bool) -> bytes:
+        """16 bytes for each round of the batch, which only this client and a peer can derive."""
+        key = self._channel(purpose, client, sender=sender)[: masks.KEY_BYTES]
+        return masks.keystream(key, masks.KEY_BYTES * self._current().count)
 
     def _channel(self, purpose: str, client: int, *context: bytes, sender: bool) -> bytes:
         """A key of one direction between this client and a peer.
@@ -304,14 +311,14 @@ class SumClient:
         return masks.derive(self._state.common[client][1], purpose, batch.agreement.session, first, second, *context)
 
     def take_shares(self, bundle: Bytes) -> bytes:
-        """Decrypt the shares that the others sent. Their senders are the partners of this batch.
+        """Learn which peers have sent their shares. Those that show a good tag are the partners of this batch.
 
-        Shares that decrypt were made by a client that knew this client's fresh nonce, so the server cannot replay keys
-        of an earlier batch. On a sparse graph the answer tells the holders of this client's shares with which clients
-        it shares masks; otherwise it is empty.
+        A good tag was made by a client that knew this client's fresh nonce, so the server cannot replay keys of an
+        earlier batch. On a sparse graph the answer tells the holders of this client's shares with which clients it
+        shares masks; otherwise it is empty.
 
         Raises:
-            BadShares: some shares do not decrypt.
+            BadShares: a tag is wrong.
             TooFewClients: too few clients sent shares.
         """
         batch, digest = self._current(), hashlib.sha256(bundle).digest()
@@ -322,28 +329,29 @@ class SumClient:
             if batch.share_bundle != digest:
                 raise ReplacedKeys(f"other shares for epoch {batch.epoch}; the client keeps to the first")
             return batch.statement
-        sealed = messages.read_parts(bundle, batch.agreement, Kind.SHARE_BUNDLE)
-        self._check(sealed.header)
-        opened = {client: self._open(client, part) for client, part in sealed.parts.items()}
-        if len(opened) < rule.share_threshold:
-            raise TooFewClients(f"{len(opened)} other clients sent shares, {rule.share_threshold} are needed")
-        batch.held, batch.share_bundle = opened, digest
+        tags = messages.read_parts(bundle, batch.agreement, Kind.SHARE_BUNDLE)
+        self._check(tags.header)
+        for client, tag in tags.parts.items():
+            if client not in batch.peers:
+                raise ForeignClient(f"a tag of client {client}, whose keys were not in the key bundle")
+            self._check_tag(tag, self._channel("confirm", client, sender=False), client)
+        if len(tags.parts) < rule.partners:
+            raise TooFewClients(f"{len(tags.parts)} other clients sent shares, {rule.partners} are needed")
+        batch.partners, batch.share_bundle = frozenset(tags.parts), digest
         if rule.sparse is not None:
-            bits = messages.bits_of(batch.agreement.graph.masks(self.number), opened)
-            tags = {
-                client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES] for client in opened
+            bits = messages.bits_of(batch.agreement.graph.masks(self.number), batch.partners)
+            stated = {
+                client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES]
+                for client in batch.partners
             }
-            batch.statement = messages.write_parts(self._header(Kind.PARTNERS), batch.agreement, tags, own=bits)
+            batch.statement = messages.write_parts(self._header(Kind.PARTNERS), batch.agreement, stated, own=bits)
         self._remember()
         return batch.statement
 
-    def _open(self, client: int, sealed: bytes) -> bytes:
-        if client not in self._current().peers:
-            raise ForeignClient(f"shares of client {client}, whose keys were not in the key bundle")
-        try:
-            return AESGCM(self._channel("channel", client, sender=False)).decrypt(_NONCE, sealed, None)
-        except InvalidTag as error:
-            raise BadShares(f"the shares of client {client} do not decrypt: made for other keys, or changed") from error
+    def _check_tag(self, tag: bytes, expected: bytes, client: int) -> None:
+        # In constant time: a forger must not learn how many bytes of a tag were right.
+        if not hmac.compare_digest(expected[: messages.TAG_BYTES], tag):
+            raise BadShares(f"the tag of client {client} is wrong: made for other keys, or changed")
 
     def take_partners(self, bundle: Bytes) -> bytes:
         """On a sparse graph: learn the mask partners of each client whose shares are held here. The answer is empty.
@@ -359,12 +367,9 @@ class SumClient:
         strangers = {}
         for client, part in statements.parts.items():
             tag, bits = part[: messages.TAG_BYTES], part[messages.TAG_BYTES :]
-            if client not in batch.held:
+            if client not in batch.partners:
                 raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
-            expected = self._channel("partners", client, bits, sender=False)[: messages.TAG_BYTES]
-            # In constant time: a forger must not learn how many bytes of a tag were right.
-            if not hmac.compare_digest(expected, tag):
-                raise BadShares(f"client {client} did not make this statement of its partners")
+            self._check_tag(tag, self._channel("partners", client, bits, sender=False), client)
             near = batch.agreement.graph.masks(client)
             strangers[client] = frozenset(near).difference(messages.chosen_of(bits, near))
         if batch.strangers is not None and batch.strangers != strangers:
@@ -373,12 +378,13 @@ class SumClient:
         self._remember()
         return b""
 
-    # Exchanges 3 to 5: one round.
+    # Exchanges 3 to 6: one round.
 
-    def mask(self, round: int, codes: Codes) -> bytearray:
+    def mask(self, round: int, codes: Codes, *, model: bytes = masks.NO_MODEL) -> bytearray:
         """The masked message of one round: codes + noise parts + self mask +- pair masks, modulo 2^width.
 
-        Call it after the ledger has recorded the round. `codes` come from `noise_shares.encode_base`.
+        Call it after the ledger has recorded the round. `codes` come from `noise_shares.encode_base`. model: digest of
+        the model that the server sent (`masks.model_digest`). Masks cancel only between clients with the same model.
 
         Raises:
             RoundUsed: a vector of this round was masked before.
@@ -397,16 +403,16 @@ class SumClient:
         # Stored before the vector exists: if the process ends now, the round is lost, and its masks are never reused.
         batch.rounds[round] = RoundState()
         self._remember()
-        secrets = batch.secrets[round]
         lanes = codes.astype(masks.lane_type(agreed.width))
-        if secrets.noise_seeds:
-            agreed.noise.add_from(0, secrets.noise_seeds[0], lanes, agreed.run_digest)
+        agreed.noise.add_from(0, batch.secrets[round], lanes, agreed.run_digest)
         scratch = masks.scratch_for(lanes)
-        key = masks.self_key(secrets.self_seed, agreed.session, client=self.number, round=round)
+        key = masks.self_key(self._chain(round)[-1], agreed.session, client=self.number, round=round)
         masks.add_mask(lanes, key, scratch=scratch)
-        for client, pair_key in batch.mask_keys(round).items():
-            if client in batch.held:  # a neighbour whose shares did not come does not add this mask either
-                masks.add_mask(lanes, pair_key, scratch=scratch, subtract=client < self.number)
+        # A neighbour whose shares did not come does not add the common mask either.
+        secrets = {client: batch.at(own, round) for client, own in batch.pairs.items() if client in batch.partners}
+        keys = masks.pair_keys(list(secrets.values()), agreed.session, round=round, model=model)
+        for client, pair_key in zip(secrets, keys, strict=True):
+            masks.add_mask(lanes, pair_key, scratch=scratch, subtract=client < self.number)
         return messages.write_masked(self._header(Kind.MASKED, round), agreed, lanes)
 
     def sign(self, survivors: Bytes) -> bytes:
@@ -421,7 +427,7 @@ class SumClient:
         """
         batch = self._current()
         agreed = batch.agreement
-        header, listed = messages.read_survivors(survivors, agreed)
+        header, listed = messages.read_listed(survivors, agreed, Kind.SURVIVORS)
         state, rule, graph = self._round(header), agreed.rule, agreed.graph
         if state.survivors is not None:
             if state.survivors != listed:
@@ -431,7 +437,7 @@ class SumClient:
             raise ForeignClient(f"client {self.number} is not among the survivors of round {header.round}")
         if len(listed) < rule.fewest:
             raise TooFewClients(f"{len(listed)} survivors of {rule.clients}, at least {rule.fewest} must be in a sum")
-        if strangers := set(listed) & set(graph.masks(self.number)) - batch.held.keys():
+        if strangers := set(listed) & set(graph.masks(self.number)) - batch.partners:
             # Such a client may not be in the sum at all. If the list counted its noise, the server could take out noise
             # that the sum needs.
             raise ForeignClient(f"client {min(strangers)} is listed as a survivor and shares no mask with this client")
@@ -441,7 +447,7 @@ class SumClient:
             statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=header.round, survivors=listed)
             signature = self._identity.sign(statement)
             state.signature = self._header(Kind.SIGNATURE, header.round).pack(agreed) + signature
-        state.survivors, state.check = listed, self.source("check", header.round).words(2).tobytes()
+        state.survivors = listed
         # Before the signature leaves: after a restart this client must not sign another list.
         self._remember()
         return state.signature
@@ -451,8 +457,8 @@ class SumClient:
 
         Raises:
             TooFewClients: fewer signatures than the quorum.
-            BadSignature: a signature is not on this client's list. On a sparse graph a client verifies only some
-                signatures, and then reveals nothing more in this round.
+            BadSignature: a signature is not on this client's list.
+            ForeignClient: on a sparse graph, two clients on the list share no mask although they are neighbours.
         """
         batch = self._current()
         agreed = batch.agreement
@@ -463,72 +469,65 @@ class SumClient:
         # Asked again, the client says the same again, whatever certificate comes with the question.
         if state.unmasking:
             return state.unmasking
-        if state.refused:
-            raise RoundUsed(f"a forged signature came in round {header.round}, so this client reveals nothing in it")
         if len(signatures) < rule.quorum:
             raise TooFewClients(f"{len(signatures)} signatures on the list of survivors, {rule.quorum} are needed")
         if foreign := signatures.keys() - frozenset(state.survivors):
             raise ForeignClient(f"client {min(foreign)} signed a list that it is not on")
-        self._verify(header.round, state, signatures)
+        statement = messages.survivors_statement(
+            agreed, epoch=batch.epoch, round=header.round, survivors=state.survivors
+        )
+        for client in sorted(signatures)[: rule.quorum]:
+            agreed.members.verify(client, signatures[client], statement)
         state.unmasking = self._revealed(header.round, state.survivors)
-        # No longer needed. Somebody who steals the state later does not find them.
+        # No longer needed. Somebody who steals the state later does not find it.
         del batch.secrets[header.round]
-        self._remember()
-        return state.unmasking
-
-    def _verify(self, round: int, state: RoundState, signatures: dict[int, bytes]) -> None:
-        """Verify `checked` signatures: on a full graph a quorum of them, on a sparse graph a secret random choice."""
-        batch = self._current()
-        agreed, order = batch.agreement, sorted(signatures)
-        assert state.survivors is not None
-        if agreed.rule.sparse is not None:
-            # `check` was stored with the list, so a restarted client makes the same choice, and the server does not
-            # know it.
-            drawn = np.frombuffer(masks.keystream(state.check, 8 * len(order)), dtype="<u8")
-            order = [order[index] for index in np.argsort(drawn, kind="stable")]
-        statement = messages.survivors_statement(agreed, epoch=batch.epoch, round=round, survivors=state.survivors)
-        try:
-            for client in order[: agreed.rule.checked]:
-                agreed.members.verify(client, signatures[client], statement)
-        except BadSignature:
-            # On a sparse graph a server could otherwise try again until the forged signatures are not among those
-            # that this client draws.
-            state.refused = agreed.rule.sparse is not None
+        answer = state.unmasking
+        if self._keep is not None and header.round + 1 == self._rounds:
+            self._state.batch = None
+            self._keep.forget(self._state.epoch)
+        else:
             self._remember()
-            raise
+        return answer
 
     def _revealed(self, round: int, survivors: tuple[int, ...]) -> bytes:
-        """For each survivor shares of its self seed and unneeded noise, for each other client of its mask seed."""
+        """The seed of this client's own mask and unneeded noise, and for each missing client a share of its mask seed.
+
+        The self mask of a missing client stays closed, so its vector stays hidden even if the server has received it.
+        """
+        batch, listed = self._current(), frozenset(survivors)
+        for client in listed & (batch.strangers or {}).keys():
+            assert batch.strangers is not None
+            if cut := batch.strangers[client] & listed:
+                raise ForeignClient(f"client {client} is on the list with client {min(cut)} but shares no mask with it")
+        missing = {
+            client: batch.at(self._mask_shares(client, sender=False), round) for client in batch.partners - listed
+        }
+        part = batch.agreement.noise.first_unneeded(len(survivors), survivors.index(self.number))
+        own = self._chain(round, part)[0]
+        return messages.write_parts(self._header(Kind.UNMASKING, round), batch.agreement, missing, own=own)
+
+    def recover(self, request: Bytes) -> bytes:
+        """Shares of the self seeds of survivors that have revealed nothing themselves, after this client unmasked.
+
+        Raises:
+            WrongRound: this client has not unmasked the round.
+            ForeignClient: one of the clients is not on the list of survivors.
+        """
         batch = self._current()
-        agreed, rank = batch.agreement, {client: rank for rank, client in enumerate(survivors)}
-        per_round = messages.secrets_per_round(agreed) * SHARE_BYTES
-        first = (round - batch.first_round) * per_round
-        revealed = {}
-        for client, text in batch.held.items():
-            # Of this round: a share of the self seed, of the mask seed, and of each noise seed.
-            shares = text[first : first + per_round]
-            if client not in rank:
-                # Its self mask stays closed, so its vector stays hidden even if the server has received it.
-                revealed[client] = shares[SHARE_BYTES : 2 * SHARE_BYTES]
-                continue
-            if batch.strangers is not None:
-                if client not in batch.strangers:
-                    # It has not stated its partners, so it may be cut off: reveal nothing about it.
-                    continue
-                if not batch.strangers[client].isdisjoint(rank):
-                    cut = min(batch.strangers[client] & rank.keys())
-                    raise ForeignClient(f"client {client} is on the list with client {cut} but shares no mask with it")
-            start = (2 + agreed.noise.first_unneeded(len(survivors), rank[client])) * SHARE_BYTES
-            noise_share = shares[start : start + SHARE_BYTES]  # empty if all noise of this client is needed
-            revealed[client] = shares[:SHARE_BYTES] + (noise_share or _NO_SEED)
-        # On a sparse graph a client verifies only some signatures and could be deceived about the list. It does not
-        # reveal its own seeds there: they open only if enough holders of its shares are deceived as well.
-        own = _NO_SEED + _NO_SEED
-        if agreed.rule.sparse is None:
-            secrets = batch.secrets[round]
-            unneeded = secrets.noise_seeds[agreed.noise.first_unneeded(len(survivors), rank[self.number]) :]
-            own = secrets.self_seed + (unneeded[0] if unneeded else _NO_SEED)
-        return messages.write_parts(self._header(Kind.UNMASKING, round), agreed, revealed, own=own)
+        header, silent = messages.read_listed(request, batch.agreement, Kind.SILENT)
+        state = self._round(header)
+        if not state.unmasking or state.survivors is None:
+            raise WrongRound(f"client {self.number} has not unmasked round {header.round}")
+        if foreign := set(silent).difference(state.survivors):
+            # Its mask seed may have been opened; its self seed must stay closed.
+            raise ForeignClient(f"client {min(foreign)} is not among the survivors of round {header.round}")
+        # On a sparse graph a client that has not stated its partners may be cut off: reveal nothing about it.
+        known = batch.partners if batch.strangers is None else batch.partners & batch.strangers.keys()
+        shares = {
+            client: batch.at(self._stream("self-shares", client, sender=False), header.round)
+            for client in known.intersection(silent)
+        }
+        return messages.write_parts(self._header(Kind.RECOVERY, header.round), batch.agreement, shares)
 
     def _current(self) -> BatchState:
         if self._state.batch is None:

@@ -7,8 +7,9 @@ al., 2017). With more clients, each has a few neighbours (Bell et al., 2020; `sp
 *One list.* On the full graph the quorum is T = floor((n + t) / 2) + 1 signatures on a list of survivors. Two lists with
 a quorum each would have more than t signers in common, so an honest client would have signed both, and honest clients
 sign one. Hence there is one list L. A client signs it only if it shares a mask with every other client on it and at
-most f clients are missing. The share threshold is T - 1: that many other clients open a secret, and a client needs that
-many partners.
+most f clients are missing. A client needs T - 1 partners. As many other clients open a secret, but at least t + f + 1:
+what is opened for the clients missing from L, and what colluders know, then says nothing about the masks of the others
+(Claim 12 in docs/accounting.md).
 
 *One sum.* What is opened is the sum over all honest clients of L, never over fewer. Let S be the honest clients whose
 vectors the server adds up. A mask between two clients of L is removed only if both vectors are in the sum, since their
@@ -56,14 +57,21 @@ class Thresholds:
         return (self.clients + self.colluders) // 2 + 1 if self.sparse is None else self.sparse.quorum
 
     @property
-    def checked(self) -> int:
-        """Signatures that each client verifies."""
-        return self.quorum if self.sparse is None else self.sparse.checked
+    def partners(self) -> int:
+        """Partners that a client needs."""
+        return self.quorum - 1 if self.sparse is None else self.sparse.threshold
 
     @property
     def share_threshold(self) -> int:
-        """Shares that open a secret, and partners that a client needs."""
-        return self.quorum - 1 if self.sparse is None else self.sparse.threshold
+        """Shares that open a secret, or all of them if it has fewer holders."""
+        if self.sparse is not None:
+            return self.sparse.threshold
+        return max(self.quorum - 1, self.dropouts + self.colluders + 1)
+
+    @property
+    def liars(self) -> int:
+        """Most clients that are taken to lie about secrets: the colluders, and one even if none is expected."""
+        return max(1, self.colluders)
 
     @property
     def fewest(self) -> int:
@@ -136,8 +144,18 @@ class Graph:
         return self._kept(self._masks, client, self._sparse.masks)
 
     def holders(self, client: int) -> tuple[int, ...]:
-        """The clients that hold shares of a client's secrets, ascending; the first holds the share at point 1."""
+        """The clients that hold shares of a client's secrets, ascending."""
         return self._kept(self._holders, client, 0 if self._sparse is None else self._sparse.holders)
+
+    def points(self, client: int) -> dict[int, int]:
+        """Holder -> the point of its shares of a client's secrets.
+
+        On the full graph a holder has the same point for every client, its place counted from 1: the proof that the
+        masks of pairs stay secret needs this. On a sparse graph it is its position among the holders, from 1.
+        """
+        if self._sparse is None:
+            return {holder: 1 + self._roster.place[holder] for holder in self.holders(client)}
+        return {holder: 1 + index for index, holder in enumerate(self.holders(client))}
 
     def _kept(self, known: dict[int, tuple[int, ...]], client: int, slots: int) -> tuple[int, ...]:
         if client not in known:

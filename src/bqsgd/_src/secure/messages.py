@@ -4,7 +4,7 @@ Readers treat the bytes as hostile. Every length follows from the header and the
 with the real length before it allocates anything. `client` and `server` check what the contents mean.
 
 A message is a header and a body. Bodies that are a single field are written where they are sent: `header.pack(...)`
-followed by the field. Bodies that are a list of parts, one for each client, go through `write_parts` and `read_parts`.
+followed by the field. Bodies with a part for each of several neighbours go through `write_parts` and `read_parts`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy.typing as npt
 from bqsgd._src.errors import BadSecureMessage, FrameError, WrongRound, WrongSession
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.graph import Thresholds
-from bqsgd._src.secure.masks import KEY_BYTES, Lanes, lane_type
+from bqsgd._src.secure.masks import Lanes, lane_type
 from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES
 from bqsgd._src.wire.fixed import FixedWidth
 
 _MAGIC = b"BQSA"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<4sHBB16sQQII")
 HEADER_BYTES = _HEADER.size
 _PUBLIC_KEY_BYTES = 32
@@ -36,14 +36,11 @@ _NONCE_BYTES = 16
 _SIGNATURE_BYTES = 64
 _KEYS_BYTES = HEADER_BYTES + _PUBLIC_KEY_BYTES + _NONCE_BYTES + _SIGNATURE_BYTES
 TAG_BYTES = 16
-OWN_SEEDS_BYTES = 2 * SECRET_BYTES
 MAX_BATCH = 1 << 12
 """The most rounds in a key batch."""
 _MOST_HELD = 1 << 24
-"""The most bytes of other clients' shares that a client stores for one key batch."""
-_SEEDED = 1
+"""The most bytes of secrets and corrections that a client stores for one key batch."""
 _COUNT = struct.Struct("<I")
-_ENTRY = struct.Struct("<II")
 Bytes = bytes | bytearray | memoryview
 
 
@@ -62,10 +59,8 @@ class Kind(IntEnum):
     SIGNATURE = 9
     CERTIFICATE = 10
     UNMASKING = 11
-
-
-_OWN_AMONG_PARTS = (Kind.SHARES, Kind.PARTNERS)
-"""In these messages what the sender says about itself is the part under its own number."""
+    SILENT = 12
+    RECOVERY = 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,7 @@ class SumHeader:
     """The header of every message.
 
     epoch: number of the key batch, which only grows. round, rounds: the first round and how many. client: the client
-    that sent the message, or to which the server sends it. seeded: the sender's randomness came from a seed.
+    that sent the message, or to which the server sends it.
     """
 
     kind: Kind
@@ -81,15 +76,11 @@ class SumHeader:
     round: int
     client: int
     rounds: int = 1
-    seeded: bool = False
 
     def pack(self, agreement: Agreement) -> bytes:
         """The first bytes of the message."""
-        flags = _SEEDED if self.seeded else 0
         session = agreement.session[:16]
-        return _HEADER.pack(
-            _MAGIC, _VERSION, self.kind, flags, session, self.epoch, self.round, self.rounds, self.client
-        )
+        return _HEADER.pack(_MAGIC, _VERSION, self.kind, 0, session, self.epoch, self.round, self.rounds, self.client)
 
 
 @dataclass
@@ -104,14 +95,14 @@ class KeyBatch:
     first_round: int
     count: int
 
-    def header(self, kind: Kind, client: int, *, round: int | None = None, seeded: bool = False) -> SumHeader:
+    def header(self, kind: Kind, client: int, *, round: int | None = None) -> SumHeader:
         """The header of a message about one round, or, without `round`, about the whole batch."""
         first, rounds = (self.first_round, self.count) if round is None else (round, 1)
-        return SumHeader(kind=kind, epoch=self.epoch, round=first, rounds=rounds, client=client, seeded=seeded)
+        return SumHeader(kind=kind, epoch=self.epoch, round=first, rounds=rounds, client=client)
 
     def check(self, header: SumHeader, round: int | None = None) -> None:
         """Raise WrongRound unless a message belongs to this round, or, without `round`, to the whole batch."""
-        expected = self.header(header.kind, header.client, round=round, seeded=header.seeded)
+        expected = self.header(header.kind, header.client, round=round)
         if header != expected:
             raise WrongRound(
                 f"a message of epoch {header.epoch} for {header.rounds} rounds from {header.round} on; expected epoch "
@@ -121,13 +112,15 @@ class KeyBatch:
 
 def most_bytes(rule: Thresholds, *, rounds: int) -> int:
     """An upper bound on the length of all messages but masked vectors, for key batches of at most `rounds` rounds."""
-    # For each number of survivors there are two numbers of trials that a client may keep.
-    noise_parts = 2 * (rule.dropouts + 1)
-    shares = TAG_BYTES + rounds * (2 + noise_parts) * SHARE_BYTES
-    statement = TAG_BYTES + (rule.clients + 7) // 8
-    wrapped = KEY_BYTES * rounds * (1 + rule.clients)
-    parts = rule.clients * (_ENTRY.size + max(_KEYS_BYTES, shares, statement)) + wrapped
-    return HEADER_BYTES + OWN_SEEDS_BYTES + _COUNT.size + parts
+    bits = (rule.clients + 7) // 8
+    parts = rule.clients * max(_KEYS_BYTES, TAG_BYTES + bits)
+    return HEADER_BYTES + 2 * bits + parts + rounds * SHARE_BYTES * _most_shares(rule.clients)
+
+
+def _most_shares(holders: int) -> int:
+    """The most pieces of 16 bytes that a client sends about one round: three checks, and for each holder a correction
+    of two shares and a wrapped secret."""
+    return 3 * (1 + holders)
 
 
 def is_sum_message(message: Bytes) -> bool:
@@ -179,7 +172,7 @@ def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
         raise BadSecureMessage(f"this reader knows version {_VERSION}, got {version}")
     if stated_kind != kind:
         raise BadSecureMessage(f"expected a message of kind {kind.name} ({int(kind)}), got kind {stated_kind}")
-    if flags & ~_SEEDED:
+    if flags:
         raise BadSecureMessage(f"unknown flags {flags:#x}")
     if session != agreement.session[:16]:
         raise WrongSession("the message belongs to another run, roster, cohort, size or set of thresholds")
@@ -188,7 +181,7 @@ def read_header(message: Bytes, agreement: Agreement, kind: Kind) -> SumHeader:
         raise BadSecureMessage(f"epoch, round or rounds is out of range: {epoch}, {round}, {rounds}")
     # A request for keys names its cohort only in its body, so its client is looked up in the whole roster.
     (agreement.roster if kind is Kind.BATCH else agreement.members).check(client)
-    return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client, seeded=bool(flags & _SEEDED))
+    return SumHeader(kind=kind, epoch=epoch, round=round, rounds=rounds, client=client)
 
 
 def _body(message: Bytes, size: int) -> memoryview:
@@ -263,7 +256,7 @@ class Keys:
 
 def keys_statement(agreement: Agreement, client: int, cipher: bytes) -> bytes:
     """The bytes that a client signs to use a key in a run."""
-    return b"bqsgd.secure.keys.v2\x00" + agreement.run_digest + _COUNT.pack(client) + cipher
+    return b"bqsgd.secure.keys.v3\x00" + agreement.run_digest + _COUNT.pack(client) + cipher
 
 
 def read_keys(message: Bytes, agreement: Agreement) -> Keys:
@@ -280,19 +273,43 @@ def read_keys(message: Bytes, agreement: Agreement) -> Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """What a client tells the server about its secrets of one round.
+
+    Both ends of a pair derive the shares that they hold of each other's secrets. The polynomial of a secret goes
+    through the derived shares of the first holders; the others' differ from it by a correction (`sharing`).
+
+    seed_check: identifies the self seed. self_check, mask_check: identify the polynomials of the self seed and of the
+    mask seed. self_shares, mask_shares: holder -> correction,
+    for the holders that need one. wrapped: on a sparse graph, the secrets of the pairs that share masks, hidden by the
+    mask seed.
+    """
+
+    seed_check: bytes
+    self_check: bytes
+    mask_check: bytes
+    self_shares: Mapping[int, bytes]
+    mask_shares: Mapping[int, bytes]
+    wrapped: bytes = b""
+
+    def pack(self) -> bytes:
+        """The bytes about one round."""
+        shares = [*self.self_shares.values(), *self.mask_shares.values()]
+        return b"".join([self.seed_check, self.self_check, self.mask_check, *shares, self.wrapped])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A message of parts, one for each client.
+    """A message with a part for each of several neighbours of `header.client`.
 
-    own: what the sender says about itself, apart from the parts. In SHARES, the wrapped keys of its masks: for each
-    round a check of the mask seed, then the key of the mask that it shares with each receiver, in ascending order,
-    hidden by the mask seed of the round. In PARTNERS, a bitmap of the mask neighbours with which it shares masks. In
-    UNMASKING, its self seed, then its first noise seed that is not needed (zeros if all its noise is needed); both are
-    zeros on a sparse graph, where they are opened from shares only. Otherwise empty.
+    own: what the sender says about itself, after the parts. In SHARES, its `Corrections` of each round. In PARTNERS, a
+    bitmap of the mask neighbours with which it shares masks. In UNMASKING, a seed: with its first noise part that is
+    not needed begins a chain that ends with its self seed (`noise_shares`). Otherwise empty.
 
-    parts: in KEY_BUNDLE, Keys messages. In SHARES and SHARE_BUNDLE, encrypted shares, by receiver and by sender. In
-    PARTNERS, a tag on the bitmap for each holder of the sender's shares. In PARTNER_BUNDLE, tag and bitmap by sender.
-    In UNMASKING, a share of the same two seeds for each other survivor, and of the mask seed for each missing client.
-    The lengths differ, 32 and 16 bytes, so that a server cannot take one for the other.
+    parts: in KEY_BUNDLE, Keys messages. In SHARES and SHARE_BUNDLE, a tag by which the receiver knows that the sender
+    has its fresh keys. In PARTNERS, a tag on the bitmap for each holder of the sender's shares. In PARTNER_BUNDLE, tag
+    and bitmap by sender. In UNMASKING, a share of the mask seed of each missing client. In RECOVERY, a share of the
+    self seed of each survivor that the server asked about.
     """
 
     header: SumHeader
@@ -300,89 +317,92 @@ class Parts:
     parts: Mapping[int, bytes]
 
     def masked_with(self, agreement: Agreement) -> tuple[int, ...]:
-        """In SHARES: the clients whose masks with the sender are wrapped, ascending."""
+        """In SHARES: the clients with which the sender shares masks, ascending."""
         return tuple(client for client in agreement.graph.masks(self.header.client) if client in self.parts)
+
+    def corrections(self, agreement: Agreement, round: int) -> Corrections:
+        """In SHARES: what the sender says about the secrets of a round."""
+        holders, size = sorted(self.parts), len(self.own) // self.header.rounds
+        first = size * (round - self.header.round)
+        pieces = iter([self.own[at : at + SHARE_BYTES] for at in range(first, first + size, SHARE_BYTES)])
+        threshold = threshold_of(agreement, len(holders))
+        return Corrections(
+            seed_check=next(pieces),
+            self_check=next(pieces),
+            mask_check=next(pieces),
+            self_shares={holder: next(pieces) for holder in holders[threshold - 1 :]},
+            mask_shares={holder: next(pieces) for holder in holders[threshold:]},
+            wrapped=b"".join(pieces),
+        )
+
+
+def threshold_of(agreement: Agreement, holders: int) -> int:
+    """Shares that open a secret with this many holders."""
+    return min(agreement.rule.share_threshold, holders)
 
 
 def write_parts(header: SumHeader, agreement: Agreement, parts: Mapping[int, Bytes], *, own: bytes = b"") -> bytes:
-    """A message of parts in the order of client numbers; for `own` see `Parts`."""
-    before = own if header.kind is Kind.UNMASKING else b""
-    if header.kind in _OWN_AMONG_PARTS:
-        parts = {**parts, header.client: own}
-    pieces: list[Bytes] = [header.pack(agreement), before, _COUNT.pack(len(parts))]
-    for client, part in sorted(parts.items()):
-        pieces += [_ENTRY.pack(client, len(part)), part]
-    return b"".join(pieces)
+    """A bit for each neighbour that has a part, the parts in the order of client numbers, then `own` (`Parts`)."""
+    near = agreement.graph.holders(header.client)
+    ordered = [parts[client] for client in near if client in parts]
+    return b"".join([header.pack(agreement), bits_of(near, parts), *ordered, own])
 
 
 def read_parts(message: Bytes, agreement: Agreement, kind: Kind) -> Parts:
     """Read a message of parts. What they mean (keys, bitmaps, tags, the right share for a client) the caller checks."""
     header = read_header(message, agreement, kind)
-    start = HEADER_BYTES + (OWN_SEEDS_BYTES if kind is Kind.UNMASKING else 0)
-    own, body = bytes(message[HEADER_BYTES:start]), memoryview(message)[start:]
-    if len(body) < _COUNT.size:
-        raise BadSecureMessage("the message ends before the number of its parts")
-    (count,) = _COUNT.unpack_from(body)
-    # The count is only a claim of the sender, so it is bounded before the loop.
-    if count > agreement.rule.clients:
-        raise BadSecureMessage(f"{count} parts for {agreement.rule.clients} clients")
-    parts: dict[int, bytes] = {}
-    at, last = _COUNT.size, -1
-    for _ in range(count):
-        if len(body) - at < _ENTRY.size:
-            raise BadSecureMessage("the message ends within its parts")
-        client, size = _ENTRY.unpack_from(body, at)
-        at += _ENTRY.size
-        if client <= last:
-            raise BadSecureMessage("parts must be in the order of client numbers, each client once")
-        if size > len(body) - at:
-            raise BadSecureMessage(f"the message ends within a part of {size} bytes")
-        parts[agreement.members.check(client)] = bytes(body[at : at + size])
-        at, last = at + size, client
-    if at != len(body):
-        raise BadSecureMessage(f"{len(body) - at} bytes after the last part")
-    if kind in _OWN_AMONG_PARTS:
-        own = parts.pop(header.client, b"")
-    for client, part in parts.items():
-        allowed = _part_sizes(kind, agreement, header.rounds, client)
-        if len(part) not in allowed:
-            lengths = " or ".join(map(str, allowed))
-            raise BadSecureMessage(f"the part of client {client} must have {lengths} bytes, got {len(part)}")
-    read = Parts(header=header, own=own, parts=parts)
-    wrapped = KEY_BYTES * header.rounds * (1 + len(read.masked_with(agreement)))
-    if kind is Kind.SHARES and len(own) != wrapped:
-        raise BadSecureMessage(f"the wrapped keys of the sender must have {wrapped} bytes, got {len(own)}")
-    return read
+    near, body = agreement.graph.holders(header.client), memoryview(message)[HEADER_BYTES:]
+    at = (len(near) + 7) // 8
+    named = chosen_of(body[:at], near)
+    sizes = [_part_size(kind, agreement, client) for client in named]
+    own = _own_size(header, agreement, named)
+    if len(body) != at + sum(sizes) + own:
+        raise BadSecureMessage(f"the body must have {at + sum(sizes) + own} bytes, got {len(body)}")
+    parts = {}
+    for client, size in zip(named, sizes, strict=True):
+        parts[client] = bytes(body[at : at + size])
+        at += size
+    return Parts(header=header, own=bytes(body[at:]), parts=parts)
 
 
-def _part_sizes(kind: Kind, agreement: Agreement, rounds: int, client: int) -> tuple[int, ...]:
-    """The lengths that the part of a client may have in this kind of message."""
-    sealed, bitmap = sealed_size(agreement, rounds), (len(agreement.graph.masks(client)) + 7) // 8
-    sizes: dict[Kind, tuple[int, ...]] = {
-        Kind.KEY_BUNDLE: (_KEYS_BYTES,),
-        Kind.SHARES: (sealed,),
-        Kind.SHARE_BUNDLE: (sealed,),
-        Kind.PARTNERS: (TAG_BYTES,),
-        Kind.PARTNER_BUNDLE: (TAG_BYTES + bitmap,),
-        Kind.UNMASKING: (SHARE_BYTES, 2 * SHARE_BYTES),
-    }
-    return sizes[kind]
+def _part_size(kind: Kind, agreement: Agreement, client: int) -> int:
+    """Bytes of the part of a client in this kind of message."""
+    if kind is Kind.PARTNER_BUNDLE:
+        return TAG_BYTES + (len(agreement.graph.masks(client)) + 7) // 8
+    sizes = {Kind.KEY_BUNDLE: _KEYS_BYTES, Kind.UNMASKING: SHARE_BYTES, Kind.RECOVERY: SHARE_BYTES}
+    return sizes.get(kind, TAG_BYTES)
 
 
-def secrets_per_round(agreement: Agreement) -> int:
-    """Secrets that a client shares in each round: self seed, mask seed, and a seed for each part of its noise."""
-    return 2 + agreement.noise.parts
+def _own_size(header: SumHeader, agreement: Agreement, named: Collection[int]) -> int:
+    """Bytes of what the sender says about itself, if these neighbours have a part."""
+    match header.kind:
+        case Kind.SHARES:
+            return header.rounds * round_size(agreement, header.client, named)
+        case Kind.PARTNERS:
+            return (len(agreement.graph.masks(header.client)) + 7) // 8
+        case Kind.UNMASKING:
+            return SECRET_BYTES
+    return 0
 
 
-def sealed_size(agreement: Agreement, rounds: int) -> int:
-    """Bytes of the encrypted shares for one receiver."""
-    return TAG_BYTES + rounds * secrets_per_round(agreement) * SHARE_BYTES
+def round_size(agreement: Agreement, client: int, holders: Collection[int]) -> int:
+    """Bytes of a client's `Corrections` of one round, if it shares its secrets among these holders.
+
+    Raises:
+        BadSecureMessage: too few holders.
+    """
+    count = len(holders)
+    if count < agreement.rule.partners:
+        raise BadSecureMessage(f"client {client} shares its secrets among {count} clients, too few to keep them")
+    shares = 2 * (count - threshold_of(agreement, count)) + 1
+    wrapped = 0 if agreement.rule.sparse is None else len(set(agreement.graph.masks(client)).intersection(holders))
+    return SHARE_BYTES * (3 + shares + wrapped)
 
 
 def most_rounds(agreement: Agreement) -> int:
-    """The most rounds of a key batch that a client accepts. It stores the shares of all of them at once."""
+    """The most rounds of a key batch that a client accepts. It stores the secrets of all of them at once."""
     holders = agreement.rule.clients - 1 if agreement.rule.sparse is None else agreement.rule.sparse.holders
-    return max(1, min(MAX_BATCH, _MOST_HELD // (holders * secrets_per_round(agreement) * SHARE_BYTES)))
+    return max(1, min(MAX_BATCH, _MOST_HELD // (SHARE_BYTES * _most_shares(holders))))
 
 
 def write_masked(header: SumHeader, agreement: Agreement, lanes: Lanes) -> bytearray:
@@ -407,21 +427,22 @@ def read_masked(message: Bytes, agreement: Agreement) -> tuple[SumHeader, Lanes]
     return header, codes.astype(lane_type(agreement.width), copy=False)
 
 
-def write_survivors(header: SumHeader, agreement: Agreement, survivors: tuple[int, ...]) -> bytes:
-    """Exchange 4, from the server: the survivors, one bit for each client that takes part, as in the roster."""
-    return header.pack(agreement) + bits_of(agreement.members.clients, survivors)
+def write_listed(header: SumHeader, agreement: Agreement, clients: Collection[int]) -> bytes:
+    """A list from the server, one bit for each client that takes part: exchange 4, the survivors; exchange 6, those of
+    them whose seeds did not come."""
+    return header.pack(agreement) + bits_of(agreement.members.clients, clients)
 
 
-def read_survivors(message: Bytes, agreement: Agreement) -> tuple[SumHeader, tuple[int, ...]]:
-    """The survivors' numbers, ascending."""
-    header = read_header(message, agreement, Kind.SURVIVORS)
+def read_listed(message: Bytes, agreement: Agreement, kind: Kind) -> tuple[SumHeader, tuple[int, ...]]:
+    """The numbers of the listed clients, ascending."""
+    header = read_header(message, agreement, kind)
     return header, chosen_of(memoryview(message)[HEADER_BYTES:], agreement.members.clients)
 
 
 def survivors_statement(agreement: Agreement, *, epoch: int, round: int, survivors: tuple[int, ...]) -> bytes:
     """The bytes that a client signs: this list of survivors, in this round of this session."""
     listed = hashlib.sha256(np.array(survivors, dtype="<u4").tobytes()).digest()
-    return b"bqsgd.secure.survivors.v2\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
+    return b"bqsgd.secure.survivors.v3\x00" + agreement.session + struct.pack("<QQ", epoch, round) + listed
 
 
 def read_signature(message: Bytes, agreement: Agreement) -> tuple[SumHeader, bytes]:

@@ -7,7 +7,9 @@ contribute them, M / (n - d - t) each. Nobody knows d beforehand, so a client dr
 for d = 0, and further parts that are needed only if clients are missing. Each further part has a seed. Once the list of
 survivors is fixed, the clients reveal the seeds of the parts that are not needed, and the server subtracts these parts.
 The seeds form a chain, seed of part j + 1 = HKDF(seed of part j): a seed reveals its part and all later ones, and
-nothing about earlier ones.
+nothing about earlier ones. The chain ends with the self seed, so one seed opens a survivor's own mask and the noise
+that is not needed. If a survivor leaves before it reveals that seed, the others open its self seed alone, and all of
+its noise stays in the sum.
 
 In the order of the survivors, the first t + r keep b + 1 trials and the others b, where M = b (n - d - t) + r and r >
 0; if r = 0, all keep b. Rounding is always up: whichever t clients collude, the honest ones keep at least M together.
@@ -79,17 +81,16 @@ class NoiseParts:
         per_client, extra = divmod(self.total, survivors - self.rule.colluders)
         return survivors * per_client + (self.rule.colluders + extra if extra else 0)
 
-    def seeds(self, first: bytes, session: bytes, *, count: int) -> list[bytes]:
-        """The chain of `count` seeds that starts with `first`."""
-        chain = [first]
-        while len(chain) < count:
-            chain.append(derive(chain[-1], "noise-chain", session)[: len(first)])
-        return chain[:count]
+    def chain(self, part: int, seed: bytes, session: bytes) -> list[bytes]:
+        """The seeds from `seed`, that of part `part`, to the last one, which is the self seed."""
+        seeds = [seed]
+        for _ in range(part, self.parts):
+            seeds.append(derive(seeds[-1], "noise-chain", session)[: len(seed)])
+        return seeds
 
     def add_from(self, part: int, seed: bytes, total: Lanes, session: bytes, *, subtract: bool = False) -> None:
         """Add part `part` and all later ones to `total` (or subtract them), in place; `seed` is that of `part`."""
-        for offset, part_seed in enumerate(self.seeds(seed, session, count=self.parts - part)):
-            index = part + offset
+        for index, part_seed in enumerate(self.chain(part, seed, session)[:-1], start=part):
             # Not `seeded`: the key is secret until the client reveals it, and then the noise is taken out of the sum.
             rng = NoiseSource(derive(part_seed, "noise", session, index), seeded=False)
             add_binomial(total, self.cuts[index + 1] - self.cuts[index], rng, subtract=subtract)

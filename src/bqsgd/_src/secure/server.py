@@ -9,6 +9,7 @@
     for vector in receive(): server.take_masked(vector)
     for answer in send(server.survivor_lists()): server.take_signature(answer)
     for answer in send(server.certificates()): server.take_unmasking(answer)
+    for answer in send(server.recoveries()): server.take_recovery(answer)    # nothing to send if all have answered
     total = server.total()
 
 `requests`, `key_bundles` and the others each return the messages of one exchange by receiver, and close the exchange
@@ -16,59 +17,95 @@ before it: what comes too late is refused.
 
 A message that is refused raises a `SecureSumError` and changes nothing. Its client then counts as missing from that
 exchange on, like a client that did not answer. No guarantee rests on this code: the clients do not trust it.
+
+Clients may lie about shares. Every secret has a check, so a secret is opened from shares that fit, and the holders of
+the others are named (`blamed`), not the client whose secret it is; unless there are more of them than clients that may
+lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bqsgd._src.errors import BadShares, ForeignClient, ReplacedKeys, RoundUsed, TooFewClients, WrongRound
+from bqsgd._src.errors import (
+    BadSecureMessage,
+    BadShares,
+    ForeignClient,
+    ReplacedKeys,
+    RoundUsed,
+    TooFewClients,
+    WrongRound,
+)
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.masks import KEY_BYTES, Lanes, add_mask, lane_type, scratch_for, self_key, wrap_stream, xor
+from bqsgd._src.secure.masks import (
+    KEY_BYTES,
+    NO_MODEL,
+    Lanes,
+    add_mask,
+    keystream,
+    lane_type,
+    pair_keys,
+    scratch_for,
+    self_key,
+    xor,
+)
 from bqsgd._src.secure.messages import Bytes, KeyBatch, Keys, Kind, Parts, SumHeader
-from bqsgd._src.secure.sharing import SECRET_BYTES, SHARE_BYTES, combine
+from bqsgd._src.secure.sharing import SHARE_BYTES, base_points, check_of, extend, good_shares
 
 
 @dataclass
 class _Batch(KeyBatch):
     """What the server knows about a key batch.
 
-    keys, sealed, statements: what came, by client. peers: for each client that sent keys, its holders that did so too;
-    None as long as keys may come. partners: for each client that sent shares, the clients with which it exchanged them;
-    None as long as shares may come.
+    invited: the clients that are asked for keys. keys, shares, statements: what came, by client. peers: for each client
+    that sent keys, its holders that did so too; None as long as keys may come. partners: for each client that sent
+    shares, the clients with which it exchanged them; None as long as shares may come.
     """
 
+    invited: tuple[int, ...]
     keys: dict[int, Keys] = field(default_factory=dict)
     peers: dict[int, frozenset[int]] | None = None
-    sealed: dict[int, Parts] = field(default_factory=dict)
+    shares: dict[int, Parts] = field(default_factory=dict)
     partners: dict[int, frozenset[int]] | None = None
     statements: dict[int, Parts] = field(default_factory=dict)
 
 
 @dataclass
 class _Round:
-    """vectors: on a sparse graph, the masked vectors until `close`, which may have to leave a client out."""
+    """What came in a round.
+
+    model: digest of the round's model. vectors: on a sparse graph, the masked vectors until `close`, which may have to
+    leave a client out. seeds: of the survivors that revealed theirs, from the first noise part that is not needed on.
+    liars: client -> the clients about whose secrets it revealed something wrong.
+    """
 
     number: int
     lanes: Lanes
+    model: bytes
     masked: set[int] = field(default_factory=set)
     vectors: dict[int, Lanes] = field(default_factory=dict)
     survivors: tuple[int, ...] | None = None
     signatures: dict[int, bytes] = field(default_factory=dict)
     unmaskings: dict[int, Parts] = field(default_factory=dict)
-    seeded: bool = False
+    seeds: dict[int, list[bytes]] = field(default_factory=dict)
+    recoveries: dict[int, Parts] = field(default_factory=dict)
+    liars: dict[int, set[int]] = field(default_factory=dict)
+
+    def blame(self, client: int, about: int) -> None:
+        self.liars.setdefault(client, set()).add(about)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
     """The sum of the survivors' codes, one number per coordinate.
 
-    width: the numbers are taken modulo 2^width. trials: binomial trials in the sum. seeded: the randomness of some
-    client came from a seed, so there is no claim.
+    width: the numbers are taken modulo 2^width. trials: binomial trials in the sum. If survivors left before they
+    revealed their seeds, all of their noise is in it, and the expectation of what is not needed has been subtracted,
+    rounded down. seeded: the clients' randomness came from seeds, so there is no claim.
     """
 
     lanes: Lanes
@@ -98,15 +135,18 @@ class SumServer:
         rounds: int,
         cohort: Iterable[int] | None = None,
         width: int | None = None,
+        without: Collection[int] = (),
     ) -> None:
         """Begin a key batch. Clients refuse an epoch that is not larger than the last.
 
         Args:
             cohort: the clients that take part; all of the roster by default.
             width: its sums are taken modulo 2^width; the widest that was agreed on by default.
+            without: clients that are not asked for keys, and so are missing from every round of the batch.
         """
         agreed = self.agreement.of(cohort, width=width)
-        self._batch, self._round = _Batch(agreed, epoch, first_round, rounds), None
+        invited = tuple(client for client in agreed.members.clients if client not in without)
+        self._batch, self._round = _Batch(agreed, epoch, first_round, rounds, invited), None
 
     @property
     def last_round(self) -> int:
@@ -122,11 +162,10 @@ class SumServer:
     # Keys and shares.
 
     def requests(self) -> dict[int, bytes]:
-        """The request for keys to each client of the batch: the whole roster, or the cohort."""
+        """The request for keys to each invited client of the batch: the whole roster, or the cohort."""
         batch = self._current()
         return {
-            client: messages.write_batch(batch.header(Kind.BATCH, client), batch.agreement)
-            for client in batch.agreement.members.clients
+            client: messages.write_batch(batch.header(Kind.BATCH, client), batch.agreement) for client in batch.invited
         }
 
     def take_keys(self, message: Bytes) -> None:
@@ -138,6 +177,8 @@ class SumServer:
         if self._verified.get(client) != keys.cipher:
             keys.verify(batch.agreement)
             self._verified[client] = keys.cipher
+        if client not in batch.invited:
+            raise ForeignClient(f"client {client} was not asked for keys")
         if batch.peers is not None:
             raise WrongRound(f"keys of client {client} came after the keys were distributed")
         if batch.keys.setdefault(client, keys).digest != keys.digest:
@@ -161,7 +202,7 @@ class SumServer:
         }
 
     def take_shares(self, message: Bytes) -> None:
-        """Take a client's encrypted shares."""
+        """Take a client's tags and corrections of its shares."""
         batch = self._current()
         shares = messages.read_parts(message, batch.agreement, Kind.SHARES)
         batch.check(shares.header)
@@ -170,26 +211,26 @@ class SumServer:
             raise WrongRound(f"shares of client {client} came too early, too late or without its keys")
         if not shares.parts.keys() <= batch.peers[client]:
             raise ForeignClient(f"client {client} sent shares for clients that sent no keys")
-        batch.sealed[client] = shares
+        batch.shares[client] = shares
 
     def _partners(self) -> dict[int, frozenset[int]]:
         batch = self._current()
         if batch.partners is None:
-            self._enough(len(batch.sealed), "sent shares")
+            self._enough(len(batch.shares), "sent shares")
             # Both must have sent shares to each other: a client adds a mask only for a partner, and masks must cancel.
             batch.partners = {
                 client: frozenset(
-                    other for other in shares.parts if other in batch.sealed and client in batch.sealed[other].parts
+                    other for other in shares.parts if other in batch.shares and client in batch.shares[other].parts
                 )
-                for client, shares in sorted(batch.sealed.items())
+                for client, shares in sorted(batch.shares.items())
             }
         return batch.partners
 
     def share_bundles(self) -> dict[int, bytes]:
-        """For each client that sent shares, the shares that its partners encrypted for it."""
-        sent, partners = self._current().sealed, self._partners()
-        sealed = {client: {other: sent[other].parts[client] for other in partners[client]} for client in partners}
-        return self._bundles(Kind.SHARE_BUNDLE, sealed)
+        """For each client that sent shares, the tags that its partners made for it."""
+        sent, partners = self._current().shares, self._partners()
+        tags = {client: {other: sent[other].parts[client] for other in partners[client]} for client in partners}
+        return self._bundles(Kind.SHARE_BUNDLE, tags)
 
     def take_partners(self, message: Bytes) -> None:
         """On a sparse graph: take a client's statement of its partners."""
@@ -218,15 +259,15 @@ class SumServer:
 
     # One round.
 
-    def open(self, round: int) -> None:
-        """Begin a round of the batch."""
+    def open(self, round: int, *, model: bytes = NO_MODEL) -> None:
+        """Begin a round of the batch. model: digest of the model that the clients are sent."""
         batch = self._current()
         if not batch.first_round <= round < batch.first_round + batch.count:
             raise WrongRound(f"round {round} is not in the batch")
         # Closes the exchange of shares: those that come after a round has begun are too late.
         self._partners()
         agreed = batch.agreement
-        self._round = _Round(round, np.zeros(agreed.dimension, lane_type(agreed.width)))
+        self._round = _Round(round, np.zeros(agreed.dimension, lane_type(agreed.width)), model)
 
     def take_masked(self, message: Bytes) -> int:
         """Add a client's masked vector to the sum; returns its number."""
@@ -245,7 +286,6 @@ class SumServer:
         else:
             np.add(current.lanes, lanes, out=current.lanes)
         current.masked.add(client)
-        current.seeded |= header.seeded
         return client
 
     def close(self) -> tuple[int, ...]:
@@ -272,7 +312,7 @@ class SumServer:
     def survivor_lists(self) -> dict[int, bytes]:
         """The list of survivors, to each of them."""
         agreed, listed = self._current().agreement, self.close()
-        return {client: messages.write_survivors(self._to(Kind.SURVIVORS, client), agreed, listed) for client in listed}
+        return {client: messages.write_listed(self._to(Kind.SURVIVORS, client), agreed, listed) for client in listed}
 
     def take_signature(self, message: Bytes) -> None:
         """Verify and keep a client's signature on the list."""
@@ -304,78 +344,147 @@ class SumServer:
         }
 
     def take_unmasking(self, message: Bytes) -> None:
-        """Keep the shares that a survivor reveals."""
-        batch, current, listed = self._current(), self._open(), frozenset(self.close())
+        """Keep what a survivor reveals. A seed that is not its own is not kept, and its sender is blamed.
+
+        Raises:
+            BadShares: the seed is wrong.
+        """
+        batch, current, listed = self._current(), self._open(), self.close()
         revealed = messages.read_parts(message, batch.agreement, Kind.UNMASKING)
         batch.check(revealed.header, current.number)
         client = revealed.header.client
         if client not in listed:
             raise ForeignClient(f"client {client} is not among the survivors")
-        # Two seeds for a survivor, one for a missing client: a share of the other kind would give a wrong seed later.
-        if any((len(share) == 2 * SHARE_BYTES) != (other in listed) for other, share in revealed.parts.items()):
-            raise BadShares(f"client {client} revealed the wrong kind of share")
+        if not revealed.parts.keys().isdisjoint(listed):
+            raise BadSecureMessage(f"client {client} revealed a share of a mask seed of a survivor")
         # The first answer counts: a later one could change a sum that was computed already.
-        current.unmaskings.setdefault(client, revealed)
+        if current.unmaskings.setdefault(client, revealed) is not revealed:
+            return
+        noise, session = batch.agreement.noise, batch.agreement.run_digest
+        chain = noise.chain(noise.first_unneeded(len(listed), listed.index(client)), revealed.own, session)
+        if check_of([chain[-1]]) != batch.shares[client].corrections(batch.agreement, current.number).seed_check:
+            current.blame(client, client)
+            raise BadShares(f"client {client} revealed a seed that is not the one of its masked vector")
+        current.seeds[client] = chain
+
+    def recoveries(self) -> dict[int, bytes]:
+        """To each client that unmasked: which survivors have not revealed their seeds. Empty if all have."""
+        agreed, current = self._current().agreement, self._open()
+        silent = [client for client in self.close() if client not in current.seeds]
+        return {
+            client: messages.write_listed(self._to(Kind.SILENT, client), agreed, silent)
+            for client in (sorted(current.unmaskings) if silent else ())
+        }
+
+    def take_recovery(self, message: Bytes) -> None:
+        """Keep the shares of self seeds that a survivor reveals."""
+        batch, current = self._current(), self._open()
+        revealed = messages.read_parts(message, batch.agreement, Kind.RECOVERY)
+        batch.check(revealed.header, current.number)
+        client = revealed.header.client
+        if client not in current.unmaskings:
+            raise ForeignClient(f"client {client} was not asked for shares")
+        current.recoveries.setdefault(client, revealed)
+
+    @property
+    def blamed(self) -> dict[int, frozenset[int]]:
+        """In this round: client -> the clients about whose secrets it lied; itself if it lied about its own seed."""
+        lies = {} if self._round is None else self._round.liars
+        return {client: frozenset(about) for client, about in sorted(lies.items())}
 
     def total(self) -> Total:
         """The sum of the survivors' codes modulo 2^width, without masks and without noise that is not needed.
 
         Raises:
             TooFewClients: too few shares of a secret came; the round is lost.
-            BadShares: the shares that came contradict each other.
+            BadShares: no choice among the shares of a secret fits; the round is lost.
         """
         current, agreed, listed = self._open(), self._current().agreement, self.close()
+        noise = agreed.noise
         # A copy, so that the sum can be tried again after more shares have come.
-        lanes = current.lanes.copy()
+        lanes, extra = current.lanes.copy(), 0
         scratch = scratch_for(lanes)
         for rank, client in enumerate(listed):
-            seeds = self._secret(client)
-            key = self_key(seeds[:SECRET_BYTES], agreed.session, client=client, round=current.number)
+            part = noise.first_unneeded(len(listed), rank)
+            if (chain := current.seeds.get(client)) is not None:
+                noise.add_from(part, chain[0], lanes, agreed.run_digest, subtract=True)
+                self_seed = chain[-1]
+            else:
+                # Only the self seed opens, so the client's noise stays. Its expectation is taken out below.
+                extra += noise.drawn - noise.cuts[part]
+                self_seed = extend(self._opened(client, current.recoveries, masks=False), [0])[0]
+            key = self_key(self_seed, agreed.session, client=client, round=current.number)
             add_mask(lanes, key, scratch=scratch, subtract=True)
-            part = agreed.noise.first_unneeded(len(listed), rank)
-            agreed.noise.add_from(part, seeds[SECRET_BYTES:], lanes, agreed.run_digest, subtract=True)
         for client in sorted(self._partners().keys() - set(listed)):
             # A survivor that exchanged shares with a missing client has masked its vector with their common mask.
             affected = self._partners()[client].intersection(listed, agreed.graph.masks(client))
             if affected:
-                self._remove_pairs(client, affected, lanes, scratch)
+                self._remove_pairs(client, sorted(affected), lanes, scratch)
+        lanes -= lanes.dtype.type(extra // 2 % (1 << agreed.width))
         lanes &= lanes.dtype.type((1 << agreed.width) - 1)
-        trials = agreed.noise.in_sum(len(listed))
-        return Total(lanes=lanes, width=agreed.width, survivors=listed, trials=trials, seeded=current.seeded)
+        return Total(
+            lanes=lanes,
+            width=agreed.width,
+            survivors=listed,
+            trials=noise.in_sum(len(listed)) + extra,
+            seeded=agreed.seeded,
+        )
 
-    def _remove_pairs(self, client: int, affected: frozenset[int], lanes: Lanes, scratch: Lanes) -> None:
+    def _remove_pairs(self, client: int, affected: list[int], lanes: Lanes, scratch: Lanes) -> None:
         """Remove the masks that survivors share with a client that is missing."""
-        batch, shares = self._current(), self._current().sealed[client]
-        others = shares.masked_with(batch.agreement)
-        size = KEY_BYTES * (1 + len(others))
-        first = size * (self._open().number - batch.first_round)
-        wrapped = shares.own[first : first + size]
-        check, pads = wrap_stream(self._secret(client), len(others))
-        if check != wrapped[:KEY_BYTES]:
-            raise BadShares(f"the shares of client {client}'s mask seed give a wrong seed")
-        keys = xor(wrapped[KEY_BYTES:], pads)
-        for index, other in enumerate(others):
-            if other in affected:
-                key = keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
-                # The lower client of a pair added their mask, the higher one subtracted it.
-                add_mask(lanes, key, scratch=scratch, subtract=other < client)
+        batch, current = self._current(), self._open()
+        agreed, shares = batch.agreement, batch.shares[client]
+        said = shares.corrections(agreed, current.number)
+        opened = self._opened(client, current.unmaskings, masks=True)
+        if agreed.rule.sparse is None:
+            points, nothing = agreed.graph.points(client), bytes(SHARE_BYTES)
+            true = extend(opened, [points[other] for other in affected])
+            secrets = [xor(v, said.mask_shares.get(o, nothing)) for v, o in zip(true, affected, strict=True)]
+            if client in current.liars.get(client, ()):
+                # Its corrections are false. A survivor's share is the secret itself, as it was used.
+                told = {other: revealed.parts.get(client) for other, revealed in current.unmaskings.items()}
+                secrets = [told.get(o) or secret for o, secret in zip(affected, secrets, strict=True)]
+        else:
+            others = shares.masked_with(agreed)
+            stream = xor(said.wrapped, keystream(extend(opened, [0])[0], len(said.wrapped)))
+            found = {other: stream[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, other in enumerate(others)}
+            secrets = [found[other] for other in affected]
+        keys = pair_keys(secrets, agreed.session, round=current.number, model=current.model)
+        for other, key in zip(affected, keys, strict=True):
+            # The lower client of a pair added their mask, the higher one subtracted it.
+            add_mask(lanes, key, scratch=scratch, subtract=other < client)
 
-    def _secret(self, client: int) -> bytes:
-        """What was revealed about a client: self seed and noise seed of a survivor, mask seed of a missing client."""
-        current, rule = self._open(), self.agreement.rule
-        if client in current.unmaskings and not self.sparse:
-            return current.unmaskings[client].own
-        shares = {
-            point: current.unmaskings[holder].parts[client]
-            for point, holder in enumerate(self._current().agreement.graph.holders(client), start=1)
-            if holder in current.unmaskings and client in current.unmaskings[holder].parts
+    def _opened(self, client: int, revealed: Mapping[int, Parts], *, masks: bool) -> dict[int, bytes]:
+        """Enough good shares, by point, of a client's mask seed or else its self seed. Blames the holders of others."""
+        batch, current = self._current(), self._open()
+        agreed, shares = batch.agreement, batch.shares[client]
+        said = shares.corrections(agreed, current.number)
+        differ, check = (said.mask_shares, said.mask_check) if masks else (said.self_shares, said.self_check)
+        threshold = messages.threshold_of(agreed, len(shares.parts))
+        points = {holder: point for holder, point in agreed.graph.points(client).items() if holder in shares.parts}
+        holders = {
+            point: holder for holder, point in points.items() if holder in revealed and client in revealed[holder].parts
         }
-        if len(shares) < rule.share_threshold:
+        if len(holders) < threshold:
             raise TooFewClients(
-                f"{len(shares)} shares of a secret of client {client} came, {rule.share_threshold} are needed; "
+                f"{len(holders)} shares of a secret of client {client} came, {threshold} are needed; "
                 f"round {current.number} is lost"
             )
-        return combine(shares, threshold=rule.share_threshold)
+        nothing = bytes(SHARE_BYTES)
+        came = {
+            point: xor(revealed[holder].parts[client], differ.get(holder, nothing)) for point, holder in holders.items()
+        }
+        base = base_points(points.values(), threshold, with_secret=not masks)
+        good = good_shares(came, threshold=threshold, points=base, check=check)
+        true = extend(good, list(came))
+        wrong = [holders[point] for (point, share), value in zip(came.items(), true, strict=True) if share != value]
+        if len(wrong) > agreed.rule.liars:
+            # So many holders do not lie at once: the client's own corrections are false.
+            current.blame(client, client)
+        else:
+            for holder in wrong:
+                current.blame(holder, client)
+        return good
 
     def _enough(self, count: int, what: str) -> None:
         fewest = self.agreement.rule.fewest

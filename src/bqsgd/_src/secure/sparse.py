@@ -8,8 +8,8 @@ The proof is the lemma of Claim 12 in docs/accounting.md. It needs bounds on thr
 colluders that was fixed before the seed was drawn:
 
 1. `_cut`: a list that the committee signs splits the honest survivors into two parts that share no mask.
-2. `_committee`: a list that the committee did not sign passes the check of a client, which is then *deceived*.
-3. `_opened`: colluders and deceived clients together hold enough shares to open a secret.
+2. `_committee`: so many members of the committee collude that two lists could both have a quorum.
+3. `_opened`: colluders hold enough shares to open a secret.
 
 Every bound errs upwards. The colluders must not depend on the seed: see docs/secure.md.
 """
@@ -17,7 +17,6 @@ Every bound errs upwards. The colluders must not depend on the seed: see docs/se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,10 +40,8 @@ _TILTS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 """Values of `tilt` in the bound of `_cut`; each size takes the best."""
 _EXACT_UP_TO = 48
 """Up to this size of a part, `_crossings` distinguishes runs of gaps."""
-_COMMITTEE = 240
-"""Clients in the committee, unless there are fewer clients."""
-_CHECK = 30
-"""Cost of verifying one signature, in units of the cost of one more holder."""
+_LOST_QUORUM = 1e-9
+"""Probability that so many members of the committee are missing that too few are left to sign."""
 _Logs = npt.NDArray[np.float64]
 
 
@@ -54,8 +51,8 @@ class Sparse:
 
     masks: neighbours with which a client shares a mask, counted in slots (two in each order). away: how many of these
     slots may be missing from a list, for every survivor. holders: slots of neighbours that hold shares; `threshold` of
-    them open a secret. committee: clients that sign a list. quorum: signatures that a list needs. checked: how many of
-    them a client verifies, chosen by its secret randomness. failure: bound on the probability that a round is unsafe.
+    them open a secret. committee: clients that sign a list. quorum: signatures that a list needs. failure: bound on the
+    probability that a round is unsafe.
     """
 
     masks: int
@@ -64,7 +61,6 @@ class Sparse:
     threshold: int
     committee: int
     quorum: int
-    checked: int
     failure: float
 
 
@@ -81,32 +77,24 @@ def sparse_numbers(clients: int, dropouts: int, colluders: int) -> Sparse:
     n, f, t = clients, dropouts, max(colluders, 1)
     if n > MAX_SPARSE:
         raise Infeasible(f"a secure sum has at most {MAX_SPARSE} clients, got {n}; use cohorts")
-    committee, quorum, deceived = _committee(n, f, t)
+    committee, quorum = _committee(n, f, t)
     masks, away, cut = _masks(n, f, t)
-    candidates = []
-    for checked in range(2, 13):
-        passed = deceived(checked)
-        for holders in range(masks, 129, 2):
-            # Safety asks for a high threshold, dropouts for a low one: take the lowest that is safe.
-            threshold = next((k for k in range(1, holders + 1) if _opened(n, t, holders, k, passed) <= _PART), None)
-            different = _different(n, holders)
-            if threshold is None or binom.sf(different - threshold, different, f / n) > _LOST_SECRET:
-                continue
-            numbers = Sparse(
-                masks=masks,
-                away=away,
-                holders=holders,
-                threshold=threshold,
-                committee=committee,
-                quorum=quorum,
-                checked=checked,
-                failure=cut + _PART + _opened(n, t, holders, threshold, passed),
-            )
-            candidates.append(numbers)
-            break  # more holders only cost more
-    if not candidates:
-        raise _too_many(n, f, t)
-    return min(candidates, key=lambda numbers: _CHECK * numbers.checked + numbers.holders)
+    for holders in range(masks, 129, 2):
+        # Safety asks for a high threshold, dropouts for a low one: take the lowest that is safe.
+        threshold = next((k for k in range(1, holders + 1) if _opened(n, t, holders, k) <= _PART), None)
+        different = _different(n, holders)
+        if threshold is None or binom.sf(different - threshold, different, f / n) > _LOST_SECRET:
+            continue
+        return Sparse(
+            masks=masks,
+            away=away,
+            holders=holders,
+            threshold=threshold,
+            committee=committee,
+            quorum=quorum,
+            failure=cut + _PART + _opened(n, t, holders, threshold),
+        )
+    raise _too_many(n, f, t)
 
 
 def _too_many(n: int, f: int, t: int) -> Infeasible:
@@ -116,32 +104,31 @@ def _too_many(n: int, f: int, t: int) -> Infeasible:
     )
 
 
-def _committee(n: int, f: int, t: int) -> tuple[int, int, Callable[[int], float]]:
-    """Size and quorum of the committee, and the probability that a false list passes a given number of checks.
+def _committee(n: int, f: int, t: int) -> tuple[int, int]:
+    """Size and quorum of the smallest committee of which two lists cannot both have a quorum.
 
-    Except with probability `_PART`, at most c members of the committee collude. Of two lists, one has the signatures of
-    at most half of the honest members, so at most (size + c) / 2 with those of the colluders. At most that many of the
-    signatures that a client receives are valid, and it verifies some at random.
+    Except with probability `_PART`, at most c members of the committee collude. Two lists with more than (size + c) / 2
+    signatures each would have more than c signers in common, so an honest member would have signed both.
     """
     from scipy.stats import hypergeom
 
-    size = min(n, _COMMITTEE)
-    colluding = int(hypergeom.isf(_PART, n, t, size)) + 1
-    assert hypergeom.sf(colluding, n, t, size) <= _PART
-    quorum = size - int(hypergeom.isf(1e-9, n, f, size)) - 1
-    good = (size + colluding) // 2
-    if good >= quorum:
-        raise _too_many(n, f, t)
-    return size, quorum, lambda checked: math.comb(good, checked) / math.comb(quorum, checked)
+    for size in range(3, n + 1):
+        colluding = min(t, int(hypergeom.isf(_PART, n, t, size)) + 1)
+        missing = min(f, int(hypergeom.isf(_LOST_QUORUM, n, f, size)) + 1)
+        assert hypergeom.sf(colluding, n, t, size) <= _PART
+        quorum = (size + colluding) // 2 + 1
+        if size - missing >= quorum:
+            return size, quorum
+    raise _too_many(n, f, t)
 
 
-def _opened(n: int, t: int, holders: int, threshold: int, passed: float) -> float:
-    """Bound on the probability that some client has `threshold` bad holders: colluding, or deceived in this round.
+def _opened(n: int, t: int, holders: int, threshold: int) -> float:
+    """Bound on the probability that `threshold` holders of some client collude.
 
-    The slots of one order are drawn without replacement; orders and deceptions are independent. So the number of bad
-    holders is at most a binomial one in the convex order, and Chernoff's bound for the binomial applies.
+    The slots of one order are drawn without replacement, and orders are independent. So the number of bad holders is at
+    most a binomial one in the convex order, and Chernoff's bound for the binomial applies.
     """
-    bad = t / (n - 1) + passed
+    bad = t / (n - 1)
     needed = threshold / holders
     if needed <= bad:
         return 1.0

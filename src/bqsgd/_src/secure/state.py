@@ -23,55 +23,42 @@ from bqsgd._src.storage import one_at_a_time, read_regular, write_atomic
 
 _FILE = struct.Struct("<4sHQ")
 _MAGIC = b"BQSS"
-_VERSION = 1
+_VERSION = 2
 _MAX_FILE = 1 << 30
+_MOST_RUNS = 8
+"""The runs of which a folder keeps a client's state. In others the client sits out the rest of a key batch."""
 _Value = TypeVar("_Value")
 _unhex = bytes.fromhex
 
 
 @dataclass
-class Secrets:
-    """The secrets of a client for one round."""
-
-    self_seed: bytes
-    mask_seed: bytes
-    noise_seeds: list[bytes]
-
-
-@dataclass
 class RoundState:
-    """What a client has answered in a round after it masked its vector.
-
-    check: the secret randomness that decides which signatures are verified on a sparse graph. refused: a forged
-    signature came, and the client reveals nothing in this round.
-    """
+    """What a client has answered in a round after it masked its vector."""
 
     survivors: tuple[int, ...] | None = None
     signature: bytes = b""
     unmasking: bytes = b""
-    refused: bool = False
-    check: bytes = b""
 
 
 @dataclass
 class BatchState(KeyBatch):
     """What a client knows about a key batch.
 
-    keys: this client's Keys message. secrets: by round. peers: the holders whose keys came. pairs: for each mask
-    neighbour, the concatenated keys of the common masks. bundle, share_bundle: digests of the server's messages, by
-    which the client notices a second, different one. shares, statement: this client's answers. held: the shares that
-    came, by sender; the senders are the partners of the batch. strangers: for each of them, the mask neighbours with
-    which it shares no mask. rounds: those that were masked.
+    keys: this client's Keys message. secrets: by round, the seed from which its other secrets follow. peers: the
+    holders whose keys came. pairs: for each mask neighbour, the concatenated secrets of the common masks. bundle,
+    share_bundle: digests of the server's messages, by which the client notices a second, different one. shares,
+    statement: this client's answers. partners: the peers that have shown that they know this client's keys. strangers:
+    for each of them, the mask neighbours with which it shares no mask. rounds: those that were masked.
     """
 
     keys: bytes
-    secrets: dict[int, Secrets]
+    secrets: dict[int, bytes]
     peers: dict[int, Keys] = field(default_factory=dict)
     pairs: dict[int, bytes] = field(default_factory=dict)
     bundle: bytes = b""
     shares: bytes = b""
     share_bundle: bytes = b""
-    held: dict[int, bytes] = field(default_factory=dict)
+    partners: frozenset[int] = frozenset()
     statement: bytes = b""
     strangers: dict[int, frozenset[int]] | None = None
     rounds: dict[int, RoundState] = field(default_factory=dict)
@@ -81,10 +68,10 @@ class BatchState(KeyBatch):
         """SHA-256 of this client's Keys message."""
         return hashlib.sha256(self.keys).digest()
 
-    def mask_keys(self, round: int) -> dict[int, bytes]:
-        """For each mask neighbour the key of the common mask in this round."""
+    def at(self, stream: bytes, round: int) -> bytes:
+        """The piece for one round of a stream that has a piece for each round of the batch."""
         start = KEY_BYTES * (round - self.first_round)
-        return {client: keys[start : start + KEY_BYTES] for client, keys in self.pairs.items()}
+        return stream[start : start + KEY_BYTES]
 
     @property
     def complete(self) -> bool:
@@ -125,7 +112,7 @@ def _as_json(value: Any) -> Any:
             return [value.cohort, value.width]
         case BatchState():
             return vars(value)
-        case Secrets() | RoundState():
+        case RoundState():
             return list(vars(value).values())
     raise TypeError(f"{type(value).__name__} is not part of a client's state")
 
@@ -159,28 +146,22 @@ def _read_batch(fields: dict[str, Any], agreement: Agreement) -> BatchState:
         first_round=int(fields["first_round"]),
         count=int(fields["count"]),
         keys=_unhex(fields["keys"]),
-        secrets=_by_number(fields["secrets"], _read_secrets),
+        secrets=_by_number(fields["secrets"], _unhex),
         peers=_by_number(fields["peers"], lambda text: read_keys(_unhex(text), agreed)),
         pairs=_by_number(fields["pairs"], _unhex),
         bundle=_unhex(fields["bundle"]),
         shares=_unhex(fields["shares"]),
         share_bundle=_unhex(fields["share_bundle"]),
-        held=_by_number(fields["held"], _unhex),
+        partners=frozenset(fields["partners"]),
         statement=_unhex(fields["statement"]),
         strangers=None if strangers is None else _by_number(strangers, frozenset),
         rounds=_by_number(fields["rounds"], _read_round),
     )
 
 
-def _read_secrets(fields: list[Any]) -> Secrets:
-    self_seed, mask_seed, noise_seeds = fields
-    return Secrets(_unhex(self_seed), _unhex(mask_seed), [_unhex(seed) for seed in noise_seeds])
-
-
 def _read_round(fields: list[Any]) -> RoundState:
-    survivors, signature, unmasking, refused, check = fields
-    listed = None if survivors is None else tuple(survivors)
-    return RoundState(listed, _unhex(signature), _unhex(unmasking), bool(refused), _unhex(check))
+    survivors, signature, unmasking = fields
+    return RoundState(None if survivors is None else tuple(survivors), _unhex(signature), _unhex(unmasking))
 
 
 def _by_number(entries: dict[str, Any], read: Callable[[Any], _Value]) -> dict[int, _Value]:
@@ -268,6 +249,23 @@ class StateFile:
             write_atomic(self._counted, f"{step} {epoch}\n".encode())
             body = _FILE.pack(_MAGIC, _VERSION, step) + content
             write_atomic(self.path, body + hashlib.sha256(body).digest())
+
+    def forget(self, epoch: int) -> None:
+        """Delete the state and keep the epoch: the run is over, and nobody should find the secrets later."""
+        self.save(epoch, b"")
+        self.path.unlink(missing_ok=True)
+
+    def forget_oldest(self, pattern: str) -> None:
+        """If this state is not there yet, delete all but the newest states of other runs that match the pattern.
+
+        Their counts and epochs stay.
+        """
+        if self.path.exists():
+            return
+        found = [(path.stat().st_mtime, path) for path in self.path.parent.glob(pattern)]
+        for _, path in sorted(found)[: max(0, len(found) - _MOST_RUNS + 1)]:
+            with one_at_a_time(_lock_of(path)):
+                path.unlink(missing_ok=True)
 
     def load(self) -> tuple[int, bytes | None]:
         """The last epoch (-1 before the first), and the last state, or None if it is stale.

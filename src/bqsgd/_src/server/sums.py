@@ -4,13 +4,19 @@ The client's side is `client.client.Client`, which answers the messages of a sum
 the messages of both sides without reading them.
 
 Keys and secret shares are exchanged for a batch of rounds at once, or, with cohorts, for every round. A round then has
-three exchanges: model and masked vector, survivors and signature, certificate and unmasking. A client that does not
-answer one of them is missing from there on. If a round ends without a sum it is lost, but the clients that masked a
-vector have counted it in their ledgers; the next round begins with new keys.
+three exchanges: model and masked vector, survivors and signature, certificate and unmasking. A fourth one asks for
+shares of the survivors that did not answer the third, if there are any. A client that does not answer an exchange is
+missing from there on. If a round ends without a sum it is lost, but the clients that masked a vector have counted it in
+their ledgers; the next round begins with new keys.
+
+A client that reveals a wrong share is named in the log. What it lied about is evidence against it, but weak: the client
+whose secret it is may itself have given false corrections. So only a client that lied about more others than may lie
+themselves (t, at least one), or about its own secrets, is left out of the next key batches.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +24,7 @@ from dataclasses import dataclass, field
 from bqsgd._src.errors import SecureSumError
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
+from bqsgd._src.secure.masks import NO_MODEL
 from bqsgd._src.secure.messages import Bytes
 from bqsgd._src.secure.server import SumServer, Total
 from bqsgd._src.server.widths import Widths
@@ -26,6 +33,10 @@ from bqsgd._src.wire.reply import Reply
 Carry = Callable[[Mapping[int, bytes]], Iterable[Reply]]
 """An engine's exchange within one round: client -> message, to the replies."""
 _Take = Callable[[Bytes], object]
+_log = logging.getLogger("bqsgd.sums")
+LOST_SUMS = 3
+"""A run stops when this many sums in a row were lost after clients had counted them. The first may be chance, and after
+the second the liars that could be named are gone; another loss has a cause that the next round would have too."""
 
 
 @dataclass(kw_only=True)
@@ -74,16 +85,29 @@ class SumRounds:
         self.widths = widths
         self._ready: tuple[int, ...] = ()
         """The clients that have keys for this key batch; empty if new keys are needed."""
+        self._evidence: dict[int, set[int]] = {}
+        """Client -> the clients about whose secrets it has revealed something wrong."""
+        self.lost_in_a_row = 0
+        """The last sums that were lost although clients had counted them."""
 
-    def round(self, messages: Mapping[int, bytes], *, round: int, carry: Carry) -> SumOutcome:
-        """Run one round: send `messages` to every client that has keys, and add up what they reply."""
+    @property
+    def excluded(self) -> frozenset[int]:
+        """The clients that are not asked for keys any more."""
+        most = self.agreement.rule.liars
+        return frozenset(client for client, about in self._evidence.items() if client in about or len(about) > most)
+
+    def round(self, messages: Mapping[int, bytes], *, round: int, carry: Carry, model: bytes = NO_MODEL) -> SumOutcome:
+        """Run one round: send `messages` to every client that has keys, and add up what they reply.
+
+        model: digest of the model in the messages.
+        """
         outcome, started, waited = SumOutcome(), time.perf_counter(), 0.0
         try:
             named = self.agreement.rule.clients < len(self.agreement.roster.keys)
             if named or not self._ready or round > self._last_round:
                 self._begin_keys(outcome, round, carry, cohort=messages if named else None)
             server = self._server
-            server.open(round)
+            server.open(round, model=model)
             before = time.perf_counter()
             models = {client: messages[client] for client in self._ready}
             self._exchange(outcome, models, carry, self._take_masked(outcome))
@@ -91,6 +115,8 @@ class SumRounds:
             lists = server.survivor_lists()
             self._exchange(outcome, lists, carry, server.take_signature, [] if server.sparse else None)
             self._exchange(outcome, server.certificates(), carry, server.take_unmasking)
+            if silent := server.recoveries():
+                self._exchange(outcome, silent, carry, server.take_recovery)
             outcome.total = server.total()
             if self.widths is not None:
                 self.widths.observe(outcome.total, round=round)
@@ -98,6 +124,8 @@ class SumRounds:
         except SecureSumError as error:
             outcome.lost = str(error)
             self._ready = ()  # clients may have stopped at different exchanges; new keys start them all again
+        self.lost_in_a_row = self.lost_in_a_row + 1 if outcome.lost is not None and outcome.masked else 0
+        self._blame(round)
         outcome.seconds = time.perf_counter() - started - waited
         return outcome
 
@@ -106,6 +134,17 @@ class SumRounds:
         """The last round for which the key batch can be used."""
         last = self._server.last_round
         return last if self.widths is None else min(last, self.widths.last_round)
+
+    def _blame(self, round: int) -> None:
+        """Log what clients lied about in a round. Those that lied too often have no keys from now on."""
+        before = self.excluded
+        for client, about in self._server.blamed.items():
+            others = ", ".join(map(str, sorted(about)))
+            _log.warning("round %d: client %d revealed wrong shares of the secrets of client %s", round, client, others)
+            self._evidence.setdefault(client, set()).update(about)
+        for client in sorted(self.excluded - before):
+            _log.warning("round %d: client %d is left out from now on", round, client)
+            self._ready = ()
 
     def _begin_keys(self, outcome: SumOutcome, round: int, carry: Carry, *, cohort: Iterable[int] | None) -> None:
         """Exchange keys and secret shares for the rounds from this one on, under an epoch that was never used.
@@ -122,7 +161,14 @@ class SumRounds:
         rounds, width = min(most, self.rounds - round) if cohort is None else 1, None
         if self.widths is not None:
             width, rounds = self.widths.batch(round, most=rounds)
-        server.begin(epoch=self._epoch, first_round=round, rounds=rounds, cohort=cohort, width=width)
+        server.begin(
+            epoch=self._epoch,
+            first_round=round,
+            rounds=rounds,
+            cohort=cohort,
+            width=width,
+            without=self.excluded,
+        )
         self._exchange(outcome, server.requests(), carry, server.take_keys)
         self._exchange(outcome, server.key_bundles(), carry, server.take_shares)
         ready: list[int] = []

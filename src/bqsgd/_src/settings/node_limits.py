@@ -108,7 +108,13 @@ class NodeLimits:
                 raise InvalidParameter(f"{short_repr(key)} is not a limit of a node; did you mean {near[0]!r}?")
         values = {name: node_config[key] for key, name in known.items() if key in node_config}
         if "ledger_folder" in values:
-            values["ledger_folder"] = Path(str(values["ledger_folder"])).expanduser()
+            folder = str(values["ledger_folder"])
+            try:
+                values["ledger_folder"] = Path(folder).expanduser()
+            except RuntimeError as error:  # ~somebody who is not known here
+                raise InvalidParameter(f"ledger-folder={short_repr(folder)} names no folder: {error}") from error
+            if "\0" in folder:
+                raise InvalidParameter(f"ledger-folder={short_repr(folder)} has a null byte, which no path may have")
         return cls(**values)
 
     @classmethod
