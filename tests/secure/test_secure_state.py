@@ -298,6 +298,21 @@ def test_the_state_is_deleted_after_the_last_round_and_the_epoch_stays(tmp_path)
     assert request_keys(federation.clients[1], epoch=2)
 
 
+def test_a_process_that_dies_while_it_deletes_its_state_is_back_with_the_next_batch(tmp_path, monkeypatch):
+    agreed = agreed_on("full")
+    federation = Federation(agreed, seed=5)
+    federation.clients = anew = EveryTimeAnew(agreed, tmp_path)
+    anew.rounds = 1
+    federation.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(state.Path, "unlink", lambda path, missing_ok: None)
+        federation.sum(some_codes(agreed))
+    assert len(list(tmp_path.glob("*.state"))) == 4
+    with pytest.raises(WrongRound):
+        request_keys(anew[1], epoch=1)
+    assert request_keys(anew[1], epoch=2)
+
+
 def test_a_folder_keeps_the_states_of_few_runs(tmp_path):
     for run in range(12):
         file = StateFile(tmp_path / f"client-0001-{run:02}.sums")

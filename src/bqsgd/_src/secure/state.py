@@ -284,7 +284,8 @@ class StateFile:
         if len(body) < _FILE.size or hashlib.sha256(body).digest() != digest or body[:4] != _MAGIC:
             raise InvalidParameter(f"{self.path} is damaged; delete it, and the client sits out the current key batch")
         _, version, step = _FILE.unpack_from(body)
-        return epoch, body[_FILE.size :] if (version, step) == (_VERSION, self._step) else None
+        # Empty if the process ended within `forget`, before it deleted the file.
+        return epoch, body[_FILE.size :] or None if (version, step) == (_VERSION, self._step) else None
 
     def _last(self) -> tuple[int, int]:
         """(count, epoch) of the last save; -1 for both before the first."""
