@@ -19,7 +19,6 @@ from bqsgd._src.release import Release
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
-from bqsgd._src.secure.masks import NO_MODEL
 from bqsgd._src.secure.messages import Bytes
 from bqsgd._src.secure.noise_shares import encode_base
 from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster
@@ -165,7 +164,7 @@ def masked_vector(
     round: int,
     rng: NoiseSource,
     clamp: bool,
-    model: bytes = NO_MODEL,
+    model: bytes,
 ) -> bytearray:
     """The values with this client's part of the noise, under masks that cancel in the sum over the clients.
 

@@ -58,9 +58,13 @@ class RankSums:
         dimension: coordinates of a message.
         secure: roster and identity.
         seed: makes everything reproducible, and voids every claim.
+        told: digest of the model that rank 0 shared, and later also of all means that rank 0 has sent. Masks depend on
+            it, so a rank 0 that gives every rank a model of its own gets noise.
     """
 
-    def __init__(self, peers: Peers, *, plan: SumPlan, dimension: int, secure: SecureRanks, seed: int | None) -> None:
+    def __init__(
+        self, peers: Peers, *, plan: SumPlan, dimension: int, secure: SecureRanks, seed: int | None, told: bytes
+    ) -> None:
         roster = roster_of(secure.roster, peers.size)
         # Every rank adds a token to the name of the run, so a rank that restarts can never join a sum from before.
         token = (
@@ -84,6 +88,7 @@ class RankSums:
         if peers.rank == SERVER:
             widths = Widths(plan, dimension=dimension)
             self._rounds = SumRounds(agreement, rounds=_NO_END, key_rounds=_KEY_ROUNDS, widths=widths)
+        self.told = told
         self._longest = most_bytes(plan.rule, rounds=_KEY_ROUNDS) + 4 * dimension + _MOST_WORDS
 
     def mean(self, masked: Callable[[], bytearray | None], *, round: int) -> npt.NDArray[np.float32]:
@@ -115,7 +120,8 @@ class RankSums:
                 kind, content = channel.receive(most_bytes=self._longest)
                 yield _reply(channel.peer, content if kind is MessageKind.FRAME else None)
 
-        outcome = self._rounds.round(dict.fromkeys(range(self._peers.size), b"step"), round=round, carry=carry)
+        messages = dict.fromkeys(range(self._peers.size), b"step")
+        outcome = self._rounds.round(messages, round=round, carry=carry, model=self.told)
         if outcome.total is None:
             silent = "; ".join(f"rank {reply.client}: {reply.reason}" for reply in outcome.trouble.values())
             reason = f"{outcome.lost}; {silent}"
@@ -147,6 +153,7 @@ class RankSums:
             )
         if kind is not MessageKind.SUM or len(content) != 4 * self._dimension:
             raise InvalidParameter("rank 0 sent a message that is not the mean of a step")
+        self.told = hashlib.sha256(self.told + content).digest()
         mean = np.frombuffer(content, "<f4").astype(np.float32)
         # Rank 0 is not trusted, and NaN would destroy the model of this rank.
         if not bool(np.isfinite(mean).all()):

@@ -226,7 +226,7 @@ class Private:
             )
         # All ranks take the same number of steps in an epoch, because each step needs a frame from every rank.
         self.loader.steps = max(check_int("steps", each["steps"], 1, 2**40) for each in told)
-        self._peers.share(model)
+        self._shared = self._peers.share(model)
         self.rounds = epochs * len(self.loader)
         """Steps that the budget is planned for."""
         self.dropped = 0
@@ -481,7 +481,7 @@ class Private:
         charge = Charge(release=self.plan.release, round=step, last_round=max(self.rounds - 1, step))
         outlet: Outlet = partial(encode_frame, client=self._peers.rank, range=self.range, kept=self._kept)
         if self._sums is not None:
-            outlet = partial(masked_vector, self._sums.client, range=self.range)
+            outlet = partial(masked_vector, self._sums.client, range=self.range, model=self._sums.told)
         try:
             return self._sender.send(charge, outlet, lambda: self._mean(samples, step))
         except BudgetExhausted as reason:
@@ -529,6 +529,7 @@ class Private:
                     dimension=self._objective.dimension,
                     secure=self._secure,
                     seed=self._sources.seed,
+                    told=self._shared,
                 )
 
     def _frames_of(self, rank: int, note: dict[str, Any]) -> tuple[Mechanism, float]:
