@@ -329,7 +329,7 @@ def test_different_models_leave_noise_instead_of_a_sum(federation):
     """A server that sends one client a model of its own gets a vector in which that client's masks are left over."""
     federation.begin(rounds=3)
     codes = some_codes(federation.agreement)
-    same, other = dict.fromkeys(range(N), NO_MODEL), model_digest(np.ones(3, np.float32))
+    same, other = dict.fromkeys(range(N), NO_MODEL), model_digest(np.ones(3, np.float32), "")
     assert np.array_equal(federation.sum(codes, models=same).lanes, plain_sum(codes, range(N), 8))
     for round, apart in ((1, [CLIENT]), (2, [0, 1])):
         total = federation.sum(codes, round=round, models=same | dict.fromkeys(apart, other))

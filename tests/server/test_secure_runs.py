@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.sums import SumSetup
 from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.ledger import Ledger
@@ -339,3 +340,21 @@ def test_a_server_that_sends_one_client_another_model_gets_noise():
     # A model that differs in the last bit of each value has nearly the same gradients; without their masks in common
     # the sum would be the same but for rounding.
     assert np.abs(lied - honest).max() > 0.05
+
+
+def test_a_server_that_sends_the_other_clients_a_tiny_clip_gets_noise():
+    """Before, the sum was the gradient of the client that was left with the real one, and the planned noise."""
+    task = small_task()
+
+    def round_of(clip, **told):
+        with Run.start(task, settings(trials=0), force=True) as run:
+            for client in list(run.engine.clients.values())[1:] if clip else ():
+                config = client.config.but(clip_norm=clip)
+                client.objective = objective_of(config, client.model, task.loss_fn, task.forward)
+                client.config = config.but(**told)
+            next(run.rounds())
+            return run.model
+
+    alone = round_of(1e-9, clip_norm=1.0)
+    assert 0 < np.abs(alone).max() < 0.1
+    assert np.abs(round_of(1e-9) - alone).max() > 0.1

@@ -502,7 +502,7 @@ def run_round(
             server.take(reply)
     else:
         carry = partial(_exchanged, server, engine)
-        model = model_digest(server.model)
+        model = model_digest(server.model, server.config.summed)
         server.receive_sum(sums.round(messages, round=server.round, carry=carry, model=model))
     record = server.close_round()
     seconds = dict(engine.seconds())

@@ -221,7 +221,8 @@ class Client:
             )
             if self.sums is not None:
                 check_noise(self.sums, charge.release, seeded=self.sources.seeded)
-                outlet = partial(masked_vector, self.sums, range=self.range, model=model_digest(model))
+                digest = model_digest(model, self.config.summed)
+                outlet = partial(masked_vector, self.sums, range=self.range, model=digest)
             self._prepare(model)
             self._look_first(charge)
             self._follow_schedule(charge)

@@ -76,9 +76,11 @@ def self_key(seed: bytes, session: bytes, *, client: int, round: int) -> bytes:
     return derive(seed, "self-mask", session, client, round)[:KEY_BYTES]
 
 
-def model_digest(model: npt.NDArray[np.float32]) -> bytes:
-    """What the masks of a round depend on: SHA-256 of the model's float32 values."""
-    return hashlib.sha256(np.ascontiguousarray(model, dtype="<f4").tobytes()).digest()
+def model_digest(model: npt.NDArray[np.float32], settings: str) -> bytes:
+    """What the masks of a round depend on: SHA-256 of the model's float32 values, and of the settings as text that
+    decide what a client makes of it (`Config.summed`)."""
+    values = np.ascontiguousarray(model, dtype="<f4").tobytes()
+    return hashlib.sha256(hashlib.sha256(settings.encode()).digest() + values).digest()
 
 
 def pair_keys(secrets: Sequence[bytes], session: bytes, *, round: int, model: bytes) -> list[bytes]:

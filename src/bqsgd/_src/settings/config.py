@@ -7,6 +7,7 @@ the table of its group.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -516,6 +517,15 @@ class Config:
         averaged = clip.scales and self.privacy.unit == Unit.SAMPLE
         return min(bound, 4 * clip.norm / self.privacy.batch_size) if averaged else bound
 
+    @property
+    def summed(self) -> str:
+        """The settings that decide what a client adds to a secure sum, as JSON with sorted names.
+
+        Masks depend on them, as on the model: clients that were sent other ones would stand out in a sum.
+        """
+        flat = self.flat() | {"range": self.range}
+        return json.dumps({name: flat[name] for name in _SUMMED}, sort_keys=True, separators=(",", ":"))
+
     @classmethod
     def of(cls, **values: Any) -> Config:
         """Build from the settings' own names, whatever their group. An unknown name is refused, never ignored."""
@@ -547,5 +557,9 @@ class Config:
         return cls.of(**read_tables(CONFIG_GROUPS, tables))
 
 
+_SUMMED = (
+    "unit", "sampling", "batch_size", "rate", "levels", "clip", "clip_bound", "clip_norm", "range", "local_steps",
+    "local_learning_rate", "one_in", "packed_rows", "method",
+)  # fmt: skip
 CONFIG_GROUPS: dict[str, type[Group]] = {group.name: group.default_factory for group in fields(Config)}  # type: ignore[misc]
 """Table of config.toml -> its group."""
