@@ -3,7 +3,8 @@
 python -m experiments.frontier.digits_range  # writes results/digits_range.json
 
 There is no preset for `digits` to compare with: this is `bqsgd train --dataset digits`, with and without `--range`. The
-noise is seeded so that the sweep can be repeated (no privacy claim).
+noise is seeded so that the sweep can be repeated (no privacy claim). Half the range has half the levels and as many
+trials: the same step, so the runs are the same bit for bit as long as no mean is clamped.
 """
 
 from __future__ import annotations
