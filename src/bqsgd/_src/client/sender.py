@@ -3,7 +3,8 @@
 `Client` (a client of a run), `private.Private` (a loop of your own) and the DDP hook all send through this class. To
 check that their messages are private, check three things here:
 
-1. The spend is durable in the ledger before gradients are computed. A client of a run reads no sample before it; the
+1. The spend is durable in the ledger before gradients are computed. A client of a run reads no sample for a message
+   before it (`client.data_check` looks at the data before the first spend, and tells only the client's own log); the
    loader of a private loop and the caller of the DDP hook have drawn and read their batch by then.
 2. After the spend nothing depends on the data except through the mechanism: no error, no warning, no order of random
    draws, no Ctrl-C. The caller raises what the model and the settings alone would raise before it calls `send`.
