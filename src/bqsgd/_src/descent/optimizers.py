@@ -1,7 +1,9 @@
 """Server optimizers (pure init/update pairs on flat float64 arrays), learning-rate schedules, and the model's average.
 
 `init(d)` returns the first state; `update(state, gradient, ...)` returns the next state and the step to subtract from
-the model. A state is a dictionary of arrays, so that a checkpoint can store it without pickling.
+the model. A state is a dictionary of arrays, so that a checkpoint can store it without pickling. Clients that repeat
+the server's steps are sent its arrays one after another ("Memory" in docs/wire.md): `update` keeps the names and the
+order of `init`, and `memory_size` is how many numbers they hold together.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Adam:
 
 
 def optimizer_of(settings: ServerSettings) -> Sgd | Adam:
-    """The optimizer that the settings name."""
+    """The optimizer that the settings name. Every word of `ServerSettings.optimizer` but sgd means Adam here."""
     if settings.optimizer == "sgd":
         return Sgd(momentum=settings.momentum)
     return Adam(subtract_noise=settings.subtract_noise)

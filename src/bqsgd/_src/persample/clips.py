@@ -1,7 +1,9 @@
 """The clips of one sample's gradient: what each does to a gradient, and the sensitivity that gives the mean.
 
-All that is particular to a clip is in its class: the accountant reads `sensitivity`, the sum of clipped gradients reads
-`bounds`, `clamp` and `weights`, and a client's whole update goes through `clipped`. A new clip is a new class here.
+What a clip does is in its class: the accountant reads `sensitivity`, the sum of clipped gradients reads `bounds`,
+`clamp` and `weights`, and a client's whole update goes through `clipped`. Settings know a clip by a word, not by its
+class, and `BatchMean` is a case of its own in `gradients.py` and `client/objective.py`: docs/architecture.md lists what
+a new clip needs besides its class.
 
 Key: C bound of a coordinate, C2 Euclidean bound, L public batch size, R range of the encoder, g a sample's gradient.
 """
@@ -94,7 +96,10 @@ class Clip(ABC):
         return None
 
     def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> _Vector | None:
-        """(batch,) factor of each sample, at most 1, from the norms of all its parameters; None where all are 1."""
+        """(batch,) factor of each sample, at most 1, from the norms of all its parameters; None where all are 1.
+
+        grid: of the first parameter tensor; a clip that reads it has one bound for all. coordinates: in the message.
+        """
         return None
 
     def of_share(self, share: float) -> Clip:
