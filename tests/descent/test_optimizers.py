@@ -107,3 +107,12 @@ def test_refusals():
         ServerSettings(optimizer="lion")
     adam = optimizers.optimizer_of(ServerSettings(optimizer="adam", subtract_noise=True))
     assert adam == optimizers.Adam(subtract_noise=True)
+
+
+def test_every_word_has_an_optimizer_of_its_own():
+    made = [optimizers.optimizer_of(ServerSettings(optimizer=word)) for word in ("sgd", "adam")]
+    assert [type(each).__name__ for each in made] == ["Sgd", "Adam"]
+    settings = ServerSettings()
+    object.__setattr__(settings, "optimizer", "adagrad")  # a word that was added to the settings alone
+    with pytest.raises(InvalidParameter, match="adagrad"):
+        optimizers.optimizer_of(settings)

@@ -97,10 +97,14 @@ class Adam:
 
 
 def optimizer_of(settings: ServerSettings) -> Sgd | Adam:
-    """The optimizer that the settings name. Every word of `ServerSettings.optimizer` but sgd means Adam here."""
-    if settings.optimizer == "sgd":
-        return Sgd(momentum=settings.momentum)
-    return Adam(subtract_noise=settings.subtract_noise)
+    """The optimizer that the settings name; every word of `ServerSettings.optimizer` has a case here."""
+    match settings.optimizer:
+        case "sgd":
+            return Sgd(momentum=settings.momentum)
+        case "adam":
+            return Adam(subtract_noise=settings.subtract_noise)
+        case name:
+            raise InvalidParameter(f"optimizer {name!r} has no class; use sgd or adam")
 
 
 def schedule(name: str, *, round: int, rounds: int) -> float:
