@@ -123,17 +123,15 @@ def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
     rows = [points[name] if len(points[name]["accuracies"]) == 5 else points[f"{name}-one-in-1"] for name in QUOTED]
     for row in rows:
         assert f"{100 * row['mean']:.2f} %" in text
-    four, many = (
-        [row["bits_measured"] for row in rows if row["secure"] and row["clients"] == clients] for clients in (4, 1000)
-    )
-    assert f"in {round(max(four))} bits per coordinate" in text
-    assert f"in {round(max(many))} bits." in text
-    thin = [points[name]["bits_measured"] for name in ("mnist-eps3-sums", "fashion-eps3-sums")]
-    assert "0.4 to 1 bits in sums over four clients" in text
-    assert 0.35 < min(thin) < max(thin) < 1.0
-    thin = [points[name]["bits_measured"] for name in ("mnist-eps3", "fashion-eps3", "mnist-eps1", "fashion-eps3-100")]
-    assert "0.1 to 0.4 bits where each message is seen" in text
-    assert 0.095 < min(thin) < max(thin) < 0.45
+    bits = {row["point"]: row["bits_measured"] for row in rows}
+    assert f"in **{bits['mnist-eps3-sums']:.2f} bits** per coordinate of the model" in text
+    assert f"in {bits['fashion-eps3-sums']:.2f} bits, CIFAR-10" in text
+    assert f"without other data, in {round(bits['cifar10-eps3-sums'])} bits." in text
+    assert f"in {round(bits['cifar10-imagenet-eps059-sums'])} bits." in text
+    assert f"in **{bits['mnist-eps3-4bit']:.2f} bits**" in text
+    assert f"in {bits['mnist-eps3-100']:.2f} bits;" in text
+    assert f"or {points['fashion-eps3']['bits_measured']:.2f} bits at about the same accuracy" in text
+    assert abs(points["fashion-eps3"]["mean"] - points["fashion-eps3-one-in-1"]["mean"]) < 0.002
 
 
 def test_pages_say_that_the_sums_withstand_no_colluding_client(table: dict[str, Any]) -> None:
