@@ -206,7 +206,7 @@ def both_shares_revealed(runs: SumRuns, seed: int, values: Mapping[int, Values])
     The noise that is in one sum and not in the other comes from seeds that were revealed.
     """
     agreement, rng = runs.agreement(values[VICTIM].size), runs.source(seed)
-    noise = agreement.noise
+    noise, run = agreement.noise, agreement.run_digest
     codes = {client: runs.encoded(held, trials=noise.cuts[0], rng=rng) for client, held in values.items()}
     whole, without = Sum(agreement, seed), Sum(agreement, seed)
     total = whole.run(codes).total
@@ -218,8 +218,10 @@ def both_shares_revealed(runs: SumRuns, seed: int, values: Mapping[int, Values])
         first = noise.first_unneeded(len(total.survivors), total.survivors.index(client))
         last = noise.first_unneeded(len(rest.survivors), rank)
         seeds = [read_parts(sums.said[client][-1], agreement, Kind.UNMASKING).own for sums in (whole, without)]
-        noise.add_from(first, seeds[0], lanes, agreement.run_digest, subtract=True)
-        noise.add_from(last, seeds[1], lanes, agreement.run_digest)
+        about = {"client": client, "round": 0}
+        chains = [noise.chain(part, s, run, **about) for part, s in zip((first, last), seeds, strict=True)]
+        noise.add_parts(first, chains[0], lanes, run, subtract=True)
+        noise.add_parts(last, chains[1], lanes, run)
     modulus = 1 << runs.plan.width
     return (total.lanes.astype(np.int64) - lanes.astype(np.int64)) % modulus
 

@@ -87,8 +87,11 @@ class Federation:
         stated: Collection[int] | None = None,
         cohort: Collection[int] | None = None,
         width: int | None = None,
+        without: Collection[int] = (),
     ) -> None:
-        self.server.begin(epoch=epoch, first_round=first_round, rounds=rounds, cohort=cohort, width=width)
+        self.server.begin(
+            epoch=epoch, first_round=first_round, rounds=rounds, cohort=cohort, width=width, without=without
+        )
         for number, request in self.server.requests().items():
             if keys is None or number in keys:
                 self.server.take_keys(self.clients[number].answer(request))
@@ -97,7 +100,7 @@ class Federation:
                 self.server.take_shares(self.clients[number].shares(bundle))
         for number, bundle in self.server.share_bundles().items():
             statement = self.clients[number].take_shares(bundle)
-            if self.server.sparse and (stated is None or number in stated):
+            if statement and (stated is None or number in stated):
                 self.server.take_partners(statement)
         for number, bundle in self.server.partner_bundles().items() if self.server.sparse else ():
             self.clients[number].take_partners(bundle)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, request_keys, some_codes
 
-from bqsgd._src.errors import BadSecureMessage, BadShares, InvalidParameter, ReplacedKeys, WrongSession
+from bqsgd._src.errors import BadSecureMessage, InvalidParameter, ReplacedKeys, TooFewClients, WrongSession
 from bqsgd._src.secure import masks, messages
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import HEADER_BYTES, Kind, SumHeader
@@ -105,7 +105,7 @@ def test_clients_with_different_widths_find_no_partner(federation):
     for receiver in range(N):
         header = SumHeader(kind=Kind.SHARE_BUNDLE, epoch=1, round=0, client=receiver)
         parts = {number: said.parts[receiver] for number, said in sealed.items() if number != receiver}
-        with pytest.raises(BadShares):
+        with pytest.raises(TooFewClients):
             federation.clients[receiver].take_shares(messages.write_parts(header, told[receiver], parts))
         assert not federation.clients[receiver].ready(0)
 

@@ -148,7 +148,8 @@ def test_a_secret_opens_although_holders_lie(shares, threshold, liars):
     secret, points = rng.bytes(16), list(range(1, shares + 1))
     good = shared(secret, points, threshold, rng)
     base = list(range(threshold))
-    agreed = {"points": base, "check": check_of(extend({p: good[p] for p in points[:threshold]}, base))}
+    check = check_of(extend({p: good[p] for p in points[:threshold]}, base), about=b"this secret")
+    agreed = {"points": base, "check": check, "about": b"this secret"}
     for trial in range(5):
         wrong = rng.choice(points, liars, replace=False).tolist()
         # Whole shares, or a single byte of them.
@@ -157,13 +158,15 @@ def test_a_secret_opens_although_holders_lie(shares, threshold, liars):
         assert extend(found, points) == [good[point] for point in points]
     with pytest.raises(BadShares):
         good_shares({p: rng.bytes(16) for p in points}, threshold=threshold, **agreed)
+    with pytest.raises(BadShares):
+        good_shares(good, threshold=threshold, **agreed | {"about": b"another one"})
 
 
 def test_the_tries_of_a_secret_that_does_not_open_are_bounded(monkeypatch):
     rng, tried = np.random.default_rng(1), []
-    monkeypatch.setattr(sharing, "check_of", tried.append)
+    monkeypatch.setattr(sharing, "check_of", lambda values, about: tried.append(values))
     with pytest.raises(BadShares):
-        good_shares({p: rng.bytes(16) for p in range(1, 41)}, threshold=20, points=[0], check=bytes(16))
+        good_shares({p: rng.bytes(16) for p in range(1, 41)}, threshold=20, points=[0], check=bytes(16), about=b"")
     assert 1000 < len(tried) <= 5002
 
 

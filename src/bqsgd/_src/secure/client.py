@@ -42,7 +42,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from bqsgd._src.errors import (
     BadSecureMessage,
-    BadShares,
     ConflictingSurvivors,
     ForeignClient,
     InvalidParameter,
@@ -265,28 +264,29 @@ class SumClient:
         own = row_through(self_shares, threshold=threshold, secret=self_seeds)
         # There is nothing that the mask seed must equal, so it is whatever the polynomial says.
         mask = row_through(mask_shares, threshold=threshold)
-        about = []
+        made = []
         for number in batch.secrets:
             cut, wrapped = partial(batch.at, round=number), b""
+            about = partial(batch.about, client=self.number, round=number)
             if batch.agreement.rule.sparse is not None:
                 pairs = b"".join(map(cut, batch.pairs.values()))
                 wrapped = masks.xor(pairs, masks.keystream(cut(mask.secret), len(pairs)))
-            made = Corrections(
-                seed_check=check_of([cut(self_seeds)]),
-                self_check=check_of(map(cut, own.base)),
-                mask_check=check_of(map(cut, mask.base)),
+            corrections = Corrections(
+                seed_check=check_of([cut(self_seeds)], about=about("seed-check")),
+                self_check=check_of(map(cut, own.base), about=about("self-check")),
+                mask_check=check_of(map(cut, mask.base), about=about("mask-check")),
                 self_shares={point: cut(stream) for point, stream in own.differ.items()},
                 mask_shares={point: cut(stream) for point, stream in mask.differ.items()},
                 wrapped=wrapped,
             )
-            about.append(made.pack())
-        return b"".join(about)
+            made.append(corrections.pack())
+        return b"".join(made)
 
     def _chain(self, round: int, part: int = 0) -> list[bytes]:
         """The seeds of this client's noise from a part on; the last one is its self seed."""
         batch = self._current()
-        noise, session = batch.agreement.noise, batch.agreement.run_digest
-        return noise.chain(0, batch.secrets[round], session)[part:]
+        noise, run = batch.agreement.noise, batch.agreement.run_digest
+        return noise.chain(0, batch.secrets[round], run, client=self.number, round=round)[part:]
 
     def _mask_shares(self, client: int, *, sender: bool) -> bytes:
         """The derived shares, one for each round, that a client holds of this one's mask seeds; or, unless `sender`,
@@ -314,12 +314,12 @@ class SumClient:
         """Learn which peers have sent their shares. Those that show a good tag are the partners of this batch.
 
         A good tag was made by a client that knew this client's fresh nonce, so the server cannot replay keys of an
-        earlier batch. On a sparse graph the answer tells the holders of this client's shares with which clients it
-        shares masks; otherwise it is empty.
+        earlier batch. A peer whose tag is wrong counts like one whose tag did not come: it is no partner. On a sparse
+        graph the answer tells the partners with which clients this client shares masks. On a full graph it is empty if
+        all tags were right; otherwise it tells the server which ones were.
 
         Raises:
-            BadShares: a tag is wrong.
-            TooFewClients: too few clients sent shares.
+            TooFewClients: too few clients sent good tags.
         """
         batch, digest = self._current(), hashlib.sha256(bundle).digest()
         rule = batch.agreement.rule
@@ -331,33 +331,28 @@ class SumClient:
             return batch.statement
         tags = messages.read_parts(bundle, batch.agreement, Kind.SHARE_BUNDLE)
         self._check(tags.header)
-        for client, tag in tags.parts.items():
-            if client not in batch.peers:
-                raise ForeignClient(f"a tag of client {client}, whose keys were not in the key bundle")
-            self._check_tag(tag, self._channel("confirm", client, sender=False), client)
-        if len(tags.parts) < rule.partners:
-            raise TooFewClients(f"{len(tags.parts)} other clients sent shares, {rule.partners} are needed")
-        batch.partners, batch.share_bundle = frozenset(tags.parts), digest
-        if rule.sparse is not None:
+        if foreign := tags.parts.keys() - batch.peers.keys():
+            raise ForeignClient(f"a tag of client {min(foreign)}, whose keys were not in the key bundle")
+        # Skipped, not refused with the whole bundle: otherwise one client could stop the key batch of all.
+        good = {c for c, tag in tags.parts.items() if _is_tag(tag, self._channel("confirm", c, sender=False))}
+        if len(good) < rule.partners:
+            raise TooFewClients(f"{len(good)} other clients sent shares with a good tag, {rule.partners} are needed")
+        batch.partners, batch.share_bundle = frozenset(good), digest
+        if rule.sparse is not None or good != tags.parts.keys():
             bits = messages.bits_of(batch.agreement.graph.masks(self.number), batch.partners)
             stated = {
                 client: self._channel("partners", client, bits, sender=True)[: messages.TAG_BYTES]
-                for client in batch.partners
+                for client in (batch.partners if rule.sparse is not None else ())
             }
             batch.statement = messages.write_parts(self._header(Kind.PARTNERS), batch.agreement, stated, own=bits)
         self._remember()
         return batch.statement
 
-    def _check_tag(self, tag: bytes, expected: bytes, client: int) -> None:
-        # In constant time: a forger must not learn how many bytes of a tag were right.
-        if not hmac.compare_digest(expected[: messages.TAG_BYTES], tag):
-            raise BadShares(f"the tag of client {client} is wrong: made for other keys, or changed")
-
     def take_partners(self, bundle: Bytes) -> bytes:
         """On a sparse graph: learn the mask partners of each client whose shares are held here. The answer is empty.
 
-        Raises:
-            BadShares: a statement was not made by the client that it names.
+        A statement with a wrong tag counts like one that did not come: this client reveals no share of the self seed of
+        the client that it names.
         """
         batch = self._current()
         if not batch.share_bundle or batch.agreement.rule.sparse is None:
@@ -369,7 +364,8 @@ class SumClient:
             tag, bits = part[: messages.TAG_BYTES], part[messages.TAG_BYTES :]
             if client not in batch.partners:
                 raise ForeignClient(f"a statement of client {client}, whose shares this client does not hold")
-            self._check_tag(tag, self._channel("partners", client, bits, sender=False), client)
+            if not _is_tag(tag, self._channel("partners", client, bits, sender=False)):
+                continue
             near = batch.agreement.graph.masks(client)
             strangers[client] = frozenset(near).difference(messages.chosen_of(bits, near))
         if batch.strangers is not None and batch.strangers != strangers:
@@ -404,9 +400,10 @@ class SumClient:
         batch.rounds[round] = RoundState()
         self._remember()
         lanes = codes.astype(masks.lane_type(agreed.width))
-        agreed.noise.add_from(0, batch.secrets[round], lanes, agreed.run_digest)
+        chain = self._chain(round)
+        agreed.noise.add_parts(0, chain, lanes, agreed.run_digest)
         scratch = masks.scratch_for(lanes)
-        key = masks.self_key(self._chain(round)[-1], agreed.session, client=self.number, round=round)
+        key = masks.self_key(chain[-1], agreed.session, client=self.number, round=round)
         masks.add_mask(lanes, key, scratch=scratch)
         # A neighbour whose shares did not come does not add the common mask either.
         secrets = {client: batch.at(own, round) for client, own in batch.pairs.items() if client in batch.partners}
@@ -550,3 +547,8 @@ class SumClient:
         if header.round not in batch.rounds:
             raise WrongRound(f"round {header.round} of this batch has not been masked by client {self.number}")
         return batch.rounds[header.round]
+
+
+def _is_tag(tag: bytes, expected: bytes) -> bool:
+    # In constant time: a forger must not learn how many bytes of a tag were right.
+    return hmac.compare_digest(expected[: messages.TAG_BYTES], tag)

@@ -100,6 +100,11 @@ class KeyBatch:
         first, rounds = (self.first_round, self.count) if round is None else (round, 1)
         return SumHeader(kind=kind, epoch=self.epoch, round=first, rounds=rounds, client=client)
 
+    def about(self, purpose: str, *, client: int, round: int) -> bytes:
+        """Names one secret of one client in one round: the first bytes of what its check is a digest of."""
+        named = struct.pack("<QQQ", self.epoch, client, round)
+        return f"bqsgd.secure.{purpose}.v3".encode() + b"\x00" + self.agreement.session + named
+
     def check(self, header: SumHeader, round: int | None = None) -> None:
         """Raise WrongRound unless a message belongs to this round, or, without `round`, to the whole batch."""
         expected = self.header(header.kind, header.client, round=round)
@@ -280,9 +285,8 @@ class Corrections:
     through the derived shares of the first holders; the others' differ from it by a correction (`sharing`).
 
     seed_check: identifies the self seed. self_check, mask_check: identify the polynomials of the self seed and of the
-    mask seed. self_shares, mask_shares: holder -> correction,
-    for the holders that need one. wrapped: on a sparse graph, the secrets of the pairs that share masks, hidden by the
-    mask seed.
+    mask seed. self_shares, mask_shares: holder -> correction, for the holders that need one. wrapped: on a sparse
+    graph, the secrets of the pairs that share masks, hidden by the mask seed.
     """
 
     seed_check: bytes
@@ -307,7 +311,7 @@ class Parts:
     not needed begins a chain that ends with its self seed (`noise_shares`). Otherwise empty.
 
     parts: in KEY_BUNDLE, Keys messages. In SHARES and SHARE_BUNDLE, a tag by which the receiver knows that the sender
-    has its fresh keys. In PARTNERS, a tag on the bitmap for each holder of the sender's shares. In PARTNER_BUNDLE, tag
+    has its fresh keys. In PARTNERS, on a sparse graph, a tag on the bitmap for each partner. In PARTNER_BUNDLE, tag
     and bitmap by sender. In UNMASKING, a share of the mask seed of each missing client. In RECOVERY, a share of the
     self seed of each survivor that the server asked about.
     """

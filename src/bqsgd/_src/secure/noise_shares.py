@@ -18,6 +18,7 @@ With t = 0 the sum has exactly M.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,18 +82,21 @@ class NoiseParts:
         per_client, extra = divmod(self.total, survivors - self.rule.colluders)
         return survivors * per_client + (self.rule.colluders + extra if extra else 0)
 
-    def chain(self, part: int, seed: bytes, session: bytes) -> list[bytes]:
-        """The seeds from `seed`, that of part `part`, to the last one, which is the self seed."""
+    def chain(self, part: int, seed: bytes, run: bytes, *, client: int, round: int) -> list[bytes]:
+        """The seeds from `seed`, that of part `part`, to the last one, which is the self seed. run: the run's digest.
+
+        Later seeds become public. Client and round are hashed too, so that a guess can be compared with one chain only.
+        """
         seeds = [seed]
         for _ in range(part, self.parts):
-            seeds.append(derive(seeds[-1], "noise-chain", session)[: len(seed)])
+            seeds.append(derive(seeds[-1], "noise-chain", run, client, round)[: len(seed)])
         return seeds
 
-    def add_from(self, part: int, seed: bytes, total: Lanes, session: bytes, *, subtract: bool = False) -> None:
-        """Add part `part` and all later ones to `total` (or subtract them), in place; `seed` is that of `part`."""
-        for index, part_seed in enumerate(self.chain(part, seed, session)[:-1], start=part):
+    def add_parts(self, part: int, seeds: Sequence[bytes], total: Lanes, run: bytes, *, subtract: bool = False) -> None:
+        """Add part `part` and all later ones to `total` (or subtract them), in place; `seeds` is their `chain`."""
+        for index, part_seed in enumerate(seeds[:-1], start=part):
             # Not `seeded`: the key is secret until the client reveals it, and then the noise is taken out of the sum.
-            rng = NoiseSource(derive(part_seed, "noise", session, index), seeded=False)
+            rng = NoiseSource(derive(part_seed, "noise", run, index), seeded=False)
             add_binomial(total, self.cuts[index + 1] - self.cuts[index], rng, subtract=subtract)
 
 

@@ -4,7 +4,8 @@
     server.begin(epoch=1, first_round=0, rounds=20)
     for answer in send(server.requests()): server.take_keys(answer)
     for answer in send(server.key_bundles()): server.take_shares(answer)
-    send(server.share_bundles())
+    for answer in send(server.share_bundles()): server.take_partners(answer) # empty if all tags were right
+    if server.to_leave_out(): ...                             # begin again without these
     server.open(round)                                        # each round
     for vector in receive(): server.take_masked(vector)
     for answer in send(server.survivor_lists()): server.take_signature(answer)
@@ -63,7 +64,8 @@ class _Batch(KeyBatch):
 
     invited: the clients that are asked for keys. keys, shares, statements: what came, by client. peers: for each client
     that sent keys, its holders that did so too; None as long as keys may come. partners: for each client that sent
-    shares, the clients with which it exchanged them; None as long as shares may come.
+    shares, the clients with which it exchanged them; None as long as shares may come. refused: client -> those of its
+    partners whose tags it says are wrong.
     """
 
     invited: tuple[int, ...]
@@ -71,6 +73,7 @@ class _Batch(KeyBatch):
     peers: dict[int, frozenset[int]] | None = None
     shares: dict[int, Parts] = field(default_factory=dict)
     partners: dict[int, frozenset[int]] | None = None
+    refused: dict[int, frozenset[int]] = field(default_factory=dict)
     statements: dict[int, Parts] = field(default_factory=dict)
 
 
@@ -233,7 +236,8 @@ class SumServer:
         return self._bundles(Kind.SHARE_BUNDLE, tags)
 
     def take_partners(self, message: Bytes) -> None:
-        """On a sparse graph: take a client's statement of its partners."""
+        """Take a client's statement of its partners: of every client on a sparse graph; on a full graph of one that
+        found a wrong tag in its bundle."""
         batch = self._current()
         statement = messages.read_parts(message, batch.agreement, Kind.PARTNERS)
         batch.check(statement.header)
@@ -241,9 +245,46 @@ class SumServer:
         if batch.partners is None or client not in batch.partners:
             raise WrongRound(f"client {client} states its partners but sent no shares")
         near = batch.agreement.graph.masks(client)
-        if set(messages.chosen_of(statement.own, near)) != batch.partners[client].intersection(near):
+        masked_with = frozenset(messages.chosen_of(statement.own, near))
+        stated = frozenset(statement.parts) if self.sparse else masked_with
+        if not stated <= batch.partners[client] or masked_with != stated.intersection(near):
             raise BadShares(f"client {client} states other partners than it has")
+        batch.refused[client] = batch.partners[client] - stated
         batch.statements[client] = statement
+
+    @property
+    def disputes(self) -> dict[int, frozenset[int]]:
+        """Client -> the neighbours with which it did not exchange shares although both sent some, or whose tag it
+        refused, or that refused its own. One of the two has lied.
+
+        No list with both would be signed, so the caller begins again without the clients of `to_leave_out`.
+        """
+        refused, partners = self._current().refused, self._partners()
+        holders = self._current().agreement.graph.holders
+        pairs: dict[int, set[int]] = {}
+        for client, exchanged in partners.items():
+            for other in partners.keys() & frozenset(holders(client)) - exchanged | refused.get(client, frozenset()):
+                pairs.setdefault(client, set()).add(other)
+                pairs.setdefault(other, set()).add(client)
+        return {client: frozenset(others) for client, others in sorted(pairs.items())}
+
+    def to_leave_out(self) -> frozenset[int]:
+        """Clients without which there is no dispute: those with the most first, and of two the one whose tag is
+        missing or was refused."""
+        open_disputes = {client: set(others) for client, others in self.disputes.items()}
+        sent, refused, left_out = self._current().shares, self._current().refused, set()
+
+        def faults(client: int) -> tuple[int, int]:
+            others = open_disputes[client]
+            bad = sum(o not in sent[client].parts or client in refused.get(o, ()) for o in others)
+            return len(others), bad
+
+        while any(open_disputes.values()):
+            worst = max(sorted(open_disputes), key=faults)
+            left_out.add(worst)
+            for other in open_disputes.pop(worst):
+                open_disputes[other].discard(worst)
+        return frozenset(left_out)
 
     def partner_bundles(self) -> dict[int, bytes]:
         """On a sparse graph: to each client that stated its partners, the statements of those whose shares it holds."""
@@ -360,9 +401,11 @@ class SumServer:
         # The first answer counts: a later one could change a sum that was computed already.
         if current.unmaskings.setdefault(client, revealed) is not revealed:
             return
-        noise, session = batch.agreement.noise, batch.agreement.run_digest
-        chain = noise.chain(noise.first_unneeded(len(listed), listed.index(client)), revealed.own, session)
-        if check_of([chain[-1]]) != batch.shares[client].corrections(batch.agreement, current.number).seed_check:
+        noise, about = batch.agreement.noise, {"client": client, "round": current.number}
+        part = noise.first_unneeded(len(listed), listed.index(client))
+        chain = noise.chain(part, revealed.own, batch.agreement.run_digest, **about)
+        said = batch.shares[client].corrections(batch.agreement, current.number)
+        if check_of([chain[-1]], about=batch.about("seed-check", **about)) != said.seed_check:
             current.blame(client, client)
             raise BadShares(f"client {client} revealed a seed that is not the one of its masked vector")
         current.seeds[client] = chain
@@ -407,7 +450,7 @@ class SumServer:
         for rank, client in enumerate(listed):
             part = noise.first_unneeded(len(listed), rank)
             if (chain := current.seeds.get(client)) is not None:
-                noise.add_from(part, chain[0], lanes, agreed.run_digest, subtract=True)
+                noise.add_parts(part, chain, lanes, agreed.run_digest, subtract=True)
                 self_seed = chain[-1]
             else:
                 # Only the self seed opens, so the client's noise stays. Its expectation is taken out below.
@@ -475,7 +518,8 @@ class SumServer:
             point: xor(revealed[holder].parts[client], differ.get(holder, nothing)) for point, holder in holders.items()
         }
         base = base_points(points.values(), threshold, with_secret=not masks)
-        good = good_shares(came, threshold=threshold, points=base, check=check)
+        about = batch.about("mask-check" if masks else "self-check", client=client, round=current.number)
+        good = good_shares(came, threshold=threshold, points=base, check=check, about=about)
         true = extend(good, list(came))
         wrong = [holders[point] for (point, share), value in zip(came.items(), true, strict=True) if share != value]
         if len(wrong) > agreed.rule.liars:

@@ -108,16 +108,17 @@ def combine(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
     return extend({point: shares[point] for point in sorted(shares)[:threshold]}, [0])[0]
 
 
-def check_of(values: Iterable[bytes]) -> bytes:
+def check_of(values: Iterable[bytes], *, about: bytes) -> bytes:
     """A digest of a polynomial, by its values at points that the reader knows.
 
-    Of the whole polynomial: two liars together could move all its values but that of the secret.
+    Of the whole polynomial: two liars together could move all its values but that of the secret. about: which secret it
+    is (`messages.KeyBatch.about`). Checks are public; without it one guess could be compared with those of all secrets.
     """
-    return hashlib.sha256(b"bqsgd.secure.polynomial.v3\x00" + b"".join(values)).digest()[:SECRET_BYTES]
+    return hashlib.sha256(about + b"".join(values)).digest()[:SECRET_BYTES]
 
 
 def good_shares(
-    shares: Mapping[int, bytes], *, threshold: int, points: Sequence[int], check: bytes
+    shares: Mapping[int, bytes], *, threshold: int, points: Sequence[int], check: bytes, about: bytes
 ) -> dict[int, bytes]:
     """`threshold` shares of the polynomial whose values at `points` have this check, however other holders lie.
 
@@ -141,7 +142,7 @@ def good_shares(
 
     for choice in choices():
         chosen = {point: shares[point] for point in choice}
-        if check_of(extend(chosen, points)) == check:
+        if check_of(extend(chosen, points), about=about) == check:
             return chosen
     raise BadShares(f"no {threshold} of the {len(held)} shares that came fit the secret that was agreed on")
 

@@ -11,7 +11,9 @@ their ledgers; the next round begins with new keys.
 
 A client that reveals a wrong share is named in the log. What it lied about is evidence against it, but weak: the client
 whose secret it is may itself have given false corrections. So only a client that lied about more others than may lie
-themselves (t, at least one), or about its own secrets, is left out of the next key batches.
+themselves (t, at least one), or about its own secrets, is left out of the next key batches. Disputes count in the same
+way: two clients of which one refused the other's tag, or sent it none. A list with both would not be signed, so keys
+are exchanged again without one of them before any round is counted.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class SumRounds:
         self._ready: tuple[int, ...] = ()
         """The clients that have keys for this key batch; empty if new keys are needed."""
         self._evidence: dict[int, set[int]] = {}
-        """Client -> the clients about whose secrets it has revealed something wrong."""
+        """Client -> the clients about whose secrets it has revealed something wrong, or with which it has disputes. If
+        a client is honest, all of these have lied."""
         self.lost_in_a_row = 0
         """The last sums that were lost although clients had counted them."""
 
@@ -137,21 +140,50 @@ class SumRounds:
 
     def _blame(self, round: int) -> None:
         """Log what clients lied about in a round. Those that lied too often have no keys from now on."""
-        before = self.excluded
         for client, about in self._server.blamed.items():
             others = ", ".join(map(str, sorted(about)))
             _log.warning("round %d: client %d revealed wrong shares of the secrets of client %s", round, client, others)
+        self._add_evidence(round, self._server.blamed)
+
+    def _add_evidence(self, round: int, evidence: Mapping[int, frozenset[int]]) -> None:
+        before = self.excluded
+        for client, about in evidence.items():
             self._evidence.setdefault(client, set()).update(about)
         for client in sorted(self.excluded - before):
             _log.warning("round %d: client %d is left out from now on", round, client)
             self._ready = ()
 
     def _begin_keys(self, outcome: SumOutcome, round: int, carry: Carry, *, cohort: Iterable[int] | None) -> None:
-        """Exchange keys and secret shares for the rounds from this one on, under an epoch that was never used.
+        """Exchange keys and secret shares for the rounds from this one on, again and again until no dispute is left.
+
+        Every time a client more is left out, and the server gives up if these are more than may be missing.
 
         cohort: the clients that take part, for this round only; None for all clients and a whole key batch.
         """
-        self._ready = ()
+        self._ready, left_out = (), self.excluded
+        while True:
+            ready = self._exchange_keys(outcome, round, carry, cohort=cohort, without=left_out)
+            if not (liars := self._server.to_leave_out()):
+                break
+            disputes = self._server.disputes
+            for client in sorted(liars):
+                reason = f"it and client {', '.join(map(str, sorted(disputes[client])))} could not agree on keys"
+                _log.warning("round %d: client %d is left out of the key batch: %s", round, client, reason)
+                outcome.trouble.setdefault(client, Reply(client=client, reason=reason))
+            self._add_evidence(round, disputes)
+            left_out |= liars | self.excluded
+        self._ready = ready
+
+    def _exchange_keys(
+        self,
+        outcome: SumOutcome,
+        round: int,
+        carry: Carry,
+        *,
+        cohort: Iterable[int] | None,
+        without: frozenset[int],
+    ) -> tuple[int, ...]:
+        """Exchange keys and secret shares under an epoch that was never used; returns the clients that have both."""
         self._epoch += 1
         # Stored before any message with it is sent: after a crash the number must not be used again.
         if self._last_epoch is not None:
@@ -167,17 +199,16 @@ class SumRounds:
             rounds=rounds,
             cohort=cohort,
             width=width,
-            without=self.excluded,
+            without=without,
         )
         self._exchange(outcome, server.requests(), carry, server.take_keys)
         self._exchange(outcome, server.key_bundles(), carry, server.take_shares)
         ready: list[int] = []
-        bundles = server.share_bundles()
-        if server.sparse:
-            self._exchange(outcome, bundles, carry, server.take_partners)
-            bundles = server.partner_bundles()
-        self._exchange(outcome, bundles, carry, None, ready)
-        self._ready = tuple(ready)
+        self._exchange(outcome, server.share_bundles(), carry, server.take_partners, None if server.sparse else ready)
+        # After a dispute keys are exchanged again, so it does not matter who is ready.
+        if server.sparse and not server.disputes:
+            self._exchange(outcome, server.partner_bundles(), carry, None, ready)
+        return tuple(ready)
 
     def _take_masked(self, outcome: SumOutcome) -> _Take:
         def take(message: Bytes) -> int:
