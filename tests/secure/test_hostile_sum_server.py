@@ -7,7 +7,6 @@ import pytest
 from secure_sums import Federation, agreement, identity, plain_sum, request_keys, request_shares, roster, some_codes
 
 from bqsgd._src.errors import (
-    BadShares,
     BadSignature,
     ConflictingSurvivors,
     ForeignClient,
@@ -23,7 +22,9 @@ from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.masks import NO_MODEL, model_digest
 from bqsgd._src.secure.messages import Kind, SumHeader
+from bqsgd._src.secure.noise_shares import NoiseParts
 from bqsgd._src.secure.roster import Roster, public_key
+from bqsgd._src.secure.sharing import check_of
 from bqsgd._src.secure.state import EpochFile
 
 N = 5
@@ -92,7 +93,7 @@ def test_a_nonce_that_was_changed_gives_another_channel(federation):
         {number: message for number, message in keys.items() if number != 0},
     )
     tag = messages.read_parts(other.shares(for_other), federation.agreement, Kind.SHARES).parts[CLIENT]
-    with pytest.raises(TooFewClients, match="^0 other clients sent shares with a good tag"):
+    with pytest.raises(TooFewClients, match=r"^0 other clients sent shares with a good tag"):
         client.take_shares(share_bundle(federation, {0: tag, 1: tag, 3: tag}))
     assert not client._state.batch.share_bundle
 
@@ -195,7 +196,7 @@ def test_tags_that_were_changed_exchanged_or_held_back(federation):
         three | {0: federation.server._batch.shares[0].parts[1]},  # made for client 1
         {0: tags[0], 1: tags[1]},
     ):
-        with pytest.raises(TooFewClients, match="^2 other clients sent shares with a good tag, 3 are needed"):
+        with pytest.raises(TooFewClients, match=r"^2 other clients sent shares with a good tag, 3 are needed"):
             client.take_shares(share_bundle(federation, wrong))
         assert not client._state.batch.share_bundle
         with pytest.raises(WrongRound):
@@ -203,6 +204,71 @@ def test_tags_that_were_changed_exchanged_or_held_back(federation):
     client.take_shares(share_bundle(federation, tags))
     with pytest.raises(ReplacedKeys):
         client.take_shares(share_bundle(federation, {number: tags[number] for number in (0, 1, 3)}))
+
+
+def test_a_client_with_a_wrong_tag_is_no_partner_and_no_list_with_it_is_signed(federation):
+    """As if its tag had been held back: nothing is revealed of it, and no list on which it stands is signed."""
+    tags, client = tags_for_client(federation), federation.clients[CLIENT]
+    said = client.take_shares(share_bundle(federation, tags | {0: bytes(16)}))
+    stated = messages.read_parts(said, federation.agreement, Kind.PARTNERS)
+    assert (stated.parts, messages.chosen_of(stated.own, [0, 1, 3, 4])) == ({}, (1, 3, 4))
+    assert client._state.batch.partners == {1, 3, 4}
+    federation.server.take_partners(said)
+    assert federation.server.disputes == {0: {CLIENT}, CLIENT: {0}}
+    assert federation.server.to_leave_out() == {0}
+    client.mask(0, np.zeros(4, dtype=np.uint8))
+    with pytest.raises(ForeignClient, match="client 0 is listed as a survivor and shares no mask"):
+        client.sign(survivors(federation, tuple(range(N))))
+    listed = (1, 2, 3, 4)
+    client.sign(survivors(federation, listed))
+    signatures = {number: signature_of(federation, number, listed) for number in listed}
+    revealed = client.unmask(certificate(federation, signatures))
+    assert not messages.read_parts(revealed, federation.agreement, Kind.UNMASKING).parts
+    assert request_shares(client, listed) == {1, 3, 4}
+
+
+def test_two_clients_with_many_disputes_and_what_a_false_statement_is(federation):
+    tags_for_client(federation)
+    server, clients = federation.server, federation.clients
+    for number, sealed in server.share_bundles().items():
+        if number != 1:
+            parts = messages.read_parts(sealed, federation.agreement, Kind.SHARE_BUNDLE)
+            lies = {other: bytes(16) for other in (1,) if other in parts.parts}
+            said = clients[number].take_shares(
+                messages.write_parts(parts.header, federation.agreement, {**parts.parts, **lies})
+            )
+            server.take_partners(said)
+    # However many statements the accused makes, it has the most disputes.
+    header = SumHeader(kind=Kind.PARTNERS, epoch=1, round=0, client=1)
+    server.take_partners(
+        messages.write_parts(header, federation.agreement, {}, own=messages.bits_of([0, 2, 3, 4], [0, 3, 4]))
+    )
+    assert server.to_leave_out() == {1}
+    federation.begin(epoch=2, without=server.to_leave_out())
+    assert not server.disputes
+    codes = some_codes(federation.agreement)
+    assert federation.sum(codes).survivors == (0, 2, 3, 4)
+
+
+def test_a_check_of_one_secret_is_not_that_of_another(federation):
+    """The same secret in another run, key batch, round, client or place has another check, and another chain."""
+    federation.begin(rounds=2)
+    batch = federation.server._batch
+    here = {"client": 1, "round": 0}
+    others = [
+        batch.about("self-check", **here),
+        batch.about("seed-check", client=2, round=0),
+        batch.about("seed-check", client=1, round=1),
+        replace(batch, epoch=2).about("seed-check", **here),
+        replace(batch, agreement=replace(batch.agreement, run="another")).about("seed-check", **here),
+        batch.about("seed-check", **here),
+    ]
+    assert len({check_of([bytes(16)], about=about) for about in others}) == len(others)
+    noise, run = NoiseParts(total=9, rule=federation.agreement.rule), batch.agreement.run_digest
+    ends = {
+        noise.chain(0, bytes(16), r, client=c, round=n)[-1] for r in (run, bytes(32)) for c in (1, 2) for n in (0, 1)
+    }
+    assert len(ends) == 8
 
 
 def masked(federation, rounds=1):
@@ -412,7 +478,7 @@ def test_clients_that_lost_their_epoch_files_in_mid_batch(lost):
     for number, client in again.items():
         stale = messages.read_parts(clients[4]._state.batch.shares, federation.agreement, Kind.SHARES).parts.get(number)
         if lost < 5:
-            with pytest.raises(TooFewClients, match="^0 other"):
+            with pytest.raises(TooFewClients, match=r"^0 other"):
                 client.take_shares(bundle_for(number, Kind.SHARE_BUNDLE, {4: stale}))
         mine = {other: sealed[other][number] for other in anew if other != number}
         fresh = bundle_for(number, Kind.SHARE_BUNDLE, mine)

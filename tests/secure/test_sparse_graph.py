@@ -10,7 +10,6 @@ from scipy import stats
 from secure_sums import SMALL_SPARSE, Federation, agreement, identity, plain_sum, request_shares, roster, some_codes
 
 from bqsgd._src.errors import (
-    BadShares,
     BadSignature,
     ConflictingSurvivors,
     ForeignClient,

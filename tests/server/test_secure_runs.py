@@ -14,7 +14,7 @@ from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Release, Trust
 from bqsgd._src.run import Run
-from bqsgd._src.secure.messages import HEADER_BYTES, Kind, is_sum_message, message_kind
+from bqsgd._src.secure.messages import HEADER_BYTES, Kind, is_sum_message, message_kind, read_parts, write_parts
 from bqsgd._src.settings.client_plan import client_terms
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
@@ -305,6 +305,66 @@ def test_a_client_that_lies_about_its_own_seed_is_opened_from_shares_and_left_ou
     assert ("SILENT", (0, 1, 2, 3, 4, 5)) in {(step, asked) for _, step, asked in steps.asked}
     assert "round 0: client 4 is left out from now on" in caplog.text
     assert (1, "BATCH", (0, 1, 2, 3, 5)) in steps.asked
+
+
+class WrongTags:
+    """In the place of a client's sums: the tags that it makes for some others are random, or it makes none for them."""
+
+    def __init__(self, client, *, to, left_away=False):
+        self.real, self.to, self.left_away, self.number = client.sums, to, left_away, client.sums.number
+        client.sums = self
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def answer(self, message):
+        if self.left_away and message_kind(message) is Kind.KEY_BUNDLE:
+            agreed = self.real._state.batch.agreement
+            keys = read_parts(message, agreed, Kind.KEY_BUNDLE)
+            message = write_parts(keys.header, agreed, {n: k for n, k in keys.parts.items() if n not in self.to})
+        said = self.real.answer(message)
+        if self.left_away or message_kind(message) is not Kind.KEY_BUNDLE:
+            return said
+        agreed = self.real._state.batch.agreement
+        shares, garbage = read_parts(said, agreed, Kind.SHARES), random.Random(len(said))
+        tags = {n: garbage.randbytes(16) if n in self.to else tag for n, tag in shares.parts.items()}
+        return write_parts(shares.header, agreed, tags, own=shares.own)
+
+
+@pytest.mark.parametrize(
+    ("to", "left_away"), [((0, 1, 2, 3, 5), False), ((0, 1, 2), False), ((5,), False), ((5,), True)]
+)
+def test_a_client_that_sends_wrong_tags_is_left_out_and_costs_no_round(to, left_away, caplog):
+    """Before, every receiver refused its whole bundle, and there was no sum as long as the client took part."""
+    config = settings(clients=6, colluders=1, trials=0, key_rounds=2)
+    with Run.start(small_task(6), config, force=True) as run:
+        WrongTags(run.engine.clients[4], to=to, left_away=left_away)
+        steps = Steps(run)
+        records = list(run.rounds())
+    assert all(record.stepped and record.used == 5 for record in records)
+    honest, _, _ = trained(config, lose=lambda at, round, client: at == "BATCH" and client == 4, task=small_task(6))
+    np.testing.assert_array_equal(run.model, honest.model)
+    asked = [clients for _, step, clients in steps.asked if step == "BATCH"]
+    # Those that more than t others contradict are not asked for keys any more; of two, either may be the liar.
+    without = (0, 1, 2, 3, 5)
+    everybody = tuple(range(6))
+    assert asked == ([everybody, *[without] * 3] if len(to) > 1 else 3 * [everybody, without])
+    assert all(4 not in clients for _, step, clients in steps.asked if step == "MODEL")
+    assert "round 0: client 4 is left out of the key batch" in caplog.text
+
+
+def test_more_disputes_than_clients_may_be_missing_end_the_round_before_it_is_counted(tmp_path):
+    config = settings(clients=6, colluders=1, rounds=1, seed=None)
+    with Run.start(small_task(6), config, folder=tmp_path, force=True) as run:
+        WrongTags(run.engine.clients[4], to=(0,))
+        WrongTags(run.engine.clients[5], to=(1,))
+        steps = Steps(run)
+        (record,) = run.rounds()
+    assert not record.stepped
+    assert {step for _, step, _ in steps.asked} == {"BATCH", "KEY_BUNDLE", "SHARE_BUNDLE"}
+    for client in range(6):
+        with Ledger(tmp_path / f"ledgers/client-{client:04}.ledger") as ledger:
+            assert ledger.spent_rounds == 0
 
 
 def test_a_run_stops_after_three_sums_that_were_counted_and_lost(tmp_path):
