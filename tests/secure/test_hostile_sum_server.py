@@ -209,6 +209,7 @@ def test_tags_that_were_changed_exchanged_or_held_back(federation):
 def test_a_client_with_a_wrong_tag_is_no_partner_and_no_list_with_it_is_signed(federation):
     """As if its tag had been held back: nothing is revealed of it, and no list on which it stands is signed."""
     tags, client = tags_for_client(federation), federation.clients[CLIENT]
+    federation.server.share_bundles()
     said = client.take_shares(share_bundle(federation, tags | {0: bytes(16)}))
     stated = messages.read_parts(said, federation.agreement, Kind.PARTNERS)
     assert (stated.parts, messages.chosen_of(stated.own, [0, 1, 3, 4])) == ({}, (1, 3, 4))

@@ -1,18 +1,24 @@
 """What the pages on secure sums state, and the command that makes keys and rosters."""
 
+import hashlib
 import json
+import math
 import re
 import struct
 from pathlib import Path
 
 import pytest
-from secure_sums import agreement
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from secure_sums import SMALL_SPARSE, Federation, agreement
 
 from bqsgd._src.cli.app import main
 from bqsgd._src.privacy.guarantee import rounded_up
 from bqsgd._src.secure import masks, messages
 from bqsgd._src.secure.graph import thresholds
 from bqsgd._src.secure.roster import public_key, read_identity, read_roster
+from bqsgd._src.secure.sparse import sparse_numbers
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 
@@ -65,6 +71,118 @@ def test_the_thresholds_of_the_page():
         masks, held = (n - 1, n - 1) if rule.sparse is None else (rule.sparse.masks, rule.sparse.holders)
         assert (masks, rule.share_threshold, held, rule.quorum) == (near, share, holders, quorum)
         assert rule.failure <= 2**-40
+
+
+def test_the_table_of_sparse_numbers():
+    heading = "| | meaning | n = 250, f = t = 12 | n = 1,000, f = t = 50 | n = 1,000, f = 50, t = 100 |"
+    columns = zip(*(row[2:] for row in table(WIRE, heading)), strict=True)
+    for (n, f, t), column in zip([(250, 12, 12), (1000, 50, 50), (1000, 50, 100)], columns, strict=True):
+        found = sparse_numbers(n, f, t)
+        numbers = found.masks, found.away, found.holders, found.threshold, found.committee, found.quorum
+        assert tuple(map(int, column)) == numbers
+
+
+@pytest.mark.parametrize(("n", "f", "t"), [(201, 0, 0), (201, 20, 5), (250, 12, 12), (310, 15, 31)])
+def test_the_numbers_of_a_sparse_graph_follow_from_the_page(n, f, t):
+    """Written from the wire page alone, with exact binomial coefficients and without scipy."""
+    found = sparse_numbers(n, f, t)
+    assert _numbers_of_the_page(n, f, max(t, 1)) == (
+        found.masks, found.away, found.holders, found.threshold, found.committee, found.quorum
+    )  # fmt: skip
+
+
+def test_neighbours_and_committee_follow_from_the_page():
+    agreed = agreement(30, dropouts=2, sparse=SMALL_SPARSE)
+    roster, numbers = agreed.roster, SMALL_SPARSE
+
+    def order(index):
+        info = b"bqsgd.secure.graph.v3\x00" + struct.pack("<Q", index)
+        key = HKDF(algorithm=hashes.SHA256(), length=32, salt=roster.digest, info=info).derive(roster.seed)[:16]
+        stream = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor().update(bytes(8 * 30))
+        words = struct.unpack("<30Q", stream)
+        return sorted(range(30), key=lambda place: (words[place], place))
+
+    def near(client, slots):
+        around = set()
+        for index in range(slots // 2):
+            at = order(index).index(client)
+            around |= {order(index)[at - 1], order(index)[(at + 1) % 30]}
+        return tuple(sorted(around - {client}))
+
+    for client in range(30):
+        assert agreed.graph.masks(client) == near(client, numbers.masks)
+        assert agreed.graph.holders(client) == near(client, numbers.holders)
+    assert agreed.graph.committee == tuple(sorted(order(numbers.holders // 2)[: numbers.committee]))
+
+
+def test_the_check_of_a_self_seed_follows_from_the_page():
+    federation = Federation(agreement(4, dropouts=1, trials=7))
+    federation.begin(epoch=5, first_round=3, rounds=2)
+    client, agreed = federation.clients[2], federation.agreement
+    seed = client._state.batch.secrets[4]
+    for _ in range(agreed.noise.parts):
+        info = b"bqsgd.secure.noise-chain.v3\x00" + struct.pack("<QQ", 2, 4)
+        seed = HKDF(algorithm=hashes.SHA256(), length=32, salt=agreed.run_digest, info=info).derive(seed)[:16]
+    assert agreed.noise.parts > 0
+    name = b"bqsgd.secure.seed-check.v3\x00" + agreed.session + struct.pack("<QQQ", 5, 2, 4)
+    said = federation.server._batch.shares[2].corrections(agreed, 4)
+    assert said.seed_check == hashlib.sha256(name + seed).digest()[:16]
+    assert all(f"`bqsgd.secure.{check}-check.v3`" in WIRE for check in ("seed", "self", "mask"))
+
+
+def _numbers_of_the_page(n, f, t):
+    p, comb = 2.0**-42, math.comb
+
+    def binomial(size, chance):
+        return [comb(size, i) * chance**i * (1 - chance) ** (size - i) for i in range(size + 1)]
+
+    def drawn(marked, size):
+        whole = comb(n, size)
+        return [comb(marked, i) * comb(n - marked, size - i) / whole for i in range(size + 1)]
+
+    def top(law, most):
+        return next(h for h in range(len(law)) if math.fsum(law[h + 1 :]) <= most)
+
+    for m in range(3, n + 1):
+        c, g = min(t, 1 + top(drawn(t, m), p)), min(f, 1 + top(drawn(f, m), 1e-9))
+        quorum = (m + c) // 2 + 1
+        if m - g >= quorum:
+            break
+
+    def expectation(s, x):
+        rest, whole = n - s, comb(n - 1, s)
+        u, v = (t + x * (rest - t)) / rest, (t + x * x * (rest - t)) / rest
+        if s > 48:
+            return math.fsum(comb(rest, j) * comb(s - 1, j - 1) / whole * v**j for j in range(1, s + 1))
+        return math.fsum(
+            comb(s - 1, j - 1) * rest * comb(rest - j, r) * comb(j - 1, r - 1) / (whole * (rest - j))
+            * u ** (2 * r) * v ** (j - r)
+            for j in range(1, s + 1) for r in range(1, j + 1)
+        )  # fmt: skip
+
+    tilts = (0.003, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+    sizes = range(1, (n - t) // 2 + 1)
+    logs = {(s, x): math.log(min(1.0, expectation(s, x))) for s in sizes for x in tilts}
+    for d in range(8, 129, 2):
+        a = top(binomial(d, f / n), 0.003)
+        bounds = (
+            min(math.log(comb(n - t, s)) - a * s * math.log(x) + d / 2 * logs[s, x] for x in tilts) for s in sizes
+        )
+        if 1.000001 * math.fsum(math.exp(min(0.0, bound)) for bound in bounds) <= p:
+            break
+
+    def safe(k, h):
+        b, z = t / (n - 1), k / h
+        rate = z * math.log(z / b) + ((1 - z) * math.log((1 - z) / (1 - b)) if z < 1 else 0)
+        return z > b and n * math.exp(-h * rate) <= p
+
+    for h in range(d, 129, 2):
+        k = next((k for k in range(1, h + 1) if safe(k, h)), None)
+        y = h * (h - 1) / (2 * (n - 1))
+        e = max(0, h - math.ceil(y + 3 * math.sqrt(y)))
+        if k is not None and (e >= k) and math.fsum(binomial(e, f / n)[e - k + 1 :]) <= 1e-6:
+            break
+    return d, a, h, k, m, quorum
 
 
 def test_what_the_page_says_of_colluders_and_deleted_files():
