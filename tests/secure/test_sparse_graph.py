@@ -22,9 +22,11 @@ from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.graph import Graph, Thresholds, thresholds
 from bqsgd._src.secure.masks import NO_MODEL, add_mask, pair_keys, scratch_for, self_key
-from bqsgd._src.secure.messages import Kind, SumHeader, read_masked
+from bqsgd._src.secure.messages import Kind, SumHeader, is_sum_message, message_kind, read_masked
 from bqsgd._src.secure.roster import Roster
 from bqsgd._src.secure.sparse import _TILTS, Sparse, _committee, _crossings, _cut, _opened
+from bqsgd._src.server.sums import SumRounds
+from bqsgd._src.wire.reply import Reply
 
 N = 12
 
@@ -316,6 +318,37 @@ def test_two_neighbours_that_were_cut_off_from_each_other_are_not_listed_togethe
         with pytest.raises(ForeignClient, match="no mask"):
             federation.clients[holder].unmask(certificate(federation, holder, everybody))
         assert federation.clients[holder]._state.batch.rounds[0].unmasking == b""
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_a_client_that_sends_wrong_tags_is_left_out_of_a_sparse_sum(federation, many):
+    """To all of its holders, or to one that shares no mask with it: nobody masks a vector before it is left out."""
+    agreed, clients = federation.agreement, federation.clients
+    near = agreed.graph.holders(0)
+    to = near if many else tuple(set(near).difference(agreed.graph.masks(0)))[:1]
+    codes, asked = some_codes(agreed), []
+
+    def carry(sent):
+        for number, message in sent.items():
+            asked.append((message_kind(message) if is_sum_message(message) else None, number))
+            answer = (
+                clients[number].answer(message) if is_sum_message(message) else clients[number].mask(0, codes[number])
+            )
+            if number == 0 and asked[-1][0] is Kind.KEY_BUNDLE:
+                shares = messages.read_parts(answer, agreed, Kind.SHARES)
+                answer = messages.write_parts(
+                    shares.header, agreed, {**shares.parts, **dict.fromkeys(to, bytes(16))}, own=shares.own
+                )
+            yield Reply(client=number, frame=answer)
+
+    rounds = SumRounds(agreed, rounds=1, key_rounds=1)
+    outcome = rounds.round(dict.fromkeys(clients, b"values"), round=0, carry=carry)
+    assert outcome.total is not None, outcome.lost
+    assert 0 not in outcome.total.survivors
+    np.testing.assert_array_equal(outcome.total.lanes, plain_sum(codes, outcome.total.survivors, agreed.width))
+    assert [number for kind, number in asked if kind is Kind.BATCH].count(0) == 1
+    assert (None, 0) not in asked
+    assert "could not agree on keys" in outcome.trouble[0].reason
 
 
 def test_statements_that_were_changed_exchanged_or_held_back(federation):
