@@ -3,7 +3,7 @@
     client = SumClient(agreement, identity=key, number=3)
     send(client.keys(receive()))                             # request -> keys, once for the rounds of a key batch
     send(client.shares(receive()))                           # key bundle -> tags, and corrections of its shares
-    send(client.take_shares(receive()))                      # share bundle -> its partners; empty if all is well on a full graph
+    send(client.take_shares(receive()))                      # share bundle -> its partners, if sparse or a tag is wrong
     client.take_partners(receive())                          # on a sparse graph: its neighbours' partners
     send(client.mask(round, codes))                          # each round, after the ledger has recorded it
     send(client.sign(receive()))                             # survivors -> signature
