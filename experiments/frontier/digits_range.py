@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from experiments.lab import RESULTS, provenance, write_json
 
+from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.run import train
 from bqsgd._src.tasks.resolve import resolve
 from experiments import pages
@@ -35,8 +36,8 @@ def section(fields: dict[str, Any]) -> str:
         f"{_shown(row)} with {row['factor']:g} times that" for row in fields["rows"] if row is not fitted
     )
     return (
-        f"`digits` has no preset. `bqsgd train --dataset digits` at epsilon {fields['epsilon']:g} fits the range "
-        f"{fields['range']:g} and reaches {_shown(fitted)} in {len(fitted['accuracies'])} runs; {others}. A test "
+        f"`digits` has no preset. `bqsgd train --dataset digits` at epsilon {as_given(fields['epsilon'])} fits the "
+        f"range {fields['range']:g} and reaches {_shown(fitted)} in {len(fitted['accuracies'])} runs; {others}. A test "
         f"sample is {100 / fields['test_samples']:.2f} points, so a tenth of a point cannot be seen here."
     )
 

@@ -72,7 +72,7 @@ def test_a_run_warns_on_the_client_before_the_first_spend_and_records_nothing_of
     task = Task(make_model=lambda: nn.Linear(3, 2), shares=[with_nan(*good())])
     with Run.start(task, CONFIG, folder=tmp_path, force=True) as run:
         list(run.rounds())
-    assert "client 0: 1 of 40 samples hold NaN" in caplog.text
+    assert "client 0: some samples hold NaN or infinity" in caplog.text
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert b"NaN" not in path.read_bytes() or path.suffix == ".html", path

@@ -138,4 +138,4 @@ def test_a_fitted_range_can_neither_grow_much_nor_save_much_at_the_planned_step(
     mechanism = release_in(config, terms, client=0, round=0).mechanism
     assert (mechanism.levels, mechanism.trials) == (levels, trials)
     assert (2**8 - 1 - trials) // 2 <= 1.75 * levels  # the most levels that fit into 8 bits
-    assert math.log2(mechanism.code_count / (2 + trials + 1)) <= 0.3  # bits that a range of one level would save
+    assert math.log2(mechanism.code_count / (2 + trials + 1)) <= 1 / 3  # bits that a range of one level would save

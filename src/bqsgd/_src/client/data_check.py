@@ -32,13 +32,25 @@ _MOST_FEATURES = 1_000_000
 def log_findings(samples: Reader, objective: Objective, *, form: Any, delta: float, who: str) -> None:
     """Warn about rows with NaN, labels out of range and delta above 1/n, if the data are tensors in memory.
 
+    Others may read the log, so it says that there are such samples, not which or how many; `bqsgd check` says that.
     Other data sets are not read: that may take long, and `bqsgd check` does it when it is asked.
     """
     tensors = samples.in_memory()
     if tensors is None:
         return
     with errors_dropped("the data could not be checked"):
-        for finding in (*_of_values(tensors, _classes(objective, form)), *_of_delta(len(samples), delta)):
+        classes = _classes(objective, form)
+        bad, wrong = _faulty_rows(tensors, classes)
+        if bool(bad.any()):
+            _log.warning("%s: some samples hold NaN or infinity and count as zero; `bqsgd check` names them", who)
+        if bool(wrong.any()):
+            _log.warning(
+                "%s: some labels are not among the model's classes 0 to %d, and such samples count as zero; "
+                "`bqsgd check` names them",
+                who,
+                (classes or 0) - 1,
+            )
+        for finding in _of_delta(len(samples), delta):
             _log.warning("%s: %s", who, finding)
 
 
@@ -65,27 +77,33 @@ def findings(samples: Reader, objective: Objective, *, form: Any, delta: float) 
     yield from _of_repeats(tensors)
 
 
-def _of_values(tensors: Sequence[Tensor], classes: int | None) -> Iterator[str]:
-    """Rows with NaN, and labels that are no class of the model."""
-    rows = len(tensors[0])
-    bad = torch.zeros(rows, dtype=torch.bool)
+def _faulty_rows(tensors: Sequence[Tensor], classes: int | None) -> tuple[Tensor, Tensor]:
+    """For each row, whether it holds NaN or infinity, and whether its label is no class of the model."""
+    rows, labels = len(tensors[0]), tensors[-1]
+    bad, wrong = torch.zeros(2, rows, dtype=torch.bool)
     for tensor in tensors:
         if tensor.is_floating_point():
             bad |= ~tensor.isfinite().reshape(rows, -1).all(dim=1)
+    if classes is not None and not labels.is_floating_point():
+        wrong |= ((labels < 0) | (labels >= classes)).reshape(rows, -1).any(dim=1)
+    return bad, wrong
+
+
+def _of_values(tensors: Sequence[Tensor], classes: int | None) -> Iterator[str]:
+    """Rows with NaN, and labels that are no class of the model."""
+    rows, labels = len(tensors[0]), tensors[-1]
+    bad, wrong = _faulty_rows(tensors, classes)
     if bool(bad.any()):
         yield (
             f"{int(bad.sum())} of {rows} samples hold NaN or infinity (the first is sample {int(bad.nonzero()[0])}): "
             "each counts as zero; remove them or fill the gaps"
         )
-    labels = tensors[-1]
-    if classes is not None and not labels.is_floating_point():
-        wrong = ((labels < 0) | (labels >= classes)).reshape(rows, -1).any(dim=1)
-        if bool(wrong.any()):
-            first = int(wrong.nonzero()[0])
-            yield (
-                f"{int(wrong.sum())} of {rows} labels are not among the model's classes 0 to {classes - 1} (the first "
-                f"is sample {first}, label {labels[first].tolist()}): such samples count as zero"
-            )
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        yield (
+            f"{int(wrong.sum())} of {rows} labels are not among the model's classes 0 to {(classes or 0) - 1} (the "
+            f"first is sample {first}, label {labels[first].tolist()}): such samples count as zero"
+        )
 
 
 def _of_delta(samples: int, delta: float) -> Iterator[str]:

@@ -143,7 +143,7 @@ class SitesAnswer:
                     mark = "?" if verdict is None else _MARKS[verdict]
                     cells.append(f"{f'[{mark}]' if asked else mark:>7}")
                 # Two rows of one name would be one: the second map has a blank more.
-                yield f"  epsilon {epsilon:g}{' ' * secure}", " ".join(cells)
+                yield f"  epsilon {as_given(epsilon)}{' ' * secure}", " ".join(cells)
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure in full, in plain JSON types."""
