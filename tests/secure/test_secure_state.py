@@ -324,3 +324,9 @@ def test_a_folder_keeps_the_states_of_few_runs(tmp_path):
     other = StateFile(tmp_path / "client-0001-11.sums")
     other.forget_oldest("client-0001-*.sums")  # it is there, so nothing is deleted
     assert len(list(tmp_path.glob("*.sums"))) == 8
+
+
+def test_a_state_that_vanishes_while_the_oldest_are_looked_for_is_passed_over(tmp_path):
+    (tmp_path / "client-0001-gone.sums").symlink_to(tmp_path / "nowhere")  # listed, but not there when it is looked at
+    StateFile(tmp_path / "client-0001-new.sums").forget_oldest("client-0001-*.sums")
+    assert (tmp_path / "client-0001-gone.sums").is_symlink()

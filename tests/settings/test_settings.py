@@ -1,6 +1,7 @@
 """Settings: groups and names agree, files round-trip, and refusals say what to do."""
 
 import dataclasses
+import json
 
 import pytest
 import tomli_w
@@ -146,3 +147,21 @@ def test_an_unreadable_file_is_refused(tmp_path):
     (tmp_path / "big.toml").write_bytes(b"#" * (1 << 20 | 1))
     with pytest.raises(InvalidParameter, match="not a readable TOML"):
         read_toml(tmp_path / "big.toml")
+
+
+def test_every_setting_is_bound_into_the_masks_of_sums_or_changes_no_value_that_a_client_adds():
+    """A server that could change an unbound one for all clients but one would see that client stand out in the sum."""
+    not_values = {
+        # What is counted and how much noise is added; the agreement of a sum binds trials, colluders and the seed.
+        "epsilon", "delta", "bits", "trials", "budgets", "seed", "private_metrics", "reserve_rounds", "turns",
+        "secure", "dropouts", "colluders", "key_rounds", "window", "roster", "roster_digest", "identity",
+        # Who is asked, how bytes are carried, and threads.
+        "clients", "cohort", "ask", "sizes", "coding", "workers", "deadline_seconds", "quorum", "down_bits", "run",
+        "rounds", "evaluate_every", "checkpoint_every",
+        # What the server does with the sum; it decides the next model, which is bound by its digest.
+        "aggregation", "byzantine", "weights", "optimizer", "learning_rate", "momentum", "subtract_noise", "schedule",
+        "average",
+    }  # fmt: skip
+    bound = set(json.loads(Config().summed))
+    assert bound.isdisjoint(not_values)
+    assert bound | not_values == set(Config().flat())

@@ -66,15 +66,7 @@ class SumSetup:
                     f"{secure.roster} is not the roster that the run began with: a run keeps its roster; start a new "
                     "run with the new one"
                 )
-        agreement = Agreement(
-            roster=roster,
-            run=run,
-            rule=plan.rule,
-            dimension=dimension,
-            width=plan.width,
-            trials=plan.trials,
-            seeded=config.privacy.seed is not None,
-        )
+        agreement = plan.agreement(roster, run=run, dimension=dimension, seeded=config.privacy.seed is not None)
         return cls(agreement=agreement, rounds=config.run.rounds, made=made, identity=secure.identity)
 
     @property

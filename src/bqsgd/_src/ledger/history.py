@@ -10,7 +10,7 @@ from bqsgd._src.ledger._budget import PrivacyBudget
 from bqsgd._src.ledger._entries import EntryKind, LedgerEntry
 from bqsgd._src.ledger.ledger import Ledger
 from bqsgd._src.mechanism.properties import noise_variance
-from bqsgd._src.privacy.guarantee import Guarantee, as_given, rounded_down, rounded_up
+from bqsgd._src.privacy.guarantee import Guarantee, as_given, rounded_down
 from bqsgd._src.release import Release
 
 _MOST_RUNS = 5
@@ -62,8 +62,8 @@ class Earlier:
         more = len(self.runs) - _MOST_RUNS
         left = f"about {rounded_down(self.left, 2)} is left" if self.left else "nothing is left"
         return (
-            f"epsilon {rounded_up(self.guarantee.epsilon)} of {as_given(self.budget.epsilon)} at delta "
-            f"{self.budget.delta:g} is already spent and {left} ({runs}{f'; and {more} earlier runs' * (more > 0)})"
+            f"{self.guarantee} is already spent of a budget of epsilon {as_given(self.budget.epsilon)}, and {left} "
+            f"({runs}{f'; and {more} earlier runs' * (more > 0)})"
         )
 
     def times_the_noise(self, release: Release) -> float:

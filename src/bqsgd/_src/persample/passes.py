@@ -33,7 +33,7 @@ gradients are still in the caches; with more, weights and sums are read less oft
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
 FEW = 64
-"""Columns of a product, times 4, from which on it stays as it is."""
+"""A product is turned if four times its columns are no more than this, and no more than its rows."""
 _ALIGNMENT = 64
 """Bytes; torch's own allocator promises as much for the tensors a pass makes."""
 
@@ -169,18 +169,18 @@ class Output:
 
 def outputs_of(program: Program, *, tables: bool = False) -> list[Output]:
     """What a pass returns for each parameter. tables: keep the factors of every table, however small."""
-    found: list[Output] = []
+    outputs: list[Output] = []
     run: list[fx.Node] = []
     for n, gradient in enumerate([*program.gradients, None]):
         if gradient is not None and not _stays_factored(gradient, tables):
             run.append(gradient.node)
             continue
         if run:
-            found.append(Output(slice(n - len(run), n), tuple(run)))
+            outputs.append(Output(slice(n - len(run), n), tuple(run)))
             run = []
         if gradient is not None:
-            found.append(Output(slice(n, n + 1), nodes_of(gradient), gradient))
-    return found
+            outputs.append(Output(slice(n, n + 1), nodes_of(gradient), gradient))
+    return outputs
 
 
 def _stays_factored(gradient: programs.Gradient, tables: bool) -> bool:

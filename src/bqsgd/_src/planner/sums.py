@@ -34,9 +34,11 @@ from bqsgd._src.planner.search import (
     trials_per_square,
 )
 from bqsgd._src.release import Terms, Trust
+from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.secure.masks import MAX_WIDTH
 from bqsgd._src.secure.noise_shares import NoiseParts
+from bqsgd._src.secure.roster import Roster
 
 _ROUNDING = 10
 """Trials per client at which the rounding adds at most a tenth to the variance."""
@@ -76,6 +78,18 @@ class SumPlan:
     def mechanism(self) -> Mechanism:
         """Levels and trials of the sum, as the ledger counts them."""
         return Mechanism(levels=self.levels, trials=self.trials)
+
+    def agreement(self, roster: Roster, *, run: str, dimension: int, seeded: bool) -> Agreement:
+        """What the clients of these sums agree on."""
+        return Agreement(
+            roster=roster,
+            run=run,
+            rule=self.rule,
+            dimension=dimension,
+            width=self.width,
+            trials=self.trials,
+            seeded=seeded,
+        )
 
     @property
     def adapts(self) -> bool:

@@ -20,7 +20,6 @@ from bqsgd._src.errors import InvalidParameter, TooFewClients
 from bqsgd._src.planner.sums import SumPlan
 from bqsgd._src.private._ranks import Peers
 from bqsgd._src.records.record import one_line
-from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message, most_bytes
 from bqsgd._src.server.sums import SumRounds
@@ -72,15 +71,7 @@ class RankSums:
         )
         tokens = [str(note["token"])[:32] for note in peers.tell({"token": token})]
         run = "private-" + hashlib.sha256("-".join(tokens).encode()).hexdigest()
-        agreement = Agreement(
-            roster=roster,
-            run=run,
-            rule=plan.rule,
-            dimension=dimension,
-            width=plan.width,
-            trials=plan.trials,
-            seeded=seed is not None,
-        )
+        agreement = plan.agreement(roster, run=run, dimension=dimension, seeded=seed is not None)
         identity = identity_of(secure.identity, peers.rank)
         self._peers, self._plan, self._dimension = peers, plan, dimension
         self.client = SumClient(agreement, identity=identity, number=peers.rank, seed=seed)

@@ -314,7 +314,7 @@ class SumClient:
         """Learn which peers have sent their shares. Those that show a good tag are the partners of this batch.
 
         A good tag was made by a client that knew this client's fresh nonce, so the server cannot replay keys of an
-        earlier batch. A peer whose tag is wrong counts like one whose tag did not come: it is no partner. On a sparse
+        earlier batch. A peer whose tag is wrong or missing does not become a partner. On a sparse
         graph the answer tells the partners with which clients this client shares masks. On a full graph it is empty if
         all tags were right; otherwise it tells the server which ones were.
 

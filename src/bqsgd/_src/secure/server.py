@@ -490,8 +490,8 @@ class SumServer:
         else:
             others = shares.masked_with(agreed)
             stream = xor(said.wrapped, keystream(extend(opened, [0])[0], len(said.wrapped)))
-            found = {other: stream[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, other in enumerate(others)}
-            secrets = [found[other] for other in affected]
+            secret_of = {other: stream[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, other in enumerate(others)}
+            secrets = [secret_of[other] for other in affected]
         keys = pair_keys(secrets, agreed.session, round=current.number, model=current.model)
         for other, key in zip(affected, keys, strict=True):
             # The lower client of a pair added their mask, the higher one subtracted it.

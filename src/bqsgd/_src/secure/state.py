@@ -11,6 +11,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -262,8 +263,11 @@ class StateFile:
         """
         if self.path.exists():
             return
-        found = [(path.stat().st_mtime, path) for path in self.path.parent.glob(pattern)]
-        for _, path in sorted(found)[: max(0, len(found) - _MOST_RUNS + 1)]:
+        states = []
+        for path in self.path.parent.glob(pattern):
+            with suppress(FileNotFoundError):  # another process has deleted its own since
+                states.append((path.stat().st_mtime, path))
+        for _, path in sorted(states)[: max(0, len(states) - _MOST_RUNS + 1)]:
             with one_at_a_time(_lock_of(path)):
                 path.unlink(missing_ok=True)
 
