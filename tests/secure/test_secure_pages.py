@@ -7,6 +7,7 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -14,10 +15,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from secure_sums import SMALL_SPARSE, Federation, agreement
 
 from bqsgd._src.cli.app import main
+from bqsgd._src.noise import NoiseSource
 from bqsgd._src.privacy.guarantee import rounded_up
 from bqsgd._src.secure import masks, messages
+from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.graph import thresholds
-from bqsgd._src.secure.roster import public_key, read_identity, read_roster
+from bqsgd._src.secure.noise_shares import NoiseParts, add_binomial
+from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster
 from bqsgd._src.secure.sparse import sparse_numbers
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
@@ -128,6 +132,48 @@ def test_the_check_of_a_self_seed_follows_from_the_page():
     said = federation.server._batch.shares[2].corrections(agreed, 4)
     assert said.seed_check == hashlib.sha256(name + seed).digest()[:16]
     assert all(f"`{check}-check`" in WIRE for check in ("seed", "self", "mask"))
+
+
+def test_the_example_of_a_sparse_graph():
+    keys = {client: hashlib.sha256(struct.pack("<I", client)).digest() for client in range(250)}
+    agreed = Agreement(
+        roster=Roster(keys, bytes(range(32))),
+        run="example",
+        rule=thresholds(clients=250, dropouts=12, colluders=12),
+        dimension=100,
+        width=12,
+        trials=5000,
+    )
+    words, graph, noise = " ".join(WIRE.split()), agreed.graph, agreed.noise
+
+    def listed(numbers):
+        return ", ".join(map(str, numbers))
+
+    digests = [digest.hex()[:8] for digest in (agreed.roster.digest, agreed.run_digest, agreed.session)]
+    assert "begin with `{}`, `{}` and `{}`;".format(*digests) in words
+    assert f"begins with the places {listed(graph._order(0)[:6])};" in words
+    near, holders = graph.masks(0), graph.holders(0)
+    assert (
+        f"has the mask neighbours {listed(near)} ({len(near)} clients in 20 slots) and {len(holders)} holders" in words
+    )
+    assert f"the first {listed(holders[:6])}; the committee begins with {listed(graph.committee[:5])};" in words
+    chain = noise.chain(0, bytes(16), agreed.run_digest, client=0, round=7)
+    own = masks.self_key(chain[-1], agreed.session, client=0, round=7)
+    pair = masks.pair_keys([bytes(16)], agreed.session, round=7, model=masks.NO_MODEL)[0]
+    assert f"the cuts are {listed(noise.cuts)}." in words
+    assert [f"`{key.hex()[:8]}`" in words for key in (chain[1], chain[2], own, pair)] == [True] * 4
+    drawn = np.zeros(5, np.uint16)
+    add_binomial(drawn, 70, NoiseSource(masks.derive(bytes(16), "noise", agreed.run_digest, 0), seeded=False))
+    assert f"be {listed(drawn)};" in words
+
+
+def test_the_example_of_noise_in_parts():
+    noise = NoiseParts(total=100, rule=thresholds(clients=10, dropouts=2, colluders=1))
+    ends = [noise.kept(size, rank) for size in (8, 9, 10) for rank in (0, size - 1)]
+    words = " ".join(WIRE.split())
+    assert "kept is {} and {} at u = 8, {} and {} at u = 9, {} and {} at u = 10".format(*ends) in words
+    assert f"cuts are {', '.join(map(str, noise.cuts))}." in words
+    assert [noise.first_unneeded(9, rank) for rank in range(9)] == [2] * 5 + [1] * 4  # as the page says
 
 
 def _numbers_of_the_page(n, f, t):
