@@ -401,7 +401,9 @@ SHARES: dict[str, list[dict[str, Any]]] = {
     "Coordinates, CIFAR-10, ImageNet features, epsilon 0.59, sums": [
         share("cifar10-imagenet-eps059-sums", one_in, range=0.004) for one_in in (10, 5, 3)
     ],
-    "Coordinates, CIFAR-10, scattering, epsilon 3, sums": [share("cifar10-eps3-sums", one_in) for one_in in (10, 20)],
+    "Coordinates, CIFAR-10, scattering, epsilon 3, sums": [
+        share("cifar10-eps3-sums", one_in) for one_in in (10, 20, 1)
+    ],
 }
 """What every coordinate gives is in the questions above, except for ImageNet features in sums at epsilon 1."""
 
@@ -417,18 +419,21 @@ def share_accuracy(preset: str, **changed: Any) -> float:
     return float(try_out(**settings)["held_out_accuracy"])
 
 
+def _kept() -> dict[str, Any]:
+    return dict(read_json(RESULTS)) if RESULTS.exists() else {"held_out": HELD_OUT}
+
+
 def search(names: list[str]) -> None:
     """Try what has not been tried, keeping every answer as it comes."""
     for name in names:
         candidates = SHARES[name] if name in SHARES else QUESTIONS[name][1]
         for candidate in candidates:
-            kept = read_json(RESULTS) if RESULTS.exists() else {"held_out": HELD_OUT}
-            rows = kept.setdefault(name, [])
-            if any(row["varied"] == candidate for row in rows):
+            if any(row["varied"] == candidate for row in _kept().get(name, [])):
                 continue
             found = share_accuracy(**candidate) if name in SHARES else accuracy(QUESTIONS[name][0], **candidate)
             assert math.isfinite(found)
-            rows.append({"varied": candidate, "held_out_accuracy": found, **provenance()})
+            kept = _kept()  # read again: another process may have answered another question meanwhile
+            kept.setdefault(name, []).append({"varied": candidate, "held_out_accuracy": found, **provenance()})
             write_json(RESULTS, kept)
             print(f"{name} {candidate}: held-out accuracy {found:.2%}", flush=True)
 
