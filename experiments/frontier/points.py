@@ -87,6 +87,8 @@ CURVES = {
     "fashion-eps3-100": (1, 20),
     "fashion-eps3-sums": (1, 30),
     "fashion-eps3-sums-100": (1,),
+    "cifar10-eps3-sums": (1, 30),
+    "cifar10-eps3-sums-100": (1,),
 }
 """Preset -> N of the points beside its own at which a message carries one in N coordinates."""
 FITTED = ("mnist-eps3", "mnist-eps3-100", "mnist-eps3-sums", "fashion-eps3")

@@ -402,7 +402,7 @@ SHARES: dict[str, list[dict[str, Any]]] = {
         share("cifar10-imagenet-eps059-sums", one_in, range=0.004) for one_in in (10, 5, 3)
     ],
     "Coordinates, CIFAR-10, scattering, epsilon 3, sums": [
-        share("cifar10-eps3-sums", one_in) for one_in in (10, 20, 1)
+        share("cifar10-eps3-sums", one_in) for one_in in (10, 20, 1, 3, 5)
     ],
 }
 """What every coordinate gives is in the questions above, except for ImageNet features in sums at epsilon 1."""

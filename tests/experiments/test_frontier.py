@@ -123,7 +123,7 @@ def test_the_readme_quotes_the_table(table: dict[str, Any]) -> None:
     rows = [points[name] if len(points[name]["accuracies"]) == 5 else points[f"{name}-one-in-1"] for name in QUOTED]
     for row in rows:
         assert f"{100 * row['mean']:.2f} %" in text
-    bits = {row["point"]: row["bits_measured"] for row in rows}
+    bits = {row["preset"]: row["bits_measured"] for row in rows}
     assert f"in **{bits['mnist-eps3-sums']:.2f} bits** per coordinate of the model" in text
     assert f"in {bits['fashion-eps3-sums']:.2f} bits, CIFAR-10" in text
     assert f"without other data, in {round(bits['cifar10-eps3-sums'])} bits." in text

@@ -45,16 +45,25 @@ Indices = npt.NDArray[np.int64]
 def _transform(x: Any, at: int, size: int) -> None:
     """The orthonormal Walsh-Hadamard transform of x[at : at + size], in place; size is a power of two."""
     own, apart = x[at : at + size], size // 2
-    # From far to near, and the last three stages in registers: the compiler makes vectors of both loops.
+    # From far to near, two stages at a time while they are long, and the last three in registers: the compiler makes
+    # vectors of all these loops. The order of the stages decides the last bits of a message: keep it.
     nearest = 8 if size >= 8 else 1
-    while apart >= nearest:
+    while apart >= 2 * nearest:
+        half = apart // 2
+        for start in range(0, size, 2 * apart):
+            first, second = own[start : start + half], own[start + half : start + apart]
+            third, fourth = own[start + apart : start + apart + half], own[start + apart + half : start + 2 * apart]
+            for i in range(half):
+                a, b, c, d = first[i] + third[i], second[i] + fourth[i], first[i] - third[i], second[i] - fourth[i]
+                first[i], second[i], third[i], fourth[i] = a + b, a - b, c + d, c - d
+        apart //= 4
+    if apart >= nearest:
         for start in range(0, size, 2 * apart):
             left, right = own[start : start + apart], own[start + apart : start + 2 * apart]
             for i in range(apart):
                 a, b = left[i], right[i]
                 left[i] = a + b
                 right[i] = a - b
-        apart //= 2
     factor = x.dtype.type(1 / math.sqrt(size))
     if size < 8:
         for i in range(size):

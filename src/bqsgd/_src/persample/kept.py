@@ -91,8 +91,8 @@ def _products(outer: Outer, part: slice, subset: Subset, parameters: slice) -> D
         errors,
         subset.signs[number],
         subset.subsets.rotated,
-        rows.astype(np.int32),
-        columns.astype(np.int32),
+        rows.astype(np.uint32),  # unsigned: the loop then need not look for indices from the end, a third of its time
+        columns.astype(np.uint32),
     )
     work = 8 * inputs.shape[1] + len(places)
     in_threads(lambda start, stop: _multiply(*fixed, start, stop, out), batch, each=work)
