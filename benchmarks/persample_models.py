@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from benchmarks.persample_language import Bert, Gpt, LowRank, Pooled, bert_lora, gpt_lora, with_positions_of_each
 from bqsgd._src.models import build
 
 EVERY_CLIP = ("L2", "Scale", "Clamp", "Dual", "BatchMean")
@@ -34,19 +35,6 @@ class LookedUpPositions(nn.Embedding):
 
     def forward(self, z: Tensor) -> Tensor:
         return z + super().forward(torch.arange(self.num_embeddings).expand(len(z), -1))
-
-
-class LowRank(nn.Module):
-    """A frozen linear layer and a trained update of low rank, W x + B A x."""
-
-    def __init__(self, frozen: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.frozen = frozen
-        self.down = nn.Linear(frozen.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, frozen.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x))
 
 
 class Block(nn.Module):
@@ -118,12 +106,12 @@ def resnet18() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """An LSTM over embedded tokens; its last output is classified into two."""
+    """An LSTM over embedded tokens; its last output is classified."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 64, classes: int = 2) -> None:
         super().__init__()
-        self.tokens, self.lstm = nn.Embedding(100, 64), nn.LSTM(64, 64, batch_first=True)
-        self.out = nn.Linear(64, 2)
+        self.tokens, self.lstm = nn.Embedding(100, 64), nn.LSTM(64, hidden, batch_first=True)
+        self.out = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.lstm(self.tokens(x))[0][:, -1])
@@ -135,6 +123,17 @@ def floats(*shape: int) -> Callable[[int, Generator], Tensor]:
 
 def tokens(length: int, kinds: int) -> Callable[[int, Generator], Tensor]:
     return lambda size, generator: torch.randint(0, kinds, (size, length), generator=generator)
+
+
+def padded(length: int, kinds: int) -> Callable[[int, Generator], Tensor]:
+    """Token ids from 1 on; after half of the length or more come zeros."""
+
+    def draw(size: int, generator: Generator) -> Tensor:
+        ids = torch.randint(1, kinds, (size, length), generator=generator)
+        ends = torch.randint(length // 2, length + 1, (size, 1), generator=generator)
+        return ids * (torch.arange(length) < ends)
+
+    return draw
 
 
 def as_it_is(model: nn.Module, rival: str) -> nn.Module:
@@ -176,6 +175,8 @@ class Case:
     variant: Callable[[nn.Module, str], nn.Module] = as_it_is
     """The model as a rival can take it: same weights under the same names, same outputs."""
     about: str = ""
+    large: bool = False
+    """A step takes seconds: leave out the rivals that are slowest everywhere."""
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -183,8 +184,9 @@ class Case:
         return inputs, torch.randint(0, self.classes, (size,), generator=generator)
 
     def model_for(self, rival: str, model: nn.Module) -> nn.Module:
-        """A copy of the model in the form that the rival takes."""
-        return self.variant(copy.deepcopy(model), rival)
+        """A copy of the model in the form that the rival takes; what is frozen is shared."""
+        frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+        return self.variant(copy.deepcopy(model, frozen), rival)
 
 
 MODELS: dict[str, Case] = {
@@ -229,6 +231,7 @@ MODELS: dict[str, Case] = {
         floats(3, 32, 32),
         clips=TWO_CLIPS,
         packed=True,
+        large=True,
         about="GroupNorm, images of 3 x 32 x 32",
     ),
     "LSTM": Case(
@@ -241,5 +244,47 @@ MODELS: dict[str, Case] = {
         variant=with_dp_lstm,
         about="32 tokens, embedded in 64 numbers, 64 hidden; hooks, functorch, ghost and vmap get opacus' DPLSTM with "
         "the same weights",
+    ),
+    "Embedding, mean": Case(
+        Pooled,
+        256,
+        tokens(64, 2000),
+        classes=2,
+        about="2,000 kinds of tokens in 64 numbers, 64 tokens a sample",
+    ),
+    "char-LSTM": Case(
+        partial(Recurrent, 128, 18),
+        64,
+        tokens(15, 100),
+        classes=18,
+        clips=TWO_CLIPS,
+        variant=with_dp_lstm,
+        about="15 characters, 128 hidden, 18 classes",
+    ),
+    "BERT 2x128": Case(
+        Bert,
+        32,
+        padded(64, 2000),
+        classes=2,
+        clips=TWO_CLIPS,
+        variant=with_positions_of_each,
+        about="with a padding mask; position ids of every sample for opacus, as in the four rows below",
+    ),
+    "BERT 2x128 LoRA": Case(
+        bert_lora, 32, padded(64, 2000), classes=2, clips=TWO_CLIPS, variant=with_positions_of_each
+    ),
+    "GPT-2 2x128": Case(Gpt, 32, tokens(64, 2000), classes=2, clips=TWO_CLIPS, variant=with_positions_of_each),
+    "GPT-2 2x128 LoRA": Case(
+        gpt_lora, 32, tokens(64, 2000), classes=2, clips=TWO_CLIPS, variant=with_positions_of_each
+    ),
+    "GPT-2 small LoRA": Case(
+        partial(gpt_lora, width=768, heads=12, layers=12, kinds=50257, tokens=1024),
+        4,
+        tokens(128, 50257),
+        classes=2,
+        clips=("L2",),
+        variant=with_positions_of_each,
+        large=True,
+        about="128 tokens",
     ),
 }

@@ -32,7 +32,9 @@ Step = Callable[[], dict[str, Tensor]]
 
 def rivals_of(case: Case) -> tuple[str, ...]:
     """The rivals that run on this model, in the order of RIVALS."""
-    left_out = {name for name in CLIPS if name not in case.clips} | (set() if case.packed else {PACKED})
+    left_out = {name for name in CLIPS if name not in case.clips} | (set() if case.packed else {PACKED}) | {"BatchMean"}
+    if case.large:
+        left_out |= {"opacus functorch", VMAP}
     return tuple(name for name in RIVALS if name not in left_out)
 
 

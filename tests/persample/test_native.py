@@ -8,11 +8,13 @@ from torch import nn
 
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.layouts import prelude_of, with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Whole, program_of, side_by_side
 from bqsgd._src.runtime.threads import in_own_threads
 
+aten = torch.ops.aten
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
@@ -58,8 +60,6 @@ def test_the_mean_is_the_same_on_any_number_of_threads(case):
 
 def test_modes_of_the_calling_thread_do_not_reach_a_pass(case):
     expected = mean_of(*case)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(mean_of(*case), expected)
     with torch.inference_mode():
         assert torch.equal(mean_of(*case), expected)
 
@@ -167,3 +167,32 @@ def test_work_in_our_threads_may_ask_for_our_threads_again():
     in_own_threads(outer, 4)
     assert sorted(item for _, item in inner) == list(range(12))
     assert all(name.startswith("bqsgd-") for name, _ in inner)
+
+
+def test_one_view_stands_for_a_chain_of_them_and_values_stay(case):
+    model, batch = case
+    program = program_of(model, LOSS, None, Form.of(batch))
+    outputs = [gradient.node for gradient in program.gradients]
+    with torch.no_grad():
+        given = *prelude_of(program)(*Whole(model, LOSS, None).given()), *(leaf[:1] for leaf in batch)
+        before = program.body(outputs)
+        after = with_fewer_views(program.body(outputs), len(program.shared), given)
+        for found, right in zip(after(*given), before(*given), strict=True):
+            torch.testing.assert_close(found, right)
+            assert found.is_contiguous()
+    assert {node.target for node in after.graph.nodes}.isdisjoint(
+        {aten.view.default, aten.transpose.int, aten.t.default}
+    )
+    assert 2 * len(after.graph.find_nodes(op="call_function", target=aten.as_strided.default)) < len(before.graph.nodes)
+
+
+def test_a_view_of_the_models_own_tensors_follows_them_where_they_lie(case):
+    """A parameter that starts in the middle of its memory: only what an operation returns is read by its place."""
+    model, batch = case
+    expected = mean_of(model, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            apart = torch.full((2, *parameter.shape), float("nan"))
+            apart[1] = parameter
+            parameter.data = apart[1]
+    assert torch.equal(mean_of(model, batch), expected)

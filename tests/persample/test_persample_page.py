@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.persample import PAGE, RESULTS, TIMES_PLAIN, page_table, page_with, verdicts
-from benchmarks.persample_models import MODELS
+from benchmarks.persample_language import Bert, Gpt, LowRank
+from benchmarks.persample_models import MODELS, padded
 from benchmarks.persample_rivals import OPACUS, VMAP, rivals_of, trained
+
+from bqsgd._src.persample import L2, clipped_gradients
+from bqsgd._src.persample.gradients import road_of
+from bqsgd._src.persample.passes import PassesRoad
+from bqsgd._src.persample.program import Form
 
 
 def made_up_run() -> dict[str, Any]:
@@ -77,7 +84,7 @@ def test_a_step_of_ours_that_fails_misses_its_targets() -> None:
 
 
 @pytest.mark.parametrize("rival", [*OPACUS, VMAP])
-@pytest.mark.parametrize("label", ["Transformer", "LSTM"])
+@pytest.mark.parametrize("label", ["Transformer", "LSTM", "BERT 2x128"])
 def test_a_rival_is_given_the_same_function_of_the_same_parameters(label: str, rival: str) -> None:
     pytest.importorskip("opacus")
     torch.manual_seed(0)
@@ -95,3 +102,29 @@ def test_a_low_rank_fine_tune_trains_its_updates_and_its_head_alone() -> None:
     names = list(trained(MODELS["LoRA"].build()))
     assert len(names) == 2 * 2 * 2 + 2
     assert all(".down." in name or ".up." in name or name.startswith("out.") for name in names)
+
+
+def low_rank_gpt(**size: int) -> torch.nn.Module:
+    model = Gpt(**size).requires_grad_(False)
+    for layer in model.layers:
+        layer.qkv = LowRank(layer.qkv, 2)
+    model.out.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("build", [Bert, Gpt, low_rank_gpt])
+def test_masks_position_ids_and_conv1d_stay_on_the_fast_road(build: Callable[..., torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, loss = build(width=16, heads=2, layers=1, kinds=20, tokens=8), torch.nn.CrossEntropyLoss(reduction="none")
+    batch = padded(8, 20)(5, torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 0, 1])
+    road = road_of(model, loss, None, Form.of(batch), batch_size=5, packed=False)
+    assert isinstance(road, PassesRoad)
+    parameters, expected = list(trained(model).values()), torch.zeros(0)
+    for sample in range(5):
+        each = torch.autograd.grad(
+            loss(model(batch[0][sample : sample + 1]), batch[1][sample : sample + 1]), parameters
+        )
+        flat = torch.cat([gradient.flatten() for gradient in each]).double()
+        expected = flat if sample == 0 else expected + flat
+    mean = clipped_gradients(model, loss, batch, clip=L2(8.0), batch_size=1).mean  # bites nobody
+    assert float((mean - expected).norm() / expected.norm()) < 1e-4

@@ -472,7 +472,7 @@ def test_that_a_model_cannot_be_traced_is_found_once() -> None:
     SEEN.clear()
     reasons = []
     for _ in range(3):
-        with pytest.raises(NotTraceable, match="data-dependent") as found:
+        with pytest.raises(NotTraceable, match="a value decides what is computed") as found:
             program_of(model, LOSS, None, form)
         reasons.append(found.value)
     assert len(SEEN) == 1

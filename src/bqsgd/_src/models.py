@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -152,18 +153,33 @@ def default_for(input_shape: tuple[int, ...], *, features: str = "none") -> str:
     return "cnn" if input_shape == (1, 28, 28) else "mlp"
 
 
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained and sent: at least one, all float32 on the CPU."""
+    """The parameters that are trained and sent: at least one, in float32, bfloat16 or float16, all on one device."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InvalidParameter("the model has no trainable parameters; set requires_grad on those to train")
     for parameter in parameters:
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+        if parameter.dtype not in _TRAINED:
             raise InvalidParameter(
-                f"parameters must be float32 on the CPU, got {parameter.dtype} on {parameter.device}: convert the "
-                "model with model.cpu().float() before you make its optimizer"
+                f"trained parameters must be float32, bfloat16 or float16, got {parameter.dtype}: convert the model "
+                "with model.float() before you make its optimizer"
             )
+    device_of(model)
     return parameters
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device on which all parameters and buffers of a model lie."""
+    devices = {str(tensor.device): tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        raise InvalidParameter(
+            f"the model lies on several devices ({', '.join(sorted(devices))}): put all of it on one, with "
+            "model.to(device), before you make its optimizer"
+        )
+    return next(iter(devices.values()), torch.device("cpu"))
 
 
 def dimension_of(model: nn.Module) -> int:
@@ -173,12 +189,20 @@ def dimension_of(model: nn.Module) -> int:
 
 def to_vector(model: nn.Module) -> npt.NDArray[np.float32]:
     """A copy of the trainable parameters as one vector."""
-    parts = [parameter.detach().reshape(-1).numpy() for parameter in trainable(model)]
-    return np.concatenate(parts)
+    return np.concatenate([as_numpy(parameter.float()).reshape(-1) for parameter in trainable(model)])
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The values as an array on the processor; those of bfloat16, which NumPy has not, in float32."""
+    values = tensor.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def load_vector(model: nn.Module, vector: npt.ArrayLike) -> None:
-    """Copy `vector` into the model's trainable parameters. Raises if its length is wrong or a value is not finite."""
+    """Copy `vector` into the model's trainable parameters, rounded to their types.
+
+    Raises if its length is wrong, or if a value is not finite or too large for its parameter's type.
+    """
     array = np.asarray(vector, dtype=np.float32)
     parameters = trainable(model)
     sizes = [parameter.numel() for parameter in parameters]
@@ -193,3 +217,5 @@ def load_vector(model: nn.Module, vector: npt.ArrayLike) -> None:
             # Copied in place, unlike torch's vector_to_parameters, which makes every parameter a view into one vector:
             # the alignment of a parameter's memory can decide which kernel a library takes, and so its last bit.
             parameter.copy_(part.view_as(parameter))
+            if parameter.dtype != torch.float32 and not bool(parameter.isfinite().all()):
+                raise NonFiniteInput(f"the model vector holds values beyond {parameter.dtype}: use float32 or bfloat16")

@@ -21,15 +21,16 @@ from torch.utils._pytree import tree_map
 
 from bqsgd._src.client.samples import Part
 from bqsgd._src.client.values import Values
-from bqsgd._src.models import dimension_of, trainable
+from bqsgd._src.models import device_of, dimension_of, trainable
 from bqsgd._src.persample import BatchMean, Clip, clipped_gradients
 from bqsgd._src.persample._kernels.grid import Grid
 from bqsgd._src.persample.gradients import Road, road_of
 from bqsgd._src.persample.program import Form, Forward, LossFunction, fails_on_made_up, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Unit
-from bqsgd._src.runtime.generators import alone, generators_kept, states
+from bqsgd._src.runtime.generators import alone, check_lent, generators_kept, states
 from bqsgd._src.runtime.interrupts import errors_dropped
+from bqsgd._src.runtime.modes import Autocast
 from bqsgd._src.runtime.threads import check_ieee
 from bqsgd._src.subset import Subset, Subsets
 
@@ -73,6 +74,8 @@ class Objective:
         self._clipped = partial(
             clipped_gradients, model, loss_fn, clip=clip, forward=forward, batch_size=self._divisor, packed=packed
         )
+        self.autocast: Autocast | None = None
+        """The mode of torch.autocast in which forward and loss run; None for off. See `in_callers_autocast`."""
         self.draws = False
         """Whether model or loss draw random numbers, as far as `check` has seen."""
         self._assumes: set[str] = set()
@@ -94,19 +97,21 @@ class Objective:
         """
         check_ieee()
         self._check_grid()
-        form = Form.of(data)
+        form = Form.of(data, device_of(self.model))
         if self.unit is Unit.CLIENT:
             self._check_whole(data, form)
             return
         road = self._road(form)
         self.draws |= road.draws
+        if road.draws:
+            check_lent(device_of(self.model))
         # Only here, from the public form: what a guarantee says must not depend on the records that were drawn.
         self._assumes |= {road.assumes} - {""}
         if form not in self._tried:
             # After the spend an error in a clip would cost every sample of every round, and nobody would be told.
             zeros = tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), data)
             with alone, generators_kept():
-                self._clipped(zeros, subset=self.subset(round=0, client=0))
+                self._clipped(zeros, subset=self.subset(round=0, client=0), autocast=self._mode)
             self._tried.add(form)
 
     def _check_grid(self) -> None:
@@ -123,12 +128,25 @@ class Objective:
             )
 
     def _road(self, form: Form) -> Road:
-        divisor, packed = self._divisor, self.packed
-        return road_of(self.model, self.loss_fn, self.forward, form, batch_size=divisor, packed=packed)
+        model, divisor, packed = self.model, self._divisor, self.packed
+        return road_of(model, self.loss_fn, self.forward, form, batch_size=divisor, packed=packed, autocast=self._mode)
+
+    @property
+    def _mode(self) -> Autocast:
+        return self.autocast or Autocast(device_of(self.model).type)
+
+    def in_callers_autocast(self) -> None:
+        """Take over the mode of torch.autocast that this thread is in now, for the next check and the next mean.
+
+        It must be called before a spend, by the program's own code: then it depends on the program alone. Whatever
+        turns autocast on or off after that, such as the code of a record that is read, changes no sample's program.
+        """
+        self.autocast = Autocast.now(device_of(self.model).type)
 
     def _check_whole(self, data: Any, form: Form) -> None:
         """A whole update may do with a loss that is a mean, so model and loss are tried on two made-up samples."""
-        zeros = tree_map(lambda leaf: torch.zeros((2, *leaf.shape[1:]), dtype=leaf.dtype), data)
+        device = device_of(self.model)
+        zeros = tree_map(lambda leaf: torch.zeros((2, *leaf.shape[1:]), dtype=leaf.dtype, device=device), data)
         model = copy.deepcopy(self.model)
         with alone, generators_kept():
             before = states()
@@ -165,7 +183,7 @@ class Objective:
                 samples = waiting.pop()
                 gradients = None
                 with errors_dropped():
-                    gradients = self._clipped(samples.data, subset=subset)
+                    gradients = self._clipped(samples.data, subset=subset, autocast=self._mode)
                 if gradients is not None:
                     mean = gradients.mean.numpy()
                     total += mean if is_batch_mean else mean * self._divisor
@@ -181,7 +199,7 @@ class Objective:
     def _takes(self, data: Any) -> bool:
         """Whether samples of this form can go through the model at all; otherwise none needs to be tried by itself."""
         with errors_dropped("samples of a form that the model cannot take count as zero"):
-            self._road(Form.of(data))
+            self._road(Form.of(data, device_of(self.model)))
             return True
         return False
 
@@ -193,5 +211,7 @@ class Objective:
         model = copy.deepcopy(self.model) if model is None else model
         forward = self.forward or inputs_then_target
         # Flat, because the loss may be one per sample or, for a whole client's update, a mean.
-        losses = [self.loss_fn(*forward(model, part.data)).reshape(-1) for part in parts if part.data is not None]
+        device = device_of(model)
+        given = (tree_map(lambda leaf: leaf.to(device), part.data) for part in parts if part.data is not None)
+        losses = [self.loss_fn(*forward(model, data)).reshape(-1) for data in given]
         return torch.cat(losses).mean() if losses else None

@@ -65,7 +65,8 @@ _Vector = npt.NDArray[np.float64]
 
 
 class Norms(Protocol):
-    """Norms of the gradients of some parameters for a batch of samples, as (batch,) float64 tensors."""
+    """Norms of the gradients of some parameters for a batch of samples: (batch,) float64 arrays of NumPy's, or tensors
+    on the device of the gradients."""
 
     def max_norms(self) -> Any:
         """The largest magnitude of each sample's coordinates."""
@@ -95,8 +96,13 @@ class Clip(ABC):
         """What coordinates of a tensor with this bound are clamped to before they are scaled; None for no clamp."""
         return None
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> _Vector | None:
-        """(batch,) factor of each sample, at most 1, from the norms of all its parameters; None where all are 1.
+    @property
+    def euclidean(self) -> float | None:
+        """What the Euclidean norm of a gradient is at most after the clip; None where only coordinates are bounded."""
+        return None
+
+    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
+        """(batch,) factor of each sample from the norms of all its parameters; None where all are 1.
 
         grid: of the first parameter tensor; a clip that reads it has one bound for all. coordinates: in the message.
         """
@@ -119,18 +125,17 @@ class Clip(ABC):
         raise InvalidParameter(f"a client's whole update is clipped by Clamp, Scale, L2 or Dual, not {self}")
 
 
-def _weights(norms: _Vector, reach: float) -> _Vector:
+def _weights(norms: Any, reach: float) -> Any:
     """reach / norm where the norm is larger, else 1."""
-    weights = np.ones_like(norms)
-    return np.divide(reach, norms, out=weights, where=norms > reach)
+    return reach / norms.clip(min=reach)
 
 
-def _euclidean(factors: Sequence[Norms], bound: float | None = None) -> _Vector:
+def _euclidean(factors: Sequence[Norms], bound: float | None = None) -> Any:
     """Norms over all parameters; sums run over the parameters one after another, the same for every sample."""
-    total: _Vector = factors[0].squared_norms(bound).cpu().numpy()
+    total = factors[0].squared_norms(bound)
     for factor in factors[1:]:
-        total = total + factor.squared_norms(bound).cpu().numpy()
-    return np.sqrt(total)
+        total = total + factor.squared_norms(bound)
+    return np.sqrt(total) if isinstance(total, np.ndarray) else total.sqrt()
 
 
 def _scaled(values: _Vector, size: float, bound: float) -> _Vector:
@@ -162,8 +167,10 @@ class Scale(Clip):
     def bounds(self, count: int) -> tuple[float, ...]:
         return (self.bound,) * count
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> _Vector:
-        norms = np.maximum.reduce([factor.max_norms().cpu().numpy() for factor in factors])
+    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
+        norms = factors[0].max_norms()
+        for factor in factors[1:]:
+            norms = norms.clip(min=factor.max_norms())
         return _weights(norms, self.bound * (1 - SHRINK))
 
     def clipped(self, values: _Vector) -> _Vector:
@@ -244,10 +251,14 @@ class L2(Clip):
     def of_share(self, share: float) -> L2:
         return L2(self.norm * math.sqrt(share))
 
+    @property
+    def euclidean(self) -> float:
+        return self.norm
+
     def bounds(self, count: int) -> tuple[float, ...]:
         return (self.norm,) * count
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> _Vector:
+    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
         return _weights(_euclidean(factors), grid.norm_reach(self.norm, coordinates))
 
     def clipped(self, values: _Vector) -> _Vector:
@@ -277,13 +288,17 @@ class Dual(Clip):
         # The clamp shrinks too, so that the two bounds keep their ratio, which the accountant uses.
         return Dual(self.norm * math.sqrt(share), self.bound * math.sqrt(share))
 
+    @property
+    def euclidean(self) -> float:
+        return self.norm
+
     def bounds(self, count: int) -> tuple[float, ...]:
         return (min(self.bound, self.norm),) * count
 
     def clamp(self, bound: float) -> float:
         return self.bound
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> _Vector:
+    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
         return _weights(_euclidean(factors, self.bound), grid.norm_reach(self.norm, coordinates))
 
     def clipped(self, values: _Vector) -> _Vector:

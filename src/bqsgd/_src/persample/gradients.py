@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import device_of
 from bqsgd._src.params import check_int
 from bqsgd._src.persample._kernels.grid import MOST_COORDINATES, MOST_SAMPLES, Grid
 from bqsgd._src.persample._kernels.loops import Steps
 from bqsgd._src.persample.alone import AloneRoad
 from bqsgd._src.persample.clips import BatchMean, Clip
+from bqsgd._src.persample.device import DeviceSteps, Place, check_device, on_device
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered
 from bqsgd._src.persample.kept import kept_piece
 from bqsgd._src.persample.lanes import LanesRoad
@@ -27,6 +29,7 @@ from bqsgd._src.persample.program import Form, Forward, LossFunction, NotTraceab
 from bqsgd._src.persample.rows import NotRows, RowsRoad
 from bqsgd._src.persample.rules import NotLanes
 from bqsgd._src.runtime.generators import alone
+from bqsgd._src.runtime.modes import Autocast, full_precision
 from bqsgd._src.subset import Subset
 
 
@@ -57,6 +60,7 @@ def clipped_gradients(
     forward: Forward | None = None,
     packed: bool = False,
     subset: Subset | None = None,
+    autocast: Autocast | None = None,
 ) -> ClippedGradients:
     """Eq. (7): (1/L) sum over the batch of the clipped gradient of each sample, with L the *public* batch size.
 
@@ -76,35 +80,73 @@ def clipped_gradients(
             on the assumption that the kernels of this machine give a row the same result in every place of a pass.
         subset: the coordinates that are kept; the clip bounds the kept part of each sample, and the mean holds no
             other coordinates.
+        autocast: the mode in which forward and loss run; by default that of `torch.autocast` around this call. The
+            casts become a part of one sample's program. Clip and sum are not affected.
+
+    The gradients are computed, clipped and added up on the device of the model, to which the batch is copied; the sum
+    comes to the processor.
 
     Raises:
         InvalidParameter: a layer mixes samples (BatchNorm), the loss is reduced, or an argument is out of place.
     """
     if not isinstance(clip, Clip):
         raise InvalidParameter(f"clip must be Scale, Clamp, L2, Dual or BatchMean, got {clip!r}")
-    leaves = _check_batch(batch)
+    device = device_of(model)
+    leaves = [leaf.to(device) for leaf in _check_batch(batch)]
     check_int("batch_size", batch_size, 1, 2**53)
     check_int("samples in the batch", len(leaves[0]), 0, MOST_SAMPLES)
-    form, whole = Form.of(batch), Whole(model, loss_fn, forward)
-    road = road_of(model, loss_fn, forward, form, batch_size=batch_size, packed=packed)
+    autocast = Autocast.now(device.type) if autocast is None else autocast
+    form, whole = Form.of(batch, device), Whole(model, loss_fn, forward, autocast)
+    road = road_of(model, loss_fn, forward, form, batch_size=batch_size, packed=packed, autocast=autocast)
     sizes = [value.numel() for value in whole.tensors()[0].values()]
     if subset is not None and list(np.diff(subset.subsets.starts)) != sizes:
         raise InvalidParameter("the subset is one of another model's coordinates")
     found = places(clip, sizes if subset is None else subset.counts)
-    dimension = check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES)
-    passes = road.passes(whole, leaves)
-    if subset is not None:
-        passes = _kept(passes, subset)
+    check_int("trainable coordinates", found[-1].span.stop, 1, MOST_COORDINATES)
+    with full_precision():
+        passes = road.passes(whole, leaves)
+        if on_device(device):
+            return _on_device(passes, DeviceSteps(clip, found, device, subset), clip, batch_size, found)
+        if subset is not None:
+            passes = _kept(passes, subset)
+        return _on_processor(passes, found, clip, batch_size)
+
+
+def _on_processor(
+    passes: Iterator[tuple[int, int, list[Piece]]], found: Sequence[Place], clip: Clip, batch_size: int
+) -> ClippedGradients:
     if isinstance(clip, BatchMean):
         return _batch_mean(passes, found, clip, batch_size)
-    total, dropped = Steps(dimension), 0
+    total, dropped = Steps(found[-1].span.stop), 0
     with torch.no_grad():
         for _, lost, pieces in passes:
             dropped += lost + clipped_steps(pieces, found, clip, total)
-    mean = total.total()
+    return ClippedGradients(_divided(total.total(), found, batch_size), dropped)
+
+
+def _divided(steps: Tensor, found: Sequence[Place], batch_size: int) -> Tensor:
     for place in found:
-        mean[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
-    return ClippedGradients(mean, dropped)
+        steps[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
+    return steps
+
+
+def _on_device(
+    passes: Iterator[tuple[int, int, list[Piece]]],
+    total: DeviceSteps,
+    clip: Clip,
+    batch_size: int,
+    found: Sequence[Place],
+) -> ClippedGradients:
+    """The same where the gradients lie; only the sum comes to the processor."""
+    lost = 0
+    with torch.no_grad():
+        for _, lost_here, pieces in passes:
+            lost += lost_here
+            total.add(pieces)
+    steps, dropped = total.total()
+    if isinstance(clip, BatchMean):
+        return ClippedGradients((steps / batch_size).clamp_(-clip.bound, clip.bound), lost + dropped)
+    return ClippedGradients(_divided(steps, found, batch_size), lost + dropped)
 
 
 def _kept(passes: Iterator[tuple[int, int, list[Piece]]], subset: Subset) -> Iterator[tuple[int, int, list[Piece]]]:
@@ -141,20 +183,26 @@ def road_of(
     *,
     batch_size: int,
     packed: bool,
+    autocast: Autocast | None = None,
 ) -> Road:
     """The fastest road for samples of this form, from the model and the settings alone: over lanes by our own loops;
-    else in passes on torch's kernels; else one sample at a time by the user's code.
+    else in passes on torch's kernels; else one sample at a time by the user's code. Another device than the processor
+    has no lanes, and several samples in a pass if its kernels keep them apart.
 
     Raises:
         InvalidParameter: model and loss do not take such samples.
     """
+    autocast = autocast or Autocast(device_of(model).type)  # one word for "off", by which programs are kept
     with alone:  # torch traces in one thread at a time, and looks at the generators meanwhile
+        device = device_of(model) if on_device(device_of(model)) else None
+        if device is not None:
+            check_device(device)
         try:
-            program = program_of(model, loss_fn, forward, form)
+            program = program_of(model, loss_fn, forward, form, autocast)
         except NotTraceable as reason:
             known = _roads.setdefault(reason, {})
             if "alone" not in known:
-                known["alone"] = AloneRoad(Whole(model, loss_fn, forward), form)
+                known["alone"] = AloneRoad(Whole(model, loss_fn, forward, autocast), form)
                 warnings.warn(
                     "samples of this model are run one at a time, which is slow, because torch cannot trace it "
                     f"({reason})",
@@ -163,6 +211,11 @@ def road_of(
                 )
             return known["alone"]
         known = _roads.setdefault(program, {})
+        if device is not None:
+            place = (batch_size, device)
+            if place not in known:
+                known[place] = _packed(program, Whole(model, loss_fn, forward), batch_size, device)
+            return known[place]
         key: object = (batch_size, "rows") if packed else "passes"
         if "lanes" not in known and key not in known:
             try:
@@ -173,11 +226,12 @@ def road_of(
         return known["lanes"] if "lanes" in known else known[key]
 
 
-def _packed(program: Program, whole: Whole, batch_size: int) -> Road:
+def _packed(program: Program, whole: Whole, batch_size: int, device: torch.device | None = None) -> Road:
+    """device: whose gradients are clipped where they are; None for the processor."""
     try:
-        return RowsRoad(program, whole, batch_size)
+        return RowsRoad(program, whole, batch_size, device)
     except NotRows:
-        return PassesRoad(program, whole)
+        return PassesRoad(program, whole, device)
 
 
 def _batch_mean(
@@ -210,14 +264,6 @@ LARGEST = 2.0**126
 """A gradient whose bound is beyond this may overflow float32 on the way: it is dropped whole."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """One parameter tensor: its place in the flat sum, and the grid of its coordinates."""
-
-    span: slice
-    grid: Grid
-
-
 def places(clip: Clip, sizes: Sequence[int]) -> list[Place]:
     """Where each parameter tensor lies and what its coordinates are bounded by after the clip."""
     found, start = [], 0
@@ -229,7 +275,7 @@ def places(clip: Clip, sizes: Sequence[int]) -> list[Place]:
 
 def provably_finite(factors: Sequence[Factor]) -> Tensor:
     """(batch,) which samples have a gradient that cannot overflow in any parameter; NaN and infinity show as False."""
-    return torch.stack([factor.max_norms().cpu() <= LARGEST for factor in factors]).all(dim=0)
+    return torch.stack([factor.max_norms() <= LARGEST for factor in factors]).all(dim=0)
 
 
 def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, total: Steps) -> int:
@@ -249,11 +295,25 @@ def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, 
     if dropped:  # taken out, not weighted by zero: 0 * inf is NaN
         index = finite.nonzero().flatten()
         used = [(factor.take(index), place) for factor, place in used]
-    scales = clip.weights([factor for factor, _ in used], grid=places[0].grid, coordinates=places[-1].span.stop)
+    norms = [_InNumPy(factor) for factor, _ in used]
+    scales = clip.weights(norms, grid=places[0].grid, coordinates=places[-1].span.stop)
     weights = torch.ones(len(finite) - dropped, dtype=torch.float64) if scales is None else torch.from_numpy(scales)
     for factor, place in used:
         factor.add_steps(place.grid, weights, total, at=place.span.start, bound=clip.clamp(place.grid.bound))
     return dropped
+
+
+@dataclass(frozen=True, eq=False)
+class _InNumPy:
+    """The norms of a factor as arrays of NumPy's, with which the clips compute on the processor."""
+
+    factor: Factor
+
+    def max_norms(self) -> Any:
+        return self.factor.max_norms().numpy()
+
+    def squared_norms(self, bound: float | None = None) -> Any:
+        return self.factor.squared_norms(bound).numpy()
 
 
 def _placed(piece: Piece, places: Sequence[Place]) -> list[tuple[Factor, Place]]:

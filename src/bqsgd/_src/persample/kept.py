@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from bqsgd._src.persample.factors import Built, Dense, Outer, Piece, Scattered, Summed, TableRows, micro_batch
+from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads
 from bqsgd._src.subset import Subset, rotate_rows
 

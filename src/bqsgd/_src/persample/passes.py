@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +18,9 @@ from torch import Tensor, fx
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.persample import program as programs
 from bqsgd._src.persample._kernels.loops import usable
+from bqsgd._src.persample.device import dense, name_of
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered, factor_of, nodes_of, working
+from bqsgd._src.persample.layouts import prelude_of, with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.program import Program, Whole, shape_of, side_by_side
 from bqsgd._src.runtime.generators import alone, generators_kept
@@ -32,28 +33,31 @@ AT_ONCE, AT_ONCE_BYTES = 16, 20 << 20
 gradients are still in the caches; with more, weights and sums are read less often."""
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
-FEW = 64
-"""A product is turned if four times its columns are no more than this, and no more than its rows."""
 _ALIGNMENT = 64
 """Bytes; torch's own allocator promises as much for the tensors a pass makes."""
+
+
+SAME_BITS = "the kernels of {} give the same values the same bits, and add whole numbers exactly"
 
 
 class PassesRoad:
     """Runs a program once for each sample, a few samples side by side."""
 
-    assumes = ""
-
-    def __init__(self, program: Program, whole: Whole) -> None:
+    def __init__(self, program: Program, whole: Whole, device: torch.device | None = None) -> None:
+        self._device, self.assumes = device, "" if device is None else SAME_BITS.format(name_of(device))
         self._at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, program.dimension))))
-        self.draws, self._prelude, self._outputs = program.draws, program.prelude(), outputs_of(program)
-        body = _ready(program.body([node for output in self._outputs for node in output.nodes]))
-        self._for = lru_cache(lambda samples: native(side_by_side(body, len(program.shared), samples)))
+        self.draws, self._prelude = program.draws, prelude_of(program)
+        self._outputs = outputs_of(program, tables=device is not None, products=device is None)
+        body, count = program.body([node for output in self._outputs for node in output.nodes]), len(program.shared)
         errors = []
         for bounded in (False, True):  # what raises here, whatever the sample, would raise for every sample
             leaves = [made_up(node, 1, bounded=bounded)[0] for node in program.leaves]
             try:
                 with alone, generators_kept(), repeatable, torch.no_grad():
-                    self._run(self._prelude(*whole.randomised()), leaves, [range(1)], raises=True)
+                    shared = self._prelude(*whole.randomised())
+                    laid_out = partial(side_by_side, with_fewer_views(body, count, [*shared, *leaves]), count)
+                    self._for = lru_cache(lambda samples, laid_out=laid_out: native(laid_out(samples)))
+                    self._run(shared, leaves, [range(1)], raises=True)
                 return
             except Exception as error:
                 errors.append(error)
@@ -98,7 +102,7 @@ class PassesRoad:
                     with suppress(Exception), torch.no_grad():
                         results[group].append(functions[0](*shared, *tensors))
 
-        in_own_threads(run, len(groups), in_order=self.draws)
+        in_own_threads(run, len(groups), in_order=self.draws or self._device is not None)
         return list(itertools.chain(*results))
 
     def _pieces(self, samples: Sequence[Sequence[Tensor]]) -> list[Piece]:
@@ -106,7 +110,9 @@ class PassesRoad:
         pieces, waiting = [], [iter(values) for values in samples]
         for output in self._outputs:
             tensors = [list(itertools.islice(values, len(output.nodes))) for values in waiting]
-            if output.factored is None and all(usable(value) for value in tensors[0]):
+            if self._device is not None:
+                pieces.append(dense(output, [torch.stack(column) for column in zip(*tensors, strict=True)]))
+            elif output.factored is None and all(usable(value) for value in tensors[0]):
                 pieces.append(Piece(output.parameters, Scattered(tensors)))
             else:
                 pieces.append(output.piece([torch.stack(column) for column in zip(*tensors, strict=True)]))
@@ -167,12 +173,15 @@ class Output:
         return Piece(self.parameters, factor)
 
 
-def outputs_of(program: Program, *, tables: bool = False) -> list[Output]:
-    """What a pass returns for each parameter. tables: keep the factors of every table, however small."""
+def outputs_of(program: Program, *, tables: bool = False, products: bool = True) -> list[Output]:
+    """What a pass returns for each parameter.
+
+    tables: keep the factors of every table, however small. products: keep those of large products.
+    """
     outputs: list[Output] = []
     run: list[fx.Node] = []
     for n, gradient in enumerate([*program.gradients, None]):
-        if gradient is not None and not _stays_factored(gradient, tables):
+        if gradient is not None and not _stays_factored(gradient, tables, products):
             run.append(gradient.node)
             continue
         if run:
@@ -183,30 +192,12 @@ def outputs_of(program: Program, *, tables: bool = False) -> list[Output]:
     return outputs
 
 
-def _stays_factored(gradient: programs.Gradient, tables: bool) -> bool:
+def _stays_factored(gradient: programs.Gradient, tables: bool, products: bool) -> bool:
     """Whether norms and sums are cheaper to have from the factors than from the gradient itself."""
     coordinates = shape_of(gradient.node).numel()
     match gradient:
         case programs.Product(positions=positions):
-            return positions == 1 and coordinates > WIDE
+            return products and positions == 1 and coordinates > WIDE
         case programs.Table(index=index):
             return tables or (coordinates > WIDE and gradient.rows > 4 * shape_of(index).numel())
     return False
-
-
-def _ready(body: fx.GraphModule) -> fx.GraphModule:
-    """The same with contiguous outputs, which the loops read in place, and with products that have few columns turned:
-    torch's are two to three times as fast with few rows."""
-    graph: Any = body.graph
-    for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            if node.op == "output":
-                node.args = ([graph.call_function(aten.contiguous.default, (value,)) for value in node.args[0]],)
-            elif node.target is aten.mm.default and 4 * shape_of(node)[1] <= min(FEW, shape_of(node)[0]):
-                right, left = (graph.call_function(aten.t.default, (side,)) for side in reversed(node.args))
-                product = graph.call_function(aten.t.default, (graph.call_function(aten.mm.default, (right, left)),))
-                turned = graph.call_function(aten.contiguous.default, (product,))
-                turned.meta = node.meta
-                node.replace_all_uses_with(turned)
-                graph.erase_node(node)
-    return body

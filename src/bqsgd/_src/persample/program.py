@@ -14,11 +14,13 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.models import device_of
 from bqsgd._src.runtime.generators import alone, generators_kept, states
+from bqsgd._src.runtime.modes import Autocast, full_precision
 
 aten = torch.ops.aten
 LossFunction = Callable[[Any, Any], Tensor]
@@ -51,10 +55,11 @@ class Form:
     leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
     @classmethod
-    def of(cls, batch: Any) -> Form:
-        """The form of the samples of a batch, whose tensors all have the sample dimension first."""
+    def of(cls, batch: Any, device: torch.device | None = None) -> Form:
+        """The form of the samples of a batch, whose tensors all have the sample dimension first; on another device,
+        if one is given."""
         leaves, structure = tree_flatten(batch)
-        return cls(structure, tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves))
+        return cls(structure, tuple((leaf.shape[1:], leaf.dtype, device or leaf.device) for leaf in leaves))
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -72,18 +77,22 @@ class Form:
 class Whole(nn.Module):
     """Model, forward and loss of a batch of one as one module, so that its parameters and buffers can be swapped."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, forward: Forward | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, forward: Forward | None, autocast: Autocast | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         # Kept in a tuple so that nn.Module does not register a loss module's parameters as ours.
         self._how = (loss_fn, forward or inputs_then_target)
+        self._autocast = autocast or Autocast(device_of(model).type)
         self._known = {id(parameter) for parameter in model.parameters()}
 
     def forward(self, *leaves: Tensor, structure: TreeSpec, trained: list[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradient of the sum of the losses for each trained tensor."""
         loss_fn, forward = self._how
-        outputs, targets = forward(self.model, tree_unflatten(list(leaves), structure))
-        losses = check_losses(loss_fn(outputs, targets), len(leaves[0]))
+        with self._autocast.entered():  # gradients are taken outside of it, as torch advises
+            outputs, targets = forward(self.model, tree_unflatten(list(leaves), structure))
+            losses = check_losses(loss_fn(outputs, targets), len(leaves[0]))
         if losses.grad_fn is None:
             raise InvalidParameter("the loss does not depend on a trainable parameter")
         if (_leaves(losses.grad_fn) - {id(value) for value in trained}) & self._known:
@@ -350,7 +359,9 @@ _MOST_PROGRAMS = 256
 """Programs kept for one model: a data set with more forms than this is traced again."""
 
 
-def program_of(model: nn.Module, loss_fn: LossFunction, forward: Forward | None, form: Form) -> Program:
+def program_of(
+    model: nn.Module, loss_fn: LossFunction, forward: Forward | None, form: Form, autocast: Autocast | None = None
+) -> Program:
     """The program of one sample of this form, traced when it is first asked for and after the model has changed.
 
     Raises:
@@ -360,12 +371,12 @@ def program_of(model: nn.Module, loss_fn: LossFunction, forward: Forward | None,
     refuse_mixing(model)
     kept = _programs.setdefault(model, {})
     parts = (part for part in (model, loss_fn, forward) if isinstance(part, nn.Module))
-    question = (_same(loss_fn), _same(forward), form, *map(made_of, parts))
+    question = (_same(loss_fn), _same(forward), form, autocast, *map(made_of, parts))
     if question not in kept:
         if len(kept) >= _MOST_PROGRAMS:
             kept.clear()
         try:
-            kept[question] = traced(Whole(model, loss_fn, forward), form)
+            kept[question] = traced(Whole(model, loss_fn, forward, autocast), form)
         except NotTraceable as reason:
             kept[question] = reason
     found = kept[question]
@@ -442,16 +453,30 @@ def traced(whole: Whole, form: Form) -> Program:
     with alone, generators_kept():
         before = states()
         try:
-            with plain_operations(own):
+            with full_precision(), plain_operations(own):
                 module = _pure(_graph_of(gradients, *arguments), arguments)
         except InvalidParameter:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise NotTraceable(f"{type(error).__name__}: {reason}") from error
+            reason = _INSTEAD if "DataDependent" in type(error).__name__ else " ".join(str(error).split())[:300]
+            raise NotTraceable(f"{_line_of(error)}{type(error).__name__}: {reason}") from error
         if states() != before:
-            raise NotTraceable("the model draws from the generators of Python or NumPy")
+            raise NotTraceable("it draws from the generators of Python or NumPy; draw with torch.rand, torch.randn")
     return _program(module, len(trained) + len(held))
+
+
+_INSTEAD = "a value decides what is computed; write torch.where, or a product with a mask, for if, .item() and x[mask]"
+"""What to change in a model that looks at values."""
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of code on the way to an error that is neither Python's, nor torch's, nor ours."""
+    apart = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+    python = str(Path(warnings.__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(apart) and ("-packages" in frame.filename or python not in frame.filename):
+            return f"`{frame.line}`, line {frame.lineno} of {Path(frame.filename).name}: "
+    return ""
 
 
 def _graph_of(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
@@ -554,9 +579,9 @@ def _nothing_done(node: Any) -> fx.Node | None:
 def _program(module: fx.GraphModule, given: int) -> Program:
     _simplify(module.graph)
     nodes = list(module.graph.nodes)
-    if any(_has_symbols(node.meta.get("val")) for node in nodes):
-        raise NotTraceable("the model reads a number or a length out of a tensor")
     for node in nodes:
+        if _has_symbols(node.meta.get("val")):
+            raise NotTraceable(f"{node.target} reads a number or a length out of a tensor: {_INSTEAD}")
         _check_own(node)
     inputs = [node for node in nodes if node.op == "placeholder"]
     output = tree_flatten(nodes[-1].args[0], is_leaf=lambda value: value is None)[0]
@@ -572,7 +597,7 @@ def _program(module: fx.GraphModule, given: int) -> Program:
 def _check_own(node: fx.Node) -> None:
     """Raise for an operation that may keep state from one sample to the next."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
-        raise NotTraceable(f"{node.target} is not an operation of torch's own, and may keep state")
+        raise NotTraceable(f"{node.target} may keep state: write it with torch's own operations")
     if node.kwargs.get("generator") is not None:
         raise NotTraceable(f"{node.target} draws from a generator of the model's own")
 

@@ -20,9 +20,11 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bqsgd._src.persample import program as programs
+from bqsgd._src.persample.device import dense, name_of
 from bqsgd._src.persample.factors import Piece, micro_batch
+from bqsgd._src.persample.layouts import prelude_of
 from bqsgd._src.persample.native import native
-from bqsgd._src.persample.passes import check_aligned, made_up, outputs_of
+from bqsgd._src.persample.passes import SAME_BITS, Output, check_aligned, made_up, outputs_of
 from bqsgd._src.persample.program import Program, Whole
 from bqsgd._src.runtime.generators import alone, generators_kept
 from bqsgd._src.runtime.modes import repeatable
@@ -33,9 +35,15 @@ MOST = 64
 ROWS_APART = "in passes of one shape, torch's kernels give a row a result that other rows do not change"
 
 
-def rows_for(batch_size: int, dimension: int) -> int:
-    """Rows of a pass, from the *public* batch size and the size of the model: a power of two up to 64."""
-    return 1 << (max(1, min(MOST, batch_size, micro_batch(dimension))).bit_length() - 1)
+DEVICE_ROWS, DEVICE_BYTES = 256, 1 << 29
+"""The same on a device, and bytes of the gradients that it holds at once."""
+
+
+def rows_for(batch_size: int, dimension: int, device: torch.device | None = None) -> int:
+    """Rows of a pass, from the *public* batch size and the size of the model: a power of two up to 64; 256 on a
+    device."""
+    fitting = (MOST, micro_batch(dimension)) if device is None else (DEVICE_ROWS, DEVICE_BYTES // (4 * dimension + 4))
+    return 1 << (max(1, min(batch_size, *fitting)).bit_length() - 1)
 
 
 class NotRows(Exception):
@@ -49,11 +57,10 @@ class RowsRoad:
         NotRows: samples must run in passes of their own.
     """
 
-    assumes = ROWS_APART
-
-    def __init__(self, program: Program, whole: Whole, batch_size: int) -> None:
-        self.draws, self.rows = program.draws, rows_for(batch_size, program.dimension)
-        self._prelude, self._outputs = program.prelude(), outputs_of(program, tables=True)
+    def __init__(self, program: Program, whole: Whole, batch_size: int, device: torch.device | None = None) -> None:
+        self.draws, self.rows, self._device = program.draws, rows_for(batch_size, program.dimension, device), device
+        self.assumes = ROWS_APART if device is None else f"{ROWS_APART}; {SAME_BITS.format(name_of(device))}"
+        self._prelude, self._outputs = prelude_of(program), outputs_of(program, tables=True, products=device is None)
         nodes = [node for output in self._outputs for node in output.nodes]
         if self.rows == 1 or _looks_up(program, nodes):
             raise NotRows
@@ -103,12 +110,13 @@ class RowsRoad:
             with suppress(Exception):
                 results[place] = self._values(*shared, *(leaf.unsqueeze(1) for leaf in filled))
 
-        in_own_threads(run, len(chunks), in_order=self.draws)
+        in_own_threads(run, len(chunks), in_order=self.draws or self._device is not None)
         return results
 
     def _pieces(self, values: Sequence[Tensor], samples: int) -> list[Piece]:
         waiting, used = iter(values), torch.arange(samples)
-        pieces = [output.piece([next(waiting) for _ in output.nodes]) for output in self._outputs]
+        piece_of = Output.piece if self._device is None else dense
+        pieces = [piece_of(output, [next(waiting) for _ in output.nodes]) for output in self._outputs]
         return [Piece(piece.parameters, piece.factor.take(used)) for piece in pieces]
 
 
@@ -186,4 +194,4 @@ def _rows_are_apart(
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return left.contiguous().cpu().numpy().tobytes() == right.contiguous().cpu().numpy().tobytes()
+    return torch.equal(*(each.contiguous().view(torch.uint8).cpu() for each in (left, right)))

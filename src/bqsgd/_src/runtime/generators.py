@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bqsgd._src.errors import InvalidParameter
+
 alone = threading.RLock()
 """Held while what is drawn must depend on nobody else, and whenever states are set: whoever holds it may compare them.
 """
@@ -38,6 +40,18 @@ def accelerator_generators() -> list[torch.Generator]:
     if device.type == "mps":
         return [torch.mps._get_default_mps_generator()]
     return list(getattr(module, "default_generators", ()))
+
+
+def check_lent(device: torch.device) -> None:
+    """Raise InvalidParameter if models draw on this device from a generator that cannot be lent: the seed of a program
+    would then decide its dropout masks, and they must be secret."""
+    accelerator = torch.accelerator.current_accelerator()
+    shown = accelerator is not None and accelerator.type == device.type and bool(accelerator_generators())
+    if device.type != "cpu" and not shown:
+        raise InvalidParameter(
+            f"the model draws random numbers on {device}, whose generator torch does not show, so the masks could not "
+            "be kept secret: use a model without dropout there, or train on the processor"
+        )
 
 
 def states() -> tuple[object, ...]:

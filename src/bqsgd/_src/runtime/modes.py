@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -59,12 +60,42 @@ silence = SharedMode(_ignore_warnings)
 """No warnings. Where a program turns warnings into errors, a warning about one sample would cost that sample."""
 
 
-def full_precision() -> torch.autocast:
-    """Autocast off in this thread, for what is checked before a spend and for what is computed after it.
+@dataclass(frozen=True)
+class Autocast:
+    """The state of torch.autocast for one kind of device: the type to compute in, or None for off.
+
+    It becomes a part of one sample's program, by value: forward and loss are traced in it, so that the casts are
+    operations of the program. What changes the mode later (a record that is read, another thread) changes no program.
+    """
+
+    device: str
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def now(cls, device: str) -> Autocast:
+        """The state in this thread."""
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return cls(device)
+        return cls(device, torch.get_autocast_dtype(device))
+
+    def entered(self) -> AbstractContextManager[object]:
+        """This state in this thread for a block, without torch's store of cast weights, which outlives a sample."""
+        if not torch.amp.is_autocast_available(self.device):
+            return nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None, cache_enabled=False)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Autocast off in this thread on every device, for what is checked before a spend and what is computed after it.
 
     In half precision a clipped gradient could lie outside its bound, and the check would see another program than runs.
     """
-    return torch.autocast("cpu", enabled=False)
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device in ("cpu", *([] if accelerator is None else [accelerator.type])):
+            stack.enter_context(Autocast(device).entered())
+        yield
 
 
 @contextmanager

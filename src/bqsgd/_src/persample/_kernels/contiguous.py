@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit
 from torch import Tensor
 
 from bqsgd._src.persample._kernels.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WIDE, Emit, tile
+from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads
 
 STRIP = 5
@@ -181,7 +181,9 @@ def _row_norms(x: Any, starts: Any, blocks: Any, bound: float, start: int, stop:
         sample, block = divmod(item, len(blocks))
         tensor, first, size = blocks[block]
         squares[sample, block] = _block_norms(x, starts[tensor, sample] + first, size, bound, sums, largest, tail)
-        most[sample, block] = largest.max()
+        for lane in range(1, LANES):
+            largest[0] = max(largest[0], largest[lane])
+        most[sample, block] = largest[0]
 
 
 def row_norms(rows: Rows, bound: float = np.inf) -> tuple[np.ndarray, np.ndarray]:

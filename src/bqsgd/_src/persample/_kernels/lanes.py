@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit
 from numba.core import cgutils
 
 from bqsgd._src.persample._kernels.vectors import LANES, WIDE, WORD, Emit, tile
+from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads
 
 STRIP = 6
@@ -366,8 +366,9 @@ tanh_backward = _entrywise(_tanh_backward)
 @njit(nogil=True, cache=True)
 def _sums(x: Any, start: int, stop: int, out: Any) -> None:
     for row in range(start, stop):
-        sums = out[row]
-        sums[:] = x[row, 0]
+        sums, own = out[row], x[row, 0]
+        for lane in range(sums.size):  # a copy by slices takes seconds to compile: numba prepares the text of an error
+            sums[lane] = own[lane]
         for term in range(1, x.shape[1]):
             own = x[row, term]
             for lane in range(sums.size):
@@ -391,8 +392,9 @@ def _max_pool(x: Any, kernel: Any, stride: Any, out: Any, chosen: Any) -> None:
         for row in range(rows):
             for column in range(columns):
                 best, place = out[plane, row, column], chosen[plane, row, column]
-                best[:] = x[plane, row * stride[0], column * stride[1]]
-                place[:] = 0
+                more = x[plane, row * stride[0], column * stride[1]]
+                for lane in range(samples):
+                    best[lane], place[lane] = more[lane], 0
                 for at in range(1, kernel[0] * kernel[1]):
                     more = x[plane, row * stride[0] + at // kernel[1], column * stride[1] + at % kernel[1]]
                     for lane in range(samples):

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from bqsgd._src.persample._kernels import contiguous
 from bqsgd._src.persample._kernels.contiguous import BLOCK_SAMPLES, PANEL, STRIP, Rows, blocks_of
 from bqsgd._src.persample._kernels.grid import Grid, held_to
 from bqsgd._src.persample._kernels.pairs import lanes_of, transpose
+from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads, recycled, recycled_zeros
 
 

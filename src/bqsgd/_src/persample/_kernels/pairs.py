@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit
 from torch import Tensor
 
 from bqsgd._src.persample._kernels.vectors import LANES, WHOLE, WIDE, ZERO, Emit, tile
+from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads, recycled
 
 
@@ -121,7 +121,8 @@ def _pack_block(x: Any, stride: int, low: int, used: int, places: Any, packed: A
             for lane in range(LANES):
                 target[lane] = source[lane]
         else:
-            target[:] = source
+            for lane in range(used):
+                target[lane] = source[lane]
 
 
 @njit(nogil=True, cache=True)
