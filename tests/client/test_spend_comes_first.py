@@ -60,8 +60,9 @@ def private_loop(ledger):
     loader = DataLoader(TensorDataset(*SAMPLES), batch_size=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = bqsgd.make_private(
-        model, optimizer, loader, loss_fn=LOSS, epsilon=50, delta=1e-5, bits=12, epochs=1, ledger=ledger
-    )
+        model, optimizer, loader, loss_fn=LOSS, epsilon=50, delta=1e-5, bits=12, epochs=1, ledger=ledger,
+        mechanism=Mechanism(levels=8, trials=4000), range=0.1,
+    )  # fmt: skip
     private.step(next(iter(private.loader)))
 
 

@@ -84,7 +84,7 @@ def test_coordinates_are_left_out_where_there_is_much_noise_and_nowhere_else() -
     assert large.one_in(BUDGET, rounds=300) == 13
     assert federation(dimension=40_000, clients=100).one_in(BUDGET, rounds=300) == 40  # a thousand are kept
     assert federation(dimension=10**6, clients=100).one_in(BUDGET, rounds=300) == 100
-    shared = Federation(samples=60_000, clients=100, dimension=40_000, shares_noise=True)
+    shared = Federation(samples=60_000, clients=100, dimension=40_000, sums=1)
     assert 1 < shared.one_in(BUDGET, rounds=300) < 13
     # Little noise, a tiny model, few rounds, few samples: nothing to gain.
     assert (

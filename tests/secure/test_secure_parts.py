@@ -16,7 +16,7 @@ from bqsgd._src.secure.graph import Graph, thresholds
 from bqsgd._src.secure.masks import xor
 from bqsgd._src.secure.noise_shares import PIECE, NoiseParts, add_binomial
 from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster, write_identity
-from bqsgd._src.secure.sharing import _products, _solution, _times, check_of, combine, extend, good_shares, row_through
+from bqsgd._src.secure.sharing import _products, _solution, _times, check_of, extend, good_shares, row_through
 
 
 def test_what_is_opened_is_the_sum_over_all_honest_survivors():
@@ -122,11 +122,9 @@ def test_any_threshold_of_the_shares_opens_the_secret():
     secret, points = bytes(range(48)), [1, 2, 4, 7, 255]
     shares = shared(secret, points, 3, np.random.default_rng(1))
     for chosen in itertools.combinations(points, 3):
-        assert combine({point: shares[point] for point in chosen}, threshold=3) == secret
-    with pytest.raises(BadShares):
-        combine({1: shares[1], 2: shares[2]}, threshold=3)
+        assert extend({point: shares[point] for point in chosen}, [0]) == [secret]
     changed = {**shares, 2: bytes([shares[2][0] ^ 1]) + shares[2][1:]}
-    assert combine({point: changed[point] for point in (1, 2, 4)}, threshold=3) != secret
+    assert extend({point: changed[point] for point in (1, 2, 4)}, [0]) != [secret]
 
 
 @pytest.mark.parametrize("secret", [0, 1, 77, 255])

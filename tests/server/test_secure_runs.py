@@ -64,7 +64,7 @@ class Steps:
         step = step_of(next(iter(messages.values()))) if messages else None
         self.asked.append((round, step, tuple(sorted(messages))))
         for answer in self.real(messages, round=round):
-            if self.lose(step, round, answer.client):
+            if self.lose(step_of(messages[answer.client]), round, answer.client):
                 answer = type(answer)(client=answer.client, reason="lost on the way")
             yield answer
 
@@ -169,7 +169,7 @@ def test_same_seed_same_model_and_noise_of_exactly_the_planned_size():
     two, _, _ = trained(settings(workers=2))
     np.testing.assert_array_equal(one.model, two.model)
     dropped, _, _ = trained(settings(), lose=lambda at, round, client: at == "MODEL" and client == 0)
-    assert one.server.sums.noise.in_sum(5) == one.server.sums.noise.in_sum(4) == 120
+    assert one.server.sums[0].noise.in_sum(5) == one.server.sums[0].noise.in_sum(4) == 120
     assert np.abs(dropped.model - one.model).max() > 0
 
 

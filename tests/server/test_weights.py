@@ -79,7 +79,7 @@ def test_one_liar_of_five_moves_the_mean_as_far_as_is_stated_and_no_further(bits
     bound = one_liar_moves("mean", weights=[1.0] * 5, fewest_frames=1, byzantine=0, reach=((1 << bits) - 1) / 2)
     assert bound is not None
     assert attained == pytest.approx(bound[0], rel=1e-6)
-    assert f"by up to {stated} R when all 5 clients answer" in server.one_liar
+    assert f"by up to {stated} R when all 5 clients answer" in server.one_liar()
     wider = Mechanism(levels=1, trials=(1 << bits) - 2)
     server = Server(model=np.zeros(3, np.float32), weights=dict.fromkeys(range(5), 1.0), config=config)
     server.open_round()
@@ -117,7 +117,7 @@ def test_the_page_states_the_figures() -> None:
         for settings in ({"bits": 4}, {"bits": 8}, {"bits": 16}, {"levels": 17, "trials": 220}):
             config = Config.of(clients=clients, **settings)
             weights = dict.fromkeys(range(clients), 1.0)
-            words = Server(model=np.zeros(3, np.float32), weights=weights, config=config).one_liar
+            words = Server(model=np.zeros(3, np.float32), weights=weights, config=config).one_liar()
             cells.append(words.split(" by up to ")[1].split(" when ")[0])
         assert f"| {clients} | {' | '.join(cells)} |" in page
 

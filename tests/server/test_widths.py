@@ -119,7 +119,7 @@ def test_a_state_is_restored_and_what_is_none_is_refused():
 def test_a_run_without_range_or_window_narrows_its_sums(tmp_path):
     config = settings(**ADAPTIVE, levels=None, trials=None, rounds=8, epsilon=4.0)
     run, records, steps = trained(config, tmp_path)
-    plan = run.server.sums
+    plan = run.server.sums[0]
     assert records[0].sum_width == plan.width
     assert all(plan.least_width <= record.sum_width < plan.width for record in records[1:])
     for record in records:
@@ -149,13 +149,13 @@ def test_a_server_that_chooses_widths_to_do_harm_changes_no_ledger_and_gets_no_o
     """Too narrow, too wide, another in every round: clients mask in what they accept, and count the same."""
     config = settings(**ADAPTIVE | {"key_rounds": 1}, rounds=7, seed=None)  # noise that counts, so there is a ledger
     run = Run.start(small_task(), config, folder=tmp_path, force=True)
-    widest, asked = run.server.sums.width, []
+    widest, asked = run.server.sums[0].width, []
 
     def hostile(round, *, most):
         asked.append((2, 3, widest, 5, widest - 1, 2, 4)[round])
         return asked[-1], 1
 
-    run._sums.widths.batch = hostile
+    run._sums[0].widths.batch = hostile
     with run:
         records = list(run.rounds())
     assert [record.sum_width for record in records] == asked
@@ -166,9 +166,9 @@ def test_a_server_that_chooses_widths_to_do_harm_changes_no_ledger_and_gets_no_o
 def test_a_width_beyond_the_plan_s_ends_before_any_client_masks_a_vector(tmp_path):
     config = settings(**ADAPTIVE, rounds=2, seed=None)
     run = Run.start(small_task(), config, folder=tmp_path, force=True)
-    widest = run.server.sums.width
-    run._sums._server.agreement = dataclasses.replace(run._sums.agreement, width=widest + 1, widest=widest + 1)
-    run._sums.widths.batch = lambda round, *, most: (widest + 1, 1)
+    widest = run.server.sums[0].width
+    run._sums[0]._server.agreement = dataclasses.replace(run._sums[0].agreement, width=widest + 1, widest=widest + 1)
+    run._sums[0].widths.batch = lambda round, *, most: (widest + 1, 1)
     with run:
         records = list(run.rounds())
     assert not any(record.stepped for record in records)

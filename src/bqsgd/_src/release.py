@@ -117,7 +117,8 @@ class Terms:
     (0.1, 0.25)
 
     colluders: if the server sees only sums, how many clients may tell it all they know. failure: the probability that a
-    round shows more than its sum. It does not depend on the data, and is added to delta.
+    round shows more than its sum. It does not depend on the data, and is added to delta. group: the number of clients
+    in the smallest of the groups whose sums the server sees; 0 if all clients are in one sum.
     """
 
     dimension: int
@@ -128,6 +129,7 @@ class Terms:
     assumption: Assumption | None = None
     colluders: int = 0
     failure: float = 0.0
+    group: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unit", Unit(self.unit))
@@ -139,6 +141,8 @@ class Terms:
             raise InvalidParameter(f"colluders need secure sums, but here the {self.trust}; leave colluders out")
         if self.failure != 0 and (check_positive("failure", self.failure) >= 1 or self.trust is not Trust.SUMS_ONLY):
             raise InvalidParameter(f"failure is the chance, below 1, that a secure sum fails, got {self.failure}")
+        if check_int("group", self.group, 0, 2**53) and (self.group < 2 or self.trust is not Trust.SUMS_ONLY):
+            raise InvalidParameter(f"a group is of 2 or more clients, whose sum alone is seen; got {self.group}")
         scheme, relation = self.sampling.scheme, self.sensitivity.relation
         # Amplification by sampling is proven for these two combinations only (Claim 3).
         if scheme is Scheme.POISSON and relation is not Relation.ADD_REMOVE:
@@ -225,12 +229,12 @@ class Release:
     def to_dict(self) -> dict[str, Any]:
         """One flat table of plain JSON types, the inverse of `from_dict`.
 
-        Ledgers and plans store this, so its names and their order never change. The fields `assumption`, `colluders`
-        and `failure` are left out if they are empty or 0.
+        Ledgers and plans store this, so its names and their order never change. The fields `assumption`, `colluders`,
+        `failure` and `group` are left out if they are empty or 0.
         """
         fields = {"mechanism": self.mechanism.to_dict(), **asdict(self.terms)}
         # Older files do not have these names, and an older version refuses a file that has them without need.
-        for name in ("assumption", "colluders", "failure"):
+        for name in ("assumption", "colluders", "failure", "group"):
             if not fields[name]:
                 del fields[name]
         return fields

@@ -38,14 +38,16 @@ from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.runtime.interrupts import errors_dropped, interrupts_deferred
 from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.secure.masks import model_digest
 from bqsgd._src.secure.messages import is_sum_message
 from bqsgd._src.settings.client_plan import client_terms, public_size, release_in, sum_plan
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.model_change import receive_model
 from bqsgd._src.wire.model_message import ModelMessage
-from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, WHOLE_MODEL_NEEDED, Reply
+from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, RUN_SPENT, WHOLE_MODEL_NEEDED, Reply
 
 _log = logging.getLogger("bqsgd.client")
 PrivateLog = Callable[[dict[str, Any]], None]
@@ -181,10 +183,16 @@ class Client:
     @cached_property
     def _descent(self) -> Descent:
         """The server's steps, to be repeated."""
-        sums = sum_plan(self.config, dimension=self.objective.dimension) if self.config.secure.on else None
+        sums = sum_plan(self.config, dimension=self.objective.dimension) if self.config.sends_sums else None
         return Descent(
             config=self.config, dimension=dimension_of(self.model), subsets=self.objective.subsets, sums=sums
         )
+
+    @cached_property
+    def _rule(self) -> Thresholds:
+        """The thresholds of the sums that the settings put this client into."""
+        secure = self.config.secure
+        return secure.rule(self.config.asked, secure.group_of(self.client))
 
     def update(self, model: npt.NDArray[np.float32], round: int) -> Reply:
         """The frame of one round, its spend recorded before it is returned; or the reason for sending nothing.
@@ -220,7 +228,7 @@ class Client:
                 kept=None if subsets is None else subsets.header,
             )
             if self.sums is not None:
-                check_noise(self.sums, charge.release, seeded=self.sources.seeded)
+                check_noise(self.sums, charge.release, rule=self._rule, seeded=self.sources.seeded)
                 digest = model_digest(model, self.config.summed)
                 outlet = partial(masked_vector, self.sums, range=self.range, model=digest)
             self._prepare(model)
@@ -231,8 +239,9 @@ class Client:
                 frame = self.sender.send(charge, outlet, partial(self._values, round), draws=draws)
             except BudgetExhausted as error:
                 if self.limits is not None:
-                    _log.warning("%s", error)  # for the client's operator: what is spent, and which budget to raise
-                return Reply.decline(self.client, BUDGET_SPENT)
+                    # For the client's operator: what is spent, and which budget to raise.
+                    _log.warning("%s", one_line(error))
+                return Reply.decline(self.client, RUN_SPENT if self.spending.has_room(charge) else BUDGET_SPENT)
             reply = Reply(client=self.client, frame=frame)
             self._last = (round, model.copy(), reply)
             return reply
@@ -276,9 +285,19 @@ class Client:
 
     def _look_first(self, charge: Charge) -> None:
         """Before the first round of a run, tell the client's operator what is odd about its data and its ledger."""
-        if self._looked or self.spending.recorded:
+        if self._looked:
             return
         self._looked = True
+        if self.limits is not None and self.spending.repeats(charge.round):
+            _log.warning(
+                "client %d: its ledger holds round %d of a run named %r. The round counts again, also against the "
+                "budget of this run; if this is another run, give it a name of its own",
+                self.client,
+                charge.round,
+                self.spending.run,
+            )
+        if self.spending.recorded:
+            return
         delta, who = self.config.privacy.delta, f"client {self.client}"
         log_findings(self.samples, self.objective, form=self._form, delta=delta, who=who)
         ledger = self.spending.ledger

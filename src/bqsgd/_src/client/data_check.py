@@ -13,13 +13,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Reader
+from bqsgd._src.models import device_of
 from bqsgd._src.persample.program import inputs_then_target
 from bqsgd._src.runtime.generators import alone, generators_kept
 from bqsgd._src.runtime.interrupts import errors_dropped
@@ -129,7 +129,8 @@ def _of_features(inputs: Tensor) -> Iterator[str]:
 
 def _of_repeats(tensors: Sequence[Tensor]) -> Iterator[str]:
     """Rows that are there more than once. The guarantee hides one row, so a person with several is hidden less."""
-    rows = [np.ascontiguousarray(tensor.reshape(len(tensor), -1).numpy()) for tensor in tensors]
+    flat = (tensor.reshape(len(tensor), -1).cpu().contiguous() for tensor in tensors)
+    rows = [tensor.view(torch.uint8).numpy() for tensor in flat]  # NumPy has no bfloat16
     seen: dict[bytes, int] = {}
     repeated = 0
     for number in range(len(rows[0])):
@@ -147,6 +148,8 @@ def _classes(objective: Objective, form: Any) -> int | None:
     """How many classes the model scores, from its outputs for a made-up sample; None if its task is another."""
     with errors_dropped("the model's classes are unknown"), alone, generators_kept(), torch.no_grad():
         forward = objective.forward or inputs_then_target
+        device = device_of(objective.model)
+        form = tree_map(lambda leaf: leaf.to(device), form)
         outputs, targets = forward(copy.deepcopy(objective.model).eval(), form)
         whole = not targets.is_floating_point() and targets.dtype != torch.bool
         if whole and outputs.dim() == targets.dim() + 1 and outputs.shape[1] > 1:

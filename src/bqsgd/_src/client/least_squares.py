@@ -24,6 +24,7 @@ from bqsgd._src.persample.gradients import ClippedGradients
 from bqsgd._src.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension
 from bqsgd._src.persample.program import Forward, LossFunction
 from bqsgd._src.release import Unit
+from bqsgd._src.runtime.modes import Autocast
 from bqsgd._src.settings.config import LEAST_SQUARES, Config
 from bqsgd._src.subset import Subsets
 
@@ -107,7 +108,7 @@ class Moments(Objective):
                 "a whole number, with no forward of your own"
             )
 
-    def _moments(self, data: Any, *, subset: None, clip: L2 | Dual) -> ClippedGradients:
+    def _moments(self, data: Any, *, subset: None, autocast: Autocast, clip: L2 | Dual) -> ClippedGradients:
         self.check(data)
         return clipped_moments(data, classes=self.problem.classes, clip=clip, batch_size=self._divisor)
 

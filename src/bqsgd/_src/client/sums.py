@@ -19,11 +19,12 @@ from bqsgd._src.release import Release
 from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.client import SumClient
+from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.secure.messages import Bytes
 from bqsgd._src.secure.noise_shares import encode_base
 from bqsgd._src.secure.roster import Roster, public_key, read_identity, read_roster
 from bqsgd._src.secure.state import EpochFile, StateFile
-from bqsgd._src.settings.client_plan import sum_plan
+from bqsgd._src.settings.client_plan import sum_plans
 from bqsgd._src.settings.config import Config
 from bqsgd._src.storage import private_folder
 from bqsgd._src.wire.reply import Reply
@@ -33,11 +34,13 @@ from bqsgd._src.wire.reply import Reply
 class SumSetup:
     """What a process needs to take part in the secure sums of a run.
 
-    rounds: how many the run has. made: client -> its private key, if all clients are in this process and their keys
+    agreements: of each group of clients, one for all clients if there are no groups. roster: of all clients. rounds:
+    how many the run has. made: client -> its private key, if all clients are in this process and their keys
     were made here. identity: otherwise the file of a client's own key; `{client}` in it stands for the client's number.
     """
 
-    agreement: Agreement
+    agreements: tuple[Agreement, ...]
+    roster: Roster
     rounds: int
     made: Mapping[int, Ed25519PrivateKey] | None = None
     identity: str | None = None
@@ -53,7 +56,7 @@ class SumSetup:
         secure, count = config.secure, config.clients.count
         if not secure.on:
             return None
-        plan = sum_plan(config, dimension=dimension)
+        plans = sum_plans(config, dimension=dimension)
         made: Mapping[int, Ed25519PrivateKey] | None = None
         if secure.roster is None:
             if secure.identity is not None:
@@ -66,8 +69,18 @@ class SumSetup:
                     f"{secure.roster} is not the roster that the run began with: a run keeps its roster; start a new "
                     "run with the new one"
                 )
-        agreement = plan.agreement(roster, run=run, dimension=dimension, seeded=config.privacy.seed is not None)
-        return cls(agreement=agreement, rounds=config.run.rounds, made=made, identity=secure.identity)
+        if len(plans) > 1 and plans[0].rule.sparse is not None and not roster.seed:
+            raise InvalidParameter("groups of so many clients need a roster with a seed: see `bqsgd secure roster`")
+        seeded = config.privacy.seed is not None
+        agreements = tuple(
+            plan.agreement(roster.group(group, groups=len(plans)), run=run, dimension=dimension, seeded=seeded)
+            for group, plan in enumerate(plans)
+        )
+        return cls(agreements=agreements, roster=roster, rounds=config.run.rounds, made=made, identity=secure.identity)
+
+    def agreement_of(self, number: int) -> Agreement:
+        """What client `number` and the others of its group agree on."""
+        return self.agreements[number % len(self.agreements)]
 
     @property
     def simulated(self) -> bool:
@@ -80,11 +93,11 @@ class SumSetup:
         folder: on its own disk, where it remembers its last epoch. lasting: its process lives as long as the run;
         otherwise it keeps all of its state in the folder, and only one process of it may be at work at a time.
         """
-        epochs = state = None
+        agreement, epochs, state = self.agreement_of(number), None, None
         if folder is not None:
             private_folder(folder)
             # A digest, because the name of a run may contain characters that no file name can.
-            digest = hashlib.sha256(self.agreement.run.encode()).hexdigest()[:16]
+            digest = hashlib.sha256(agreement.run.encode()).hexdigest()[:16]
             path = folder / f"client-{number:04}-{digest}"
             epochs = EpochFile(path.with_suffix(".epoch")) if lasting else None
             state = None if lasting else StateFile(path.with_suffix(".sums"))
@@ -100,7 +113,7 @@ class SumSetup:
                 "public half into the roster, and give the file as identity"
             )
         return SumClient(
-            self.agreement, identity=key, number=number, last_epoch=epochs, keep=state, seed=seed, rounds=self.rounds
+            agreement, identity=key, number=number, last_epoch=epochs, keep=state, seed=seed, rounds=self.rounds
         )
 
 
@@ -125,20 +138,27 @@ def answer_step(sums: SumClient, message: Bytes) -> Reply:
         return Reply.decline(sums.number, f"{type(error).__name__}: {error}")
 
 
-def check_noise(sums: SumClient, release: Release, *, seeded: bool) -> None:
-    """Check that the sum has the noise that the ledger would count; call it before the spend.
+def check_noise(sums: SumClient, release: Release, *, rule: Thresholds, seeded: bool) -> None:
+    """Check that the sum has the clients and the noise that the ledger would count; call it before the spend.
 
-    seeded: whether the ledger would count the noise as seeded.
+    rule: the thresholds of the sum, or of the client's group, that follow from the settings. seeded: whether the ledger
+    would count the noise as seeded.
 
     Raises:
-        InvalidParameter: the clients agreed on other noise or colluders, or this client's part is seeded.
+        InvalidParameter: the clients agreed on another group, other noise or colluders, or this client's part is
+            seeded.
     """
     agreed, terms = sums.agreement, release.terms
-    counted = (release.mechanism.trials, terms.colluders, terms.failure, terms.dimension)
-    if counted != (agreed.trials, agreed.rule.colluders, agreed.rule.failure, agreed.dimension):
+    counted = (release.mechanism.trials, terms.colluders, terms.dimension)
+    if counted != (agreed.trials, agreed.rule.colluders, agreed.dimension) or terms.failure < agreed.rule.failure:
         raise InvalidParameter(
             f"the clients agreed on {agreed.trials} trials and {agreed.rule.colluders} colluders, client "
             f"{sums.number} would count {release.mechanism.trials} and {terms.colluders}: nothing is sent"
+        )
+    if rule != agreed.rule or terms.group > rule.clients:
+        raise InvalidParameter(
+            f"the clients agreed on a sum over {agreed.rule.fewest} to {agreed.rule.clients} clients, client "
+            f"{sums.number} would count one over {rule.fewest} to {rule.clients}: nothing is sent"
         )
     if sums.seeded and not seeded:
         raise InvalidParameter(

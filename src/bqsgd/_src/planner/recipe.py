@@ -62,14 +62,14 @@ class Federation:
     """What the recipe depends on; all of it is public.
 
     samples: of all clients together. dimension: coordinates of a message. cohort: how many clients a round asks (None:
-    all). shares_noise: whether the clients share one noise, as in a secure sum; otherwise each client adds its own.
+    all). sums: secure sums of a round, whose clients share one noise each; 0 if each client adds its own noise.
     """
 
     samples: int
     clients: int
     dimension: int
     cohort: int | None = None
-    shares_noise: bool = False
+    sums: int = 0
 
     def __post_init__(self) -> None:
         check_int("dimension", self.dimension, 1, 2**53)
@@ -87,7 +87,7 @@ class Federation:
 
     def least_noise(self, budget: _AnyBudget) -> float:
         """The noise to signal of a run that wastes nothing of the budget (x = 0)."""
-        noises = 1 if self.shares_noise else self.clients
+        noises = self.sums or self.clients
         return math.sqrt(self.dimension * noises) / (total_shift(budget) * self.samples)
 
     def batch_size(self, budget: _AnyBudget, *, messages: int) -> int:
@@ -121,7 +121,7 @@ class Federation:
         """
         if self.samples < _FEW_SAMPLES:
             return 1
-        messages = rounds * (1 if self.shares_noise else self.cohort or self.clients)
+        messages = rounds * (self.sums or self.cohort or self.clients)
         fitting = 1 + messages / _ROUNDS_PER_SHARE * min(1.0, self.least_noise(budget) / _MUCH_NOISE)
         return max(1, min(int(fitting), _MOST_ONE_IN, self.dimension // _FEWEST_KEPT))
 
@@ -176,7 +176,7 @@ def propose(
     federation.check_batch_size(check_int("batch_size", batch_size, 1, 2**53))
     rate, one_in = federation.rate(batch_size), federation.one_in(budget, rounds=rounds)
     kept = 1 / math.sqrt(one_in)  # how much of the clip is left for what a message carries
-    if federation.shares_noise:
+    if federation.sums:
         range = min(CLIP_NORM, CLIP_BOUND) * kept  # the clip's: the modulus of sums follows what was released
     else:
         range = fitting_range(budget, clip_norm=CLIP_NORM * kept, batch_size=batch_size, rate=rate, messages=rounds)

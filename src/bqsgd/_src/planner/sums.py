@@ -14,7 +14,7 @@ wraps around. That costs accuracy but no privacy, because the reduction is a fun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -164,9 +164,24 @@ def width_of(rule: Thresholds, levels: int, trials: int, *, window: float | None
     return max(2, needed)  # the least width that masks have
 
 
-def in_sums(terms: Terms, rule: Thresholds) -> Terms:
-    """The terms of the same client if the server sees only sums."""
-    return replace(terms, trust=Trust.SUMS_ONLY, colluders=rule.colluders, failure=rule.failure)
+def in_sums(terms: Terms, *rules: Thresholds) -> Terms:
+    """The terms of the same client if the server sees only sums.
+
+    rules: of the sum over all clients; or of the largest and the smallest group if there is a sum for each group.
+    """
+    group = min(rule.clients for rule in rules) if len(rules) > 1 else 0
+    failure = max(rule.failure for rule in rules)
+    return replace(terms, trust=Trust.SUMS_ONLY, colluders=rules[0].colluders, failure=failure, group=group)
+
+
+def variance_of_groups(plans: Sequence[SumPlan], survivors: Sequence[int] | None = None) -> float:
+    """The variance of the noise in a coordinate of the mean over all clients, from a sum over each group.
+
+    survivors: of each group; None for all of its clients.
+    """
+    counts = [plan.rule.clients for plan in plans] if survivors is None else survivors
+    total = sum(counts)
+    return sum((n / total) ** 2 * plan.variance(n) for plan, n in zip(plans, counts, strict=True))
 
 
 def plan_sum(

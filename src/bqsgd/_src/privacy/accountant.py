@@ -129,6 +129,7 @@ class Accountant:
             unit=_weakest(Unit.SAMPLE, [one.unit for one in terms]),
             trust=(trust := _weakest(Trust.SUMS_ONLY, [one.trust for one in terms])),
             colluders=min(one.colluders for one in terms) if trust is Trust.SUMS_ONLY else 0,
+            group=min((one.group for one in terms if one.group), default=0) if trust is Trust.SUMS_ONLY else 0,
             sampling=_sampling_text(self.spent),
             method=method,
             delta_floor=floor,

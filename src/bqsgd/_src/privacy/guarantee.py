@@ -12,8 +12,10 @@ from typing import Any
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_delta, check_int
 from bqsgd._src.release import Relation, Trust, Unit
+from bqsgd._src.text import one_line
 
 _LARGEST = 10**300
+_OFTEN_EMPTY = ("assumption", "colluders", "group")
 _MAX_TEXT = 4096
 MEANINGLESS_EPSILON = 1000.0
 """A larger epsilon is not computed precisely; it is shown as "no meaningful guarantee"."""
@@ -76,7 +78,8 @@ class Guarantee:
     `epsilon` is an upper bound, infinite if nothing finite is proven; `delta_floor` is the least delta at which the
     method can give a finite epsilon; `seeded` marks noise that anyone who knows the seed can remove; `assumption` is
     what the guarantee rests on besides its proof, empty if nothing; `colluders` is how many clients may tell the server
-    all they know, if it sees only sums.
+    all they know, if it sees only sums; `group` is the number of clients in the smallest group whose sum it sees, 0 if
+    all are in one sum.
 
     >>> guarantee = Guarantee(
     ...     epsilon=0.33175, delta=1e-5, relation=Relation.ADD_REMOVE, unit=Unit.SAMPLE, trust=Trust.EACH_CLIENT,
@@ -96,6 +99,7 @@ class Guarantee:
     seeded: bool = False
     assumption: str = ""
     colluders: int = 0
+    group: int = 0
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
@@ -114,8 +118,15 @@ class Guarantee:
         """What the adversary sees; if it sees only sums, also how many clients may collude with it."""
         if self.trust is not Trust.SUMS_ONLY:
             return str(self.trust)
-        helpers = f"at most {self.colluders} clients collude" if self.colluders else "no client colludes"
-        return f"{self.trust}; {helpers} with it"
+        if not self.group:
+            helpers = f"at most {self.colluders} clients collude" if self.colluders else "no client colludes"
+            return f"{self.trust}; {helpers} with it"
+        helpers = (
+            f"at most {self.colluders} clients, perhaps all of one group, collude"
+            if self.colluders
+            else "no client colludes"
+        )
+        return f"server sees sums over groups of {self.group}; {helpers} with it"
 
     @property
     def neighbours(self) -> str:
@@ -138,7 +149,7 @@ class Guarantee:
         if math.isinf(self.epsilon):
             fields["epsilon"] = "inf"
         # Left out if empty, so that files from before these fields existed compare equal.
-        return {name: value for name, value in fields.items() if value or name not in ("assumption", "colluders")}
+        return {name: value for name, value in fields.items() if value or name not in _OFTEN_EMPTY}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Guarantee:
@@ -165,6 +176,7 @@ class Guarantee:
                 seeded=_flag("seeded", fields.get("seeded", False)),
                 assumption=_words("assumption", fields.get("assumption", "")),
                 colluders=check_int("colluders", fields.get("colluders", 0), 0, 2**53),
+                group=check_int("group", fields.get("group", 0), 0, 2**53),
             )
         except KeyError as error:
             raise InvalidParameter(f"not a guarantee: {error} is missing") from error
@@ -183,7 +195,7 @@ def _figure(name: str, value: object) -> float:
 def _words(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
         raise InvalidParameter(f"{name} must be text of at most {_MAX_TEXT} characters")
-    return value
+    return one_line(value, limit=None)  # shown in the terminal and on pages, and a client states it of itself
 
 
 def _flag(name: str, value: object) -> bool:

@@ -181,7 +181,10 @@ class SumClient:
             # Another process of this client may have begun a batch since this one read the file.
             state.epoch = max(state.epoch, self._last_epoch())
         if epoch <= state.epoch:
-            raise WrongRound(f"epoch {epoch} is not above {state.epoch}, the last one that client {self.number} saw")
+            raise WrongRound(
+                f"epoch {epoch} is not above {state.epoch}, the last one that client {self.number} saw; "
+                "if this is not that run continued, give it a name of its own"
+            )
         if self._last_epoch is not None:
             # Stored before any secret of the epoch exists: after a crash the epoch counts as used.
             self._last_epoch(epoch)

@@ -85,6 +85,18 @@ class Roster:
         """
         return Roster({client: self.keys[self.check(client)] for client in clients})
 
+    def group(self, number: int, *, groups: int) -> Roster:
+        """The roster of one of so many groups. The client in place i is in group i modulo `groups`.
+
+        Its seed, and with it its digest, follows from this whole roster, the number of groups and that of the group. So
+        clients that were told other groups refuse each other's messages.
+        """
+        if groups == 1:
+            return self
+        about = struct.pack("<II", groups, number)
+        seed = hashlib.sha256(b"bqsgd.roster.group.v1" + self.digest + about).digest()
+        return Roster({client: self.keys[client] for client in self.clients[number::groups]}, seed)
+
     def check(self, client: int) -> int:
         """Return `client`; raise ForeignClient if it is not in the roster."""
         if client not in self.keys:

@@ -19,11 +19,11 @@ from functools import lru_cache
 from itertools import combinations, islice
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import BadShares, InvalidParameter
+from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.secure.masks import xor
 
 SECRET_BYTES = 16
@@ -84,7 +84,7 @@ def row_through(derived: Mapping[int, bytes], *, threshold: int, secret: bytes |
     >>> shares = {point: bytes([point] * 8) for point in (1, 2, 5)}
     >>> row = row_through(shares, threshold=2)
     >>> true = shares | {point: xor(shares[point], differ) for point, differ in row.differ.items()}
-    >>> sorted(row.differ), combine({1: true[1], 5: true[5]}, threshold=2) == row.secret
+    >>> sorted(row.differ), extend({1: true[1], 5: true[5]}, [0]) == [row.secret]
     ([5], True)
     """
     given = derived if secret is None else {0: secret, **derived}
@@ -93,19 +93,6 @@ def row_through(derived: Mapping[int, bytes], *, threshold: int, secret: bytes |
     values = extend({point: given[point] for point in base}, [0, *others])
     differ = {point: xor(value, derived[point]) for point, value in zip(others, values[1:], strict=True)}
     return Row(values[0], [given[point] for point in base], differ)
-
-
-def combine(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
-    """The secret from shares by their points. If there are more than `threshold`, those at the lowest points are used.
-
-    Wrong shares give a wrong secret without an error; `good_shares` finds good ones.
-
-    Raises:
-        BadShares: too few shares.
-    """
-    if len(shares) < threshold:
-        raise BadShares(f"the secret needs {threshold} shares, got {len(shares)}")
-    return extend({point: shares[point] for point in sorted(shares)[:threshold]}, [0])[0]
 
 
 def check_of(values: Iterable[bytes], *, about: bytes) -> bytes:
@@ -209,7 +196,7 @@ def _products() -> _Octets:
     )
 
 
-@nb.njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, inline="always")
 def _times(word: np.uint64, factor: np.uint64) -> np.uint64:
     """factor * word in GF(2^8), modulo x^8 + x^4 + x^3 + x + 1, for each of the eight bytes of a word.
 
@@ -224,7 +211,7 @@ def _times(word: np.uint64, factor: np.uint64) -> np.uint64:
     return total
 
 
-@nb.njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True)
 def _lagrange(points: _Words, values: _Words, wanted: _Words) -> _Words:
     """The values at `wanted` of the polynomials through `values`. Addition and subtraction are both exclusive or."""
     count = points.size

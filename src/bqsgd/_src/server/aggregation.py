@@ -9,6 +9,7 @@ come from the operator, who knows the data (in a simulation) or has a list of si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -188,10 +189,32 @@ def one_liar_words(moves: tuple[float, float] | None, *, rule: str, clients: int
     )
 
 
-def one_liar_in_sum(plan: SumPlan) -> str:
-    """The same sentence for a secure sum: a liar may send any vector, since the server cannot look under the mask."""
-    moves, clients, fewest = 2.0 ** (plan.width - 1) / plan.levels, plan.rule.clients, plan.rule.fewest
-    return one_liar_words((moves / clients, moves / fewest), rule="mean", clients=clients, fewest_frames=fewest)
+def one_liar_in_sum(plans: Sequence[SumPlan], *, rule: str = "mean", byzantine: int = 0, width: int = 0) -> str:
+    """The same for a secure sum: a liar may send any vector, since the server cannot look under the mask.
+
+    It moves each coordinate of the sum over its group of clients, by half the modulus at most. plans: of all groups.
+    width: of the sums of the last round; 0 if there were none.
+    """
+    plan, robust = max(plans, key=lambda plan: 2.0**plan.width / plan.rule.fewest), rule != "mean"
+    # In a mean the other groups dilute the lie. A robust rule compares the means of the groups.
+    others = 0 if robust else sum(other.rule.clients for other in plans) - plan.rule.clients
+    clients, fewest = plan.rule.clients + others, plan.rule.fewest
+    moves = 2.0 ** (plan.width - 1) / plan.levels
+    whole = "mean of its group" if robust else "mean"
+    words = one_liar_words((moves / clients, moves / fewest), rule=whole, clients=clients, fewest_frames=fewest)
+    if plan.trials:
+        deviation = math.sqrt(plan.noise.in_sum(plan.rule.clients)) / 2
+        most, last = (_up(2.0 ** (bits - 1) / deviation) for bits in (plan.width, width or plan.width))
+        narrow = f", and {last} in the {width} bits of the last round" if 0 < width < plan.width else ""
+        words += (
+            f" That is half the modulus of {plan.width} bits: {most} standard deviations of the noise in a sum{narrow}."
+        )
+    krum = rule in ("krum", "multi-krum")
+    needed = max(3, 2 * byzantine + (3 if krum else 1))
+    if robust and len(plans) >= needed and (byzantine or rule != "trimmed-mean"):
+        limit = "no further than they differ" if krum else "not beyond those of the other groups"
+        words += f" In a round with sums of {needed} groups or more, the {rule} of their means follows it {limit}."
+    return words
 
 
 def _up(value: float) -> str:

@@ -7,7 +7,7 @@ sent twice, made with other parameters or from a client outside the run, and rec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from bqsgd._src.mechanism.coarsening import variance_at_zero
 from bqsgd._src.params import Mechanism, check_positive
 from bqsgd._src.planner.plan import MAX_BITS
 from bqsgd._src.planner.search import largest_reach
+from bqsgd._src.planner.sums import variance_of_groups
 from bqsgd._src.records.checkpoint import Arrays, CheckpointError, take
 from bqsgd._src.records.record import ClientRecord, RoundRecord, Status
 from bqsgd._src.secure.server import Total
@@ -30,7 +31,7 @@ from bqsgd._src.server.aggregation import aggregate, one_liar_in_sum, one_liar_m
 from bqsgd._src.server.least_squares import solve
 from bqsgd._src.server.sums import SumOutcome
 from bqsgd._src.server.way_down import WayDown
-from bqsgd._src.settings.client_plan import sum_plan
+from bqsgd._src.settings.client_plan import sum_plans
 from bqsgd._src.settings.config import Config
 from bqsgd._src.subset import Subsets
 from bqsgd._src.wire.frame import Buffer, Frame, Header, read_frame
@@ -58,7 +59,8 @@ class _OpenRound:
     refused: list[ClientRecord] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"decode": 0.0, "aggregate": 0.0})
     bytes_up: int = 0
-    total: Total | None = None
+    totals: dict[int, Total] = field(default_factory=dict)
+    """Group -> its secure sum; all clients are group 0 if there are no groups."""
 
     def records(self) -> tuple[ClientRecord, ...]:
         """One record for each client, in ascending order, then the other refused frames.
@@ -117,9 +119,10 @@ class Server:
         """Coordinates of a frame."""
         self.state: State = optimizer_of(config.server).init(model.size)
         self.averaged = model.astype(np.float64) if config.server.average else None
-        self.sums = sum_plan(config, dimension=self.dimension) if config.secure.on else None
-        """The plan of the secure sums, if the run has them."""
-        self.descent = Descent(config=config, dimension=model.size, subsets=subsets, sums=self.sums)
+        self.sums = sum_plans(config, dimension=self.dimension)
+        """The plans of a round's secure sums, one for each group of clients; none in a run without secure sums."""
+        repeated = self.sums[0] if config.sends_sums else None
+        self.descent = Descent(config=config, dimension=model.size, subsets=subsets, sums=repeated)
         self.way_down = WayDown(
             self.model, bits=config.server.down_bits, descent=self.descent if self._steps_are_shorter else None
         )
@@ -153,12 +156,11 @@ class Server:
             mechanism.reach <= self._largest_reach and mechanism.fine_code_count <= 1 << MAX_BITS
         )
 
-    @property
-    def one_liar(self) -> str:
-        """A sentence that says how far one lying client can move the aggregate."""
+    def one_liar(self, width: int = 0) -> str:
+        """Sentences that say how far one lying client can move the aggregate. width: of the last secure sums, or 0."""
         settings = self.config.server
-        if self.sums is not None:
-            return one_liar_in_sum(self.sums)
+        if self.sums:
+            return one_liar_in_sum(self.sums, rule=settings.aggregation, byzantine=settings.byzantine, width=width)
         order = sorted(self.weights.values())
         together = min(len(order), self.config.clients.cohort or len(order))
         moves = one_liar_moves(
@@ -280,28 +282,34 @@ class Server:
             current.frames[header.client] = Frame(header=header, payload=checked.payload.copy())
         return header
 
-    def receive_sum(self, outcome: SumOutcome) -> None:
-        """Take the secure sum of this round, and record what became of each client in it."""
-        current, plan = self._current(), self.sums
-        assert plan is not None
-        current.total = outcome.total
-        current.bytes_up += outcome.bytes_up
-        current.bytes_down += outcome.bytes_down - current.bytes_models  # both count the models; count them once
-        current.seconds["secure sum"] = outcome.seconds
-        for client in () if outcome.total is None else outcome.total.survivors:
-            self.way_down.received(client, round=self.round)
-            current.answers[client] = ClientRecord(
-                client=client,
-                status=Status.OK,
-                frame_bytes=outcome.masked[client],
-                levels=plan.levels,
-                trials=plan.trials,
-            )
-        for reply in outcome.trouble.values():
+    def receive_sums(self, outcomes: Sequence[SumOutcome]) -> None:
+        """Take the secure sum of each group in this round, and record what became of each client in it."""
+        current = self._current()
+        current.bytes_up += sum(outcome.bytes_up for outcome in outcomes)
+        # Both count the models; count them once.
+        current.bytes_down += sum(outcome.bytes_down for outcome in outcomes) - current.bytes_models
+        # The exchanges of all groups travel together.
+        current.seconds["secure sum"] = max(outcome.seconds for outcome in outcomes)
+        for group, (outcome, plan) in enumerate(zip(outcomes, self.sums, strict=True)):
+            if outcome.total is None:
+                continue
+            current.totals[group] = outcome.total
+            for client in outcome.total.survivors:
+                self.way_down.received(client, round=self.round)
+                current.answers[client] = ClientRecord(
+                    client=client,
+                    status=Status.OK,
+                    frame_bytes=outcome.masked[client],
+                    levels=plan.levels,
+                    trials=plan.trials,
+                )
+        for reply in (reply for outcome in outcomes for reply in outcome.trouble.values()):
             if reply.client in self.weights:
                 self._note(reply)
-        reason = "it has no keys in this batch of rounds" if outcome.lost is None else f"no sum: {outcome.lost}"
         for client in current.asked:
+            group = self.config.secure.group_of(client)
+            lost, of_group = outcomes[group].lost, f" of group {group}" if len(outcomes) > 1 else ""
+            reason = "it has no keys in this batch of rounds" if lost is None else f"no sum{of_group}: {lost}"
             self._note(Reply(client=client, reason=reason))
 
     def _note(self, reply: Reply) -> ClientRecord:
@@ -319,8 +327,10 @@ class Server:
         started = time.perf_counter()
         for client in current.asked:
             self._note(Reply(client=client))
-        used = len(current.headers) if current.total is None else len(current.total.survivors)
-        stepped = used >= self.config.server.fewest_frames
+        # A sum counts as many clients as are in it, and for a robust rule it is one update.
+        used = sum(len(total.survivors) for total in current.totals.values()) if self.sums else len(current.headers)
+        updates = len(current.totals) if self.sums else used
+        stepped = used >= self.config.server.quorum and updates >= self.config.server.fewest_updates
         if stepped:
             self._step(current)
         else:
@@ -331,12 +341,12 @@ class Server:
             stepped=stepped,
             clients=current.records(),
             seeded=any(header.seeded for header in current.headers.values())
-            or (current.total is not None and current.total.seeded),
+            or any(total.seeded for total in current.totals.values()),
             bytes_up=current.bytes_up,
             bytes_down=current.bytes_down,
             bytes_up_float32=4 * self.whole * used,
             bytes_down_float32=4 * self.model.size * len(current.asked),
-            sum_width=0 if current.total is None else current.total.width,
+            sum_width=max((total.width for total in current.totals.values()), default=0),
             seconds=current.seconds,
         )
         self._open = None
@@ -365,9 +375,13 @@ class Server:
 
     def _aggregate(self, current: _OpenRound) -> Aggregate | None:
         """What a client needs to repeat the step; None in a run whose clients cannot."""
-        if current.total is not None and self.sums is not None:
-            total = current.total
+        if self.config.sends_sums:
+            total = current.totals[0]
             return Aggregate(messages=len(total.survivors), width=total.width, numbers=total.lanes)
+        if self.sums:
+            return Aggregate.estimate(
+                self._mean_of_groups(current), messages=len(current.totals), variance=self._read_variance(current)
+            )
         if current.sum is not None or not self.config.repeats_steps:
             return None
         return Aggregate.estimate(
@@ -390,6 +404,20 @@ class Server:
         updates = np.stack([decode_frame(frame, range=self.range, kept=kept) for frame in frames])
         return aggregate(self.config.server.aggregation, updates, byzantine=self.config.server.byzantine)
 
+    def _mean_of_groups(self, current: _OpenRound) -> npt.NDArray[np.float64]:
+        """The mean over all clients from the sums of their groups, or what a robust rule makes of the groups' means."""
+        settings, totals = self.config.server, dict(sorted(current.totals.items()))
+        survivors = [len(total.survivors) for total in totals.values()]
+        means = np.stack(
+            [
+                self.sums[group].mean(total.lanes, survivors=count, width=total.width)
+                for (group, total), count in zip(totals.items(), survivors, strict=True)
+            ]
+        )
+        if settings.aggregation == "mean":
+            return np.asarray(np.average(means, axis=0, weights=survivors), dtype=np.float64)
+        return aggregate(settings.aggregation, means, byzantine=settings.byzantine)
+
     def _read_variance(self, current: _OpenRound) -> float:
         """The variance of the noise if something reads it, else 0."""
         is_read = self.least_squares is not None or self.config.server.subtract_noise
@@ -399,6 +427,10 @@ class Server:
         """The variance of the noise in a coordinate of the mean; public. Uncoarsened: sum p_i^2 (R / s_i)^2 m_i / 4."""
         # A kept coordinate is multiplied by one_in, and one in one_in is kept.
         share = 1 if self.subsets is None else self.subsets.one_in
+        if self.sums:
+            groups = sorted(current.totals)
+            survivors = [len(current.totals[group].survivors) for group in groups]
+            return share * self.range**2 * variance_of_groups([self.sums[group] for group in groups], survivors)
         total = sum(self.weights[client] for client in current.headers)
         return share * sum(
             (self.weights[client] / total * self.range / header.mechanism.levels) ** 2

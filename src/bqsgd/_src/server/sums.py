@@ -9,6 +9,9 @@ shares of the survivors that did not answer the third, if there are any. A clien
 missing from there on. If a round ends without a sum it is lost, but the clients that masked a vector have counted it in
 their ledgers; the next round begins with new keys.
 
+With groups each group has such sums of its own, and the messages of all groups travel together (`together`). A group
+that loses its sum loses no other group's.
+
 A client that reveals a wrong share is named in the log. What it lied about is evidence against it, but weak: the client
 whose secret it is may itself have given false corrections. So only a client that lied about more others than may lie
 themselves (t, at least one), or about its own secrets, is left out of the next key batches. Disputes count in the same
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bqsgd._src.errors import SecureSumError
@@ -35,6 +38,9 @@ from bqsgd._src.wire.reply import Reply
 Carry = Callable[[Mapping[int, bytes]], Iterable[Reply]]
 """An engine's exchange within one round: client -> message, to the replies."""
 _Take = Callable[[Bytes], object]
+Exchange = tuple[Mapping[int, bytes], Callable[[Reply], None]]
+"""The messages of one exchange, client -> message, and what takes each reply."""
+Exchanges = Generator[Exchange, None, "SumOutcome"]
 _log = logging.getLogger("bqsgd.sums")
 LOST_SUMS = 3
 """A run stops when this many sums in a row were lost after clients had counted them. The first may be chance, and after
@@ -104,22 +110,26 @@ class SumRounds:
 
         model: digest of the model in the messages.
         """
+        return _driven([self.exchanges(messages, round=round, model=model)], carry)[0]
+
+    def exchanges(self, messages: Mapping[int, bytes], *, round: int, model: bytes) -> Exchanges:
+        """The exchanges of one round, one by one, and then its outcome; whoever iterates carries the messages."""
         outcome, started, waited = SumOutcome(), time.perf_counter(), 0.0
         try:
             named = self.agreement.rule.clients < len(self.agreement.roster.keys)
             if named or not self._ready or round > self._last_round:
-                self._begin_keys(outcome, round, carry, cohort=messages if named else None)
+                yield from self._begin_keys(outcome, round, cohort=messages if named else None)
             server = self._server
             server.open(round, model=model)
             before = time.perf_counter()
             models = {client: messages[client] for client in self._ready}
-            self._exchange(outcome, models, carry, self._take_masked(outcome))
+            yield self._exchange(outcome, models, self._take_masked(outcome))
             waited = time.perf_counter() - before
             lists = server.survivor_lists()
-            self._exchange(outcome, lists, carry, server.take_signature, [] if server.sparse else None)
-            self._exchange(outcome, server.certificates(), carry, server.take_unmasking)
+            yield self._exchange(outcome, lists, server.take_signature, [] if server.sparse else None)
+            yield self._exchange(outcome, server.certificates(), server.take_unmasking)
             if silent := server.recoveries():
-                self._exchange(outcome, silent, carry, server.take_recovery)
+                yield self._exchange(outcome, silent, server.take_recovery)
             outcome.total = server.total()
             if self.widths is not None:
                 self.widths.observe(outcome.total, round=round)
@@ -127,10 +137,16 @@ class SumRounds:
         except SecureSumError as error:
             outcome.lost = str(error)
             self._ready = ()  # clients may have stopped at different exchanges; new keys start them all again
-        self.lost_in_a_row = self.lost_in_a_row + 1 if outcome.lost is not None and outcome.masked else 0
+        # Only a sum ends the row: a liar must not end it by a round that is lost before anybody counts it.
+        self.lost_in_a_row = 0 if outcome.lost is None else self.lost_in_a_row + bool(outcome.masked)
         self._blame(round)
         outcome.seconds = time.perf_counter() - started - waited
         return outcome
+
+    @property
+    def given_up(self) -> bool:
+        """Whether so many sums in a row were lost that no more are tried."""
+        return self.lost_in_a_row >= LOST_SUMS
 
     @property
     def _last_round(self) -> int:
@@ -153,7 +169,9 @@ class SumRounds:
             _log.warning("round %d: client %d is left out from now on", round, client)
             self._ready = ()
 
-    def _begin_keys(self, outcome: SumOutcome, round: int, carry: Carry, *, cohort: Iterable[int] | None) -> None:
+    def _begin_keys(
+        self, outcome: SumOutcome, round: int, *, cohort: Iterable[int] | None
+    ) -> Generator[Exchange, None, None]:
         """Exchange keys and secret shares for the rounds from this one on, again and again until no dispute is left.
 
         Every time a client more is left out, and the server gives up if these are more than may be missing.
@@ -162,7 +180,7 @@ class SumRounds:
         """
         self._ready, left_out = (), self.excluded
         while True:
-            ready = self._exchange_keys(outcome, round, carry, cohort=cohort, without=left_out)
+            ready = yield from self._exchange_keys(outcome, round, cohort=cohort, without=left_out)
             if not (liars := self._server.to_leave_out()):
                 break
             disputes = self._server.disputes
@@ -178,11 +196,10 @@ class SumRounds:
         self,
         outcome: SumOutcome,
         round: int,
-        carry: Carry,
         *,
         cohort: Iterable[int] | None,
         without: frozenset[int],
-    ) -> tuple[int, ...]:
+    ) -> Generator[Exchange, None, tuple[int, ...]]:
         """Exchange keys and secret shares under an epoch that was never used; returns the clients that have both."""
         self._epoch += 1
         # Stored before any message with it is sent: after a crash the number must not be used again.
@@ -201,13 +218,13 @@ class SumRounds:
             width=width,
             without=without,
         )
-        self._exchange(outcome, server.requests(), carry, server.take_keys)
-        self._exchange(outcome, server.key_bundles(), carry, server.take_shares)
+        yield self._exchange(outcome, server.requests(), server.take_keys)
+        yield self._exchange(outcome, server.key_bundles(), server.take_shares)
         ready: list[int] = []
-        self._exchange(outcome, server.share_bundles(), carry, server.take_partners, None if server.sparse else ready)
+        yield self._exchange(outcome, server.share_bundles(), server.take_partners, None if server.sparse else ready)
         # After a dispute keys are exchanged again, so it does not matter who is ready.
         if server.sparse and not server.disputes:
-            self._exchange(outcome, server.partner_bundles(), carry, None, ready)
+            yield self._exchange(outcome, server.partner_bundles(), None, ready)
         return tuple(ready)
 
     def _take_masked(self, outcome: SumOutcome) -> _Take:
@@ -222,31 +239,74 @@ class SumRounds:
         self,
         outcome: SumOutcome,
         messages: Mapping[int, bytes],
-        carry: Carry,
         take: _Take | None,
         acknowledged: list[int] | None = None,
-    ) -> None:
-        """Send the messages of one exchange and take the replies. A client whose reply is refused is missing.
+    ) -> Exchange:
+        """An exchange that sends these messages and takes the replies. A client whose reply is refused is missing.
 
         take: reads a reply's bytes; None if only empty replies are expected. acknowledged: collects the clients that
         sent an empty reply; None if an empty reply is not allowed.
         """
         outcome.bytes_down += sum(map(len, messages.values()))
-        for reply in carry(messages):
+
+        def receive(reply: Reply) -> None:
             client = reply.client
             if reply.frame is None:
                 outcome.trouble.setdefault(client, reply)
-                continue
+                return
             content = memoryview(reply.frame)  # type: ignore[arg-type]
             outcome.bytes_up += len(content)
             if acknowledged is not None and len(content) == 0 and client in messages:
                 acknowledged.append(client)
-                continue
+                return
             if take is None:
-                continue
+                return
             try:
                 self._server.check_sender(content, client)
                 take(content)
             except SecureSumError as error:
                 reason = f"{type(error).__name__}: {error}"
                 outcome.trouble.setdefault(client, Reply(client=client, reason=reason))
+
+        return messages, receive
+
+
+def together(
+    groups: Sequence[SumRounds],
+    messages: Mapping[int, bytes],
+    *,
+    round: int,
+    carry: Carry,
+    model: bytes = NO_MODEL,
+) -> list[SumOutcome]:
+    """Run one round of the sums of all groups at once; returns the outcome of each.
+
+    A group that has lost LOST_SUMS sums in a row is not asked again: its clients would pay for more of them.
+    """
+    asked = [group for group in groups if not group.given_up]
+    exchanges = [group.exchanges(messages, round=round, model=model) for group in asked]
+    outcomes = dict(zip(asked, _driven(exchanges, carry), strict=True))
+    reason = f"the last {LOST_SUMS} sums of this group were lost, and it is not asked any more"
+    return [outcomes.get(group) or SumOutcome(lost=reason) for group in groups]
+
+
+def _driven(all_exchanges: Sequence[Exchanges], carry: Carry) -> list[SumOutcome]:
+    """Carry the next exchanges of all sums together, until all are done. Replies go to the sum of their client."""
+    outcomes: dict[int, SumOutcome] = {}
+    while len(outcomes) < len(all_exchanges):
+        messages: dict[int, bytes] = {}
+        receivers: dict[int, Callable[[Reply], None]] = {}
+        for number, exchanges in enumerate(all_exchanges):
+            if number in outcomes:
+                continue
+            try:
+                sent, receive = next(exchanges)
+            except StopIteration as end:
+                outcomes[number] = end.value
+                continue
+            messages.update(sent)
+            receivers.update(dict.fromkeys(sent, receive))
+        for reply in carry(messages) if messages else ():
+            # A client that was not asked is refused by whichever sum gets its reply.
+            receivers.get(reply.client, receive)(reply)
+    return [outcomes[number] for number in range(len(all_exchanges))]

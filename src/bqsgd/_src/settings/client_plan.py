@@ -24,6 +24,7 @@ from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import as_given, rounded_up
 from bqsgd._src.release import Assumption, Relation, Release, Sampling, Scheme, Spent, Terms, Unit
+from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.settings.config import Config
 
 _Figures = dict[str, Any]
@@ -47,7 +48,7 @@ def client_terms(config: Config, *, dimension: int, dataset_size: int) -> Terms:
         dimension=dimension,
     )
     if config.secure.on:
-        terms = in_sums(terms, config.secure.rule(config.asked))
+        terms = in_sums(terms, *config.secure.rules(config.asked))
     # A whole client's update comes from its own data alone, so nothing rests on how kernels treat rows.
     packed = config.clients.packed_rows and terms.unit is Unit.SAMPLE
     return replace(terms, assumption=Assumption.PACKED_ROWS) if packed else terms
@@ -122,18 +123,35 @@ def release_in(config: Config, terms: Terms, *, client: int, round: int) -> Rele
     raise InvalidParameter(f"round {round} is beyond the last, {config.run.rounds - 1}")
 
 
-def sum_plan(config: Config, *, dimension: int) -> SumPlan:
-    """The plan that all clients of a run with secure sums share; it follows from the settings alone.
+def sum_plan(config: Config, *, dimension: int, group: int = 0) -> SumPlan:
+    """The plan that all clients of a secure sum share; it follows from the settings alone.
+
+    Levels and trials are the same for all groups, those that fit the largest; each has the trials in its own sum.
 
     Raises:
         Infeasible: no levels and trials meet the budget.
         InvalidParameter: clients of different sizes would need different plans.
     """
-    privacy, rule, window = config.privacy, config.secure.rule(config.asked), config.secure.window
-    fixed = privacy.mechanism
-    if fixed is not None:
-        width = width_of(rule, fixed.levels, fixed.trials, window=window)
-        return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width, window=window)
+    secure, window = config.secure, config.secure.window
+    rule, of_group = secure.rule(config.asked), secure.rule(config.asked, group)
+    mechanism = config.privacy.mechanism
+    if mechanism is None:
+        planned = _least_error_sum(config, rule, dimension=dimension)
+        if of_group == rule:
+            return planned
+        mechanism = planned.mechanism
+    width = width_of(of_group, mechanism.levels, mechanism.trials, window=window)
+    return SumPlan(rule=of_group, levels=mechanism.levels, trials=mechanism.trials, width=width, window=window)
+
+
+def sum_plans(config: Config, *, dimension: int) -> tuple[SumPlan, ...]:
+    """The plans of all sums of a round, one for each group of clients; none if the run has no secure sums."""
+    groups = config.secure.groups if config.secure.on else 0
+    return tuple(sum_plan(config, dimension=dimension, group=group) for group in range(groups))
+
+
+def _least_error_sum(config: Config, rule: Thresholds, *, dimension: int) -> SumPlan:
+    privacy, window = config.privacy, config.secure.window
     check_one_plan(config)
     # Any size of the data will do: settings whose plan would depend on it were refused above.
     terms = client_terms(config, dimension=dimension, dataset_size=privacy.batch_size)
