@@ -31,12 +31,12 @@ from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.records.checkpoint import load_checkpoint
 from bqsgd._src.records.folder import read_rounds
-from bqsgd._src.records.record import one_line
 from bqsgd._src.run import Run
 from bqsgd._src.server.server import Server
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.outlook import CannotLearn
 from bqsgd._src.tasks.named import NamedTask
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.frame import read_frame
 from bqsgd.flower import Node, client_app
 from loop_grid import LoopGrid
@@ -257,7 +257,7 @@ def test_faults_are_named_and_cost_only_their_own_round(federation, tmp_path, ca
         "round 0: client 2 refused: WrongOrigin",
         "round 1: client 3 missing: no answer",
         "round 2: client 3 refused: FrameError: a frame of round 1 in round 2: a replay or late",
-        "round 2: client 0 missing: the ClientApp [31m crashed (code 8)",
+        r"round 2: client 0 missing: the ClientApp\x1b[31m crashed\n (code 8)",
         "round 2: client 1 missing: refused: its answer holds neither",
         "round 2: client 2 missing: refused: a bqsgd.frame.v1 is ('uint8'",
     ):
@@ -551,7 +551,7 @@ def test_words_are_checked_and_texts_cleaned(federation):
     assert field_of(message, "report", bool) is True
     with pytest.raises(FrameError, match="must be int"):
         field_of(message, "run", int)
-    assert one_line("a\nb\x00c" + "d" * 999).startswith("a b c")
+    assert one_line("a\nb\x00c" + "d" * 999).startswith(r"a\nb\x00c")
     assert len(one_line("d" * 999)) == 300
     assert read_guarantee("[" * 100_000) is None
     assert read_guarantee('{"epsilon": 1}') is None

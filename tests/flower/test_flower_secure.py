@@ -167,6 +167,66 @@ def test_same_seed_same_bytes_and_same_model_as_in_process(tmp_path):
     assert made.made == CLIENTS + 4 * CLIENTS  # data are read to join and to answer a model, not for a step of a sum
 
 
+GROUPED = {"groups": 2, "dropouts": 0, "aggregation": "median", "rounds": 2}
+"""Groups {0, 2, 4} and {1, 3}."""
+
+
+def test_groups_have_the_same_bytes_as_in_process_and_the_ledgers_say_so(tmp_path):
+    frames = {}
+
+    def note(client, message, reply):
+        if message.metadata.message_type == MessageType.TRAIN:
+            frames.setdefault((int(message.metadata.group_id), client), []).append(data_of(reply, kind=FRAME))
+        return reply
+
+    made = Federation(tmp_path, tamper=note, options={"fewest-in-sum": 2}, **GROUPED)
+    served = made.serve(folder=tmp_path / "server")
+    model, expected = in_process(**GROUPED)
+    assert frames == expected
+    np.testing.assert_array_equal(served.model, model)
+    assert made.steps() == 2 * (BATCH + ROUND)
+    assert "server sees sums over groups of 2" in str(served.summary.guarantee)
+    with Ledger(tmp_path / "node-4" / "client-0004.ledger") as ledger:
+        ((release, count),) = ledger.released.items()
+    assert (release.terms.group, count) == (2, 2)
+
+
+def test_a_node_declines_groups_of_fewer_clients_than_its_limit(tmp_path):
+    made = Federation(tmp_path, **GROUPED)
+    with pytest.raises(NoQuorum, match="over as few as 2 clients, this node allows 3"):
+        made.serve(folder=tmp_path / "server", join_seconds=5.0)
+    assert not any(made.spent().values())
+
+
+@pytest.mark.parametrize(
+    "told", [{"groups": 1, "aggregation": "mean"}, {"clients": 4, "groups": 1, "aggregation": "mean"}]
+)
+def test_a_server_that_changes_the_groups_in_mid_run_gets_no_vector(tmp_path, told):
+    """After keys in groups {0, 2, 4} and {1, 3} the nodes are told of other groups, and asked for vectors."""
+    reasons = []
+
+    def note(client, message, reply):
+        if message.metadata.message_type == MessageType.TRAIN and step_of(message) == "MODEL":
+            reasons.append("sent" if has_data(reply, kind=FRAME) else field_of(reply, "reason", str))
+        return reply
+
+    made = Federation(
+        tmp_path, tamper=note, seed=None, options={"fewest-in-sum": 2, "allow-no-privacy": None}, **GROUPED
+    )
+    real = made.grid.app
+
+    def app(message, context):
+        asked = message.metadata.message_type == MessageType.TRAIN and step_of(message) == "MODEL"
+        context.run_config = made.settings | (told if asked else {})
+        return real(message, context)
+
+    made.grid.app = app
+    made.serve(folder=tmp_path / "server")
+    assert reasons
+    assert "sent" not in reasons
+    assert not any(made.spent().values())
+
+
 @pytest.mark.parametrize("seed", [3, None])
 def test_clients_of_a_simulation_find_keys_made_for_them(tmp_path, monkeypatch, seed):
     monkeypatch.setenv(LEDGER_FOLDER_VARIABLE, str(tmp_path / "nodes"))
@@ -184,8 +244,32 @@ def test_plans_are_kept_and_within_the_budget(tmp_path):
     run = made.serve()
     assert run.last.used == CLIENTS
     (kept,) = made.grid.contexts[1002].state["bqsgd.plans"].values()
-    assert json.loads(kept)["trials"] == run.server.sums.trials
+    assert json.loads(kept)["trials"] == run.server.sums[0].trials
     assert 15 < run.summary.guarantee.epsilon <= 20.0
+
+
+def test_what_a_ledger_holds_changes_no_noise_and_a_name_used_before_is_said(tmp_path, caplog):
+    def run(name, epsilon):
+        unseeded = {"levels": None, "trials": None, "seed": None, "evaluate_every": 4}
+        with caplog.at_level(logging.WARNING, logger="bqsgd"):
+            options = {"allow-no-privacy": False}
+            made = Federation(tmp_path, run=name, epsilon=epsilon, options=options, **unseeded)
+            return made.serve(folder=tmp_path / f"server-{name}-{epsilon}")
+
+    first, second = run("first", 15.0), run("second", 15.0)
+    assert (first.steps, second.steps) == (4, 4)
+    assert first.server.sums == second.server.sums, "the budget of the run, not what a ledger has left"
+    assert "is already spent of a budget of epsilon 60" in caplog.text
+    caplog.clear()
+    # Another run of that name shares its budget with the first: one that goes on would look untrained at its end.
+    again = run("first", 16.0)
+    assert again.steps < 4
+    assert "their ledgers hold earlier rounds under its name, 'first'" in again.out_of_budget
+    assert "Give the run a name of its own" in again.out_of_budget
+    assert "of a run named 'first'. The round counts again" in caplog.text
+    assert "epoch 0 is not above 2" in caplog.text, "nor may keys of a name be used twice: rounds are lost"
+    assert "if this is not that run continued, give it a name of its own" in caplog.text
+    assert again.summary.guarantee is not None, "the clients state it as they decline"
 
 
 def sent_to(made, client, step, round=0):
@@ -232,7 +316,7 @@ def stopped_at(step, folder, **changes):
 def other_list(made, client):
     """A list of survivors of round 0 without client 0, for a client."""
     setup = SumSetup.of(Config.of(**made.settings), run="sums", dimension=240)
-    agreed = setup.agreement
+    agreed = setup.agreement_of(client)
     header = replace(messages.SumHeader(kind=Kind.SURVIVORS, epoch=0, round=0, client=client))
     return messages.write_listed(header, agreed, (1, 2, 3, 4))
 

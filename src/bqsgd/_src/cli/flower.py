@@ -107,17 +107,72 @@ def run(
     os.execvp(program, [program, "run", str(app), *context.args, *overrides])
 
 
-@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def superlink(context: typer.Context) -> None:
-    r"""Run Flower's SuperLink so that it also logs failed TLS handshakes.
+@flower.command()
+def sign(
+    app: Annotated[Path, typer.Argument()],
+    key: Annotated[Path, typer.Option(help="Private Ed25519 key, as ssh-keygen writes it.")],
+    out: Annotated[Path, out_option("New file for the signature.")],
+    json: Json = False,
+) -> None:
+    """Sign an app, for nodes that run only code signed by somebody they trust.
 
-    It takes the options of flower-superlink.
+    The signature is for the files in the folder APP as they are now. It goes
+    to `bqsgd flower superlink --signed`; the line that is printed goes into
+    the file that nodes name with --trusted-entities.
+
+    Example:
+      bqsgd flower sign my-app --key signer --out my-app.signature
+    """
+    from bqsgd._src.cli.output import to_json
+    from bqsgd._src.flower.signing import sign_app
+    from bqsgd._src.storage import write_atomic
+
+    if out.exists():
+        raise InvalidParameter(f"{out} exists; name another file")
+    signature, trusted = sign_app(app, key)
+    write_atomic(out, to_json(signature).encode(), mode=0o644)
+    fields = {"app": signature["app"], "signature": str(out), "trusted_entity": trusted}
+    typer.echo(to_json(fields) if json else trusted)
+
+
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def superlink(
+    context: typer.Context,
+    control_from: Annotated[
+        list[str] | None, typer.Option(help="Network that may start runs and register keys, besides this machine.")
+    ] = None,
+    signed: Annotated[
+        list[Path] | None, typer.Option(help="Signature of an app, as `bqsgd flower sign` writes it.")
+    ] = None,
+) -> None:
+    r"""Run Flower's SuperLink, safe to be reached by strangers.
+
+    It takes the options of flower-superlink. From other machines it answers
+    only registered nodes; runs are started and keys registered from this
+    machine, and from each network given with --control-from. It also logs
+    failed TLS handshakes.
 
     Example:
       bqsgd flower superlink --ssl-ca-certfile ca.crt \
         --ssl-certfile server.pem --ssl-keyfile server.key
     """
     from bqsgd._src.flower.federation import superlink as serve
+
+    serve(context.args, control_from=control_from or (), signed=signed or ())
+
+
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def supernode(context: typer.Context) -> None:
+    r"""Run Flower's SuperNode with client apps that start in a fraction of the time.
+
+    It takes the options of flower-supernode. A message still has a process
+    of its own, forked from one that has torch and bqsgd loaded.
+
+    Example:
+      bqsgd flower supernode --superlink fl.example.org:9092 \
+        --root-certificates ca.crt --node-config 'client=3'
+    """
+    from bqsgd._src.flower.supernode import supernode as serve
 
     serve(context.args)
 

@@ -34,8 +34,9 @@ from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message
 from bqsgd._src.settings.client_plan import plans_kept_in
 from bqsgd._src.tasks.task import Task
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.model_message import write_model
-from bqsgd._src.wire.reply import Reply
+from bqsgd._src.wire.reply import BUDGET_SPENT, Reply
 
 logger = logging.getLogger("flwr.bqsgd")
 _PLANS, _HELD, _DIMENSION = "bqsgd.plans", "bqsgd.held", "bqsgd.dimension"
@@ -81,7 +82,7 @@ class _Asked:
 
     def declined(self, reason: str, **stated: Plain) -> RecordDict:
         """The answer that sends nothing, with the reason."""
-        logger.warning("client %d declines: %s", self.node.client, reason)
+        logger.warning("client %d declines: %s", self.node.client, one_line(reason))
         return pack(None, kind=FRAME, declined=reason, **stated)
 
 
@@ -118,7 +119,7 @@ def _guarded(
                 content = respond(asked) if asked.refusal is None else asked.declined(asked.refusal)
     except Exception as error:  # otherwise Flower would send its text, which may contain private values
         if isinstance(error, BqsgdError):
-            logger.error("refused by this client: %s", error)
+            logger.error("refused by this client: %s", one_line(error))
         else:
             logger.exception("this client failed")
         content = pack(None, kind=FRAME, declined=NO_ANSWER)
@@ -174,7 +175,8 @@ def _update(asked: _Asked, question: bytes, sums: SumClient | None, stated: dict
         if client.held is not None:  # the next message may lead on from this model
             held = write_model(client.held.model, round=client.held.round, memory=client.held.memory)
             memory[_HELD] = pack(held, kind=MODEL).array_records[MODEL]
-        if field_of(asked.message, "report", bool):
+        spent = (reply.reason or "").startswith(BUDGET_SPENT)  # the run may end here
+        if spent or field_of(asked.message, "report", bool):
             guarantee = client.spending.guarantee(delta=config.privacy.delta)
             if guarantee is not None:
                 stated["guarantee"] = json.dumps(guarantee.to_dict())
@@ -193,7 +195,7 @@ def _sum_client(asked: _Asked) -> SumClient | Reply:
     try:
         return setup.client(node.client, folder=node.folder(run=asked.run), seed=config.privacy.seed, lasting=False)
     except InvalidParameter as error:
-        logger.error("%s", error)
+        logger.error("%s", one_line(error))
         return Reply.decline(
             node.client, "this node cannot use what it has stored for the run's secure sums; its own log says why"
         )

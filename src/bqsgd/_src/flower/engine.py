@@ -13,7 +13,7 @@ from bqsgd._src.engines.engine import Engine, MakeEngine, Setup, check_known, re
 from bqsgd._src.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, MODEL, Answer, Plain, TrackedGrid, data_of, field_of, has_data, pack
 from bqsgd._src.privacy.guarantee import Guarantee
-from bqsgd._src.records.record import one_line
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.reply import Reply
 
 logger = logging.getLogger("flwr.bqsgd")
@@ -64,7 +64,7 @@ class FlowerEngine(Engine):
         self.samples: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         """Node -> why it does not take part: it declined, or what it said about itself does not fit the run."""
-        digest = "" if setup.sums is None else setup.sums.agreement.roster.digest.hex()
+        digest = "" if setup.sums is None else setup.sums.roster.digest.hex()
         self._common: dict[str, Plain] = {"run": setup.run, "roster": digest}
         """Fields of every message."""
         self._attempts: Counter[int] = Counter()
@@ -83,7 +83,7 @@ class FlowerEngine(Engine):
             NoQuorum: fewer clients have joined than a round needs.
         """
         count, quorum, sums = self.config.clients.count, self.config.server.quorum, self.setup.sums
-        fewest = quorum if sums is None else max(quorum, sums.agreement.rule.fewest)
+        fewest = quorum if sums is None else self.config.fewest_clients
         started = time.monotonic()
         end = started + seconds
         while len(self.nodes) < count and time.monotonic() < end and not self._all_said():

@@ -3,7 +3,7 @@
 Certificates and keys are made with `cryptography`; those of your own authority serve just as well. Flower's web server
 closes a connection that fails the TLS handshake without a word, so plain HTTP to the TLS port, or a client that does
 not trust the certificate, would leave no trace on the server. `bqsgd flower superlink` takes the options of
-`flower-superlink`, and is otherwise the same program.
+`flower-superlink`, and is the same program behind a gate (`gate.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.flower.gate import install_gate, networks_of
 from bqsgd._src.flower.processes import Processes
 from bqsgd._src.flower.settings import identity_path, write_identities
+from bqsgd._src.flower.signing import install_signatures, read_signatures
 from bqsgd._src.settings.config import Config
 from bqsgd._src.storage import private_folder
 
 logger = logging.getLogger("flwr.bqsgd")
+SUPERNODE = (sys.executable, "-m", "bqsgd", "flower", "supernode")
 _DAYS = 30
 _START_SECONDS = 300.0
 _CONNECTION = "one-machine"
@@ -44,15 +47,15 @@ _SUPERLINK_PORT = 8000
 """Where flower-superlink listens unless it is told otherwise."""
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A TLS server's certificate for loopback, signed with its own key: (certificate, key).
+def make_certificate(folder: Path, *, hosts: Sequence[str] = ()) -> tuple[Path, Path]:
+    """A TLS server's certificate for loopback, and for the IPs in `hosts`, signed with its own key: (certificate, key).
 
     Nodes trust this one certificate. There is no authority that could sign another.
     """
     private_folder(folder)
     key, now = ec.generate_private_key(ec.SECP384R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _LOOPBACK)])
-    hosts = [x509.IPAddress(ipaddress.ip_address(_LOOPBACK)), x509.DNSName("localhost")]
+    addresses = [x509.IPAddress(ipaddress.ip_address(host)) for host in (_LOOPBACK, *hosts)]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -61,7 +64,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(minutes=5))
         .not_valid_after(now + timedelta(days=_DAYS))
-        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        .add_extension(x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA384())
     )
@@ -124,13 +127,20 @@ def check_port(options: Sequence[str]) -> None:
             ) from error
 
 
-def superlink(options: Sequence[str]) -> None:
+def superlink(options: Sequence[str], *, control_from: Sequence[str] = (), signed: Sequence[Path] = ()) -> None:
     """Run `flower-superlink` with these options, in this process, until it is stopped.
 
+    Args:
+        control_from: networks that may start runs and register keys, besides this machine.
+        signed: files of signatures to hand out with the apps that they are for.
+
     Raises:
-        InvalidParameter: another program listens at its port.
+        InvalidParameter: another program listens at its port, or a network or a file of signatures is invalid.
     """
+    networks, signatures = networks_of(control_from), read_signatures(signed)
     check_port(options)
+    install_gate(networks)
+    install_signatures(signatures)
     from flwr.superlink.cli import flower_superlink
 
     os.umask(0o077)  # for its database and its logs, which it would leave readable to all users
@@ -207,10 +217,11 @@ class LocalFederation:
         key: Path,
         epsilon: float = 10.0,
         roster: Path | None = None,
+        program: tuple[str, ...] = SUPERNODE,
     ) -> None:
         """Start a SuperNode of a federation with TLS; its ledger is in nodes/`name`, with a budget of `epsilon`.
 
-        roster: from `make_identities`, for secure sums.
+        roster: from `make_identities`, for secure sums. program: `flower-supernode`, or what takes its options.
         """
         ledgers = self.folder / "nodes" / name
         options = ["--superlink", self.address, "--host", _LOOPBACK, "--port", str(free_port())]
@@ -219,7 +230,7 @@ class LocalFederation:
             limits += f' roster="{roster}" identity="{identity_path(roster.parent, client)}"'
         options += ["--node-config", f'client={client} ledger-folder="{ledgers}" {limits}']
         options += ["--root-certificates", str(self.certificate), "--auth-supernode-private-key", str(key)]
-        self.processes.start(name, "flower-supernode", *options)
+        self.processes.start(name, *program, *options)
 
     def command(self, app: Path, *, settings: Mapping[str, object], clients: int) -> tuple[str, ...]:
         """The `flwr run` command; it prints the run's log until the run ends."""

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, Record
 from flwr.serverapp import Grid
 
 from bqsgd._src.errors import FrameError
-from bqsgd._src.records.record import one_line
+from bqsgd._src.text import one_line
 
 FRAME, MODEL = "bqsgd.frame.v1", "bqsgd.model.v1"
 _FIELDS = "fields"

@@ -40,6 +40,7 @@ from bqsgd._src.settings.group import Group, setting
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.storage import one_at_a_time, private_folder, write_atomic
 from bqsgd._src.tasks.task import Task
+from bqsgd._src.text import one_line
 
 logger = logging.getLogger("flwr.bqsgd")
 LEDGER_FOLDER_VARIABLE = "BQSGD_LEDGER_FOLDER"
@@ -98,7 +99,7 @@ class Node:
         try:
             trusted, key = read_roster(roster_file), public_key(read_identity(identity_file))
         except InvalidParameter as error:
-            logger.error("%s", error)
+            logger.error("%s", one_line(error))
             return "this node cannot read its roster or its identity key; its own log says why"
         if trusted.digest.hex() != roster:
             return (
