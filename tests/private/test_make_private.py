@@ -497,3 +497,35 @@ def test_a_state_needs_its_ledger_and_its_settings(private, tmp_path):
         private(ledger=tmp_path / "third.ledger").load_state_dict({"steps": 3})
     with pytest.raises(InvalidParameter, match="before the first step"):
         made.load_state_dict(state)
+
+
+def test_a_step_tells_what_is_public_about_it(private, capsys):
+    seen = []
+    made = private(on_step=seen.append, progress=True)
+    reports = [made.step(batch) for batch in made.loader]
+    assert seen == reports
+    assert [(report.number, report.planned) for report in reports] == [(1, 6), (2, 6), (3, 6)]
+    assert reports[-1].epsilon == made.guarantee().epsilon > 0
+    assert str(reports[-1]).startswith("step 3 of 6, epsilon ")
+    assert "step 1 of 6" in capsys.readouterr().err
+    assert "Linear with 10 trained coordinates, step 3 of 6, batches of 32 in 96" in repr(made)
+
+
+def test_a_step_is_complete_when_its_callback_fails(private):
+    def fails(report):
+        raise OSError("disk full")
+
+    made = private(on_step=fails)
+    before = made.model.weight.detach().clone()
+    with pytest.raises(OSError, match="disk full"):
+        made.step(next(iter(made.loader)))
+    assert made.steps == 1
+    assert not torch.equal(made.model.weight, before)
+
+
+def test_of_a_compiled_model_the_module_itself_is_trained_and_that_is_said(private, caplog):
+    model = nn.Linear(4, 2)
+    made = private(torch.compile(model, backend="eager"))
+    assert made.model is model
+    assert "compiled by torch.compile" in caplog.text
+    made.step(next(iter(made.loader)))

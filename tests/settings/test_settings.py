@@ -155,9 +155,11 @@ def test_every_setting_is_bound_into_the_masks_of_sums_or_changes_no_value_that_
         # What is counted and how much noise is added; the agreement of a sum binds trials, colluders and the seed.
         "epsilon", "delta", "bits", "trials", "budgets", "seed", "private_metrics", "reserve_rounds", "turns",
         "secure", "dropouts", "colluders", "key_rounds", "window", "roster", "roster_digest", "identity",
+        # The digest of a group's roster, and so the session of its sums, holds their number.
+        "groups",
         # Who is asked, how bytes are carried, and threads.
         "clients", "cohort", "ask", "sizes", "coding", "workers", "deadline_seconds", "quorum", "down_bits", "run",
-        "rounds", "evaluate_every", "checkpoint_every",
+        "rounds", "evaluate_every", "checkpoint_every", "patience",
         # What the server does with the sum; it decides the next model, which is bound by its digest.
         "aggregation", "byzantine", "weights", "optimizer", "learning_rate", "momentum", "subtract_noise", "schedule",
         "average",

@@ -7,6 +7,7 @@ import pytest
 
 from bqsgd import InvalidParameter, plan_sites
 from bqsgd._src.cli.app import main
+from bqsgd._src.reports.sites_map import _cells
 from bqsgd._src.settings.fit import Sizes, fit
 from bqsgd._src.settings.outlook import foresee
 from bqsgd._src.settings.sites import read_bytes, read_sites
@@ -86,3 +87,23 @@ def test_files_and_bytes_that_cannot_be_read_are_refused(tmp_path):
     for wrong in ("", "MB", "twenty", "-3MB"):
         with pytest.raises(InvalidParameter, match="upload"):
             read_bytes(wrong)
+
+
+def test_the_picture_shows_the_verdict_of_the_point_that_was_asked(tmp_path, capsys):
+    sizes = tmp_path / "sizes.csv"
+    sizes.write_text("site,samples\n" + "\n".join(f"h{number},{size}" for number, size in enumerate(HOSPITALS)))
+    asked = ["plan", "--sites", str(sizes), "--parameters", "3e6", "--epsilon", "0.7", "--json", "--figure"]
+    began = time.process_time()
+    assert main([*asked, str(tmp_path / "map.svg")]) == 0
+    assert time.process_time() - began < 10
+    assert json.loads(capsys.readouterr().out)["figure"].endswith("map.svg")
+    assert (tmp_path / "map.svg").read_text().startswith("<?xml")
+    assert main([*asked, str(tmp_path / "map.txt")]) == 2
+    assert "must end in .png" in capsys.readouterr().err
+
+
+def test_the_middle_of_a_cell_of_the_picture_is_the_value_that_was_asked():
+    for asked, low, high in ((2.0, 0.25, 16.0), (100.0, 0.25, 16.0), (1.0, 1e3, 1e8)):
+        cells = _cells(asked, low, high)
+        assert asked in cells
+        assert len(cells) == 9

@@ -20,6 +20,7 @@ from bqsgd._src.client.samples import Part, Reader, check_loader
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.release import Scheme
 from bqsgd._src.runtime.interrupts import interrupts_deferred
+from bqsgd._src.runtime.modes import full_precision
 
 _log = logging.getLogger("bqsgd.samples")
 
@@ -104,7 +105,8 @@ class PoissonLoader:
                     "a second iteration over the loader has begun, and its workers now read for that one: go through "
                     "one epoch at a time"
                 )
-            with interrupts_deferred(), self._sources.lent(Purpose.READ, self.next_draw):
+            # Autocast is off and put back: a record whose code turned it on would change how all others are computed.
+            with interrupts_deferred(), self._sources.lent(Purpose.READ, self.next_draw), full_precision():
                 first = next(pieces, None)
                 if first is None:
                     # An interrupt has ended the reading. Drop what was drawn ahead too: nobody knows how much of it the
@@ -118,7 +120,7 @@ class PoissonLoader:
             yield self._fresh
             if drawn is self._drawn:
                 self._fresh = None
-                with interrupts_deferred(), self._sources.lent(Purpose.READ, number):
+                with interrupts_deferred(), self._sources.lent(Purpose.READ, number), full_precision():
                     # Read a batch that was not used to its end: what is left must not become part of the next one.
                     for _ in reading:
                         pass

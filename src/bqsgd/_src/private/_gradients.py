@@ -64,7 +64,7 @@ class Gradients:
         start = 0
         for n, parameter in enumerate(parameters):
             stop = start + parameter.numel()
-            part = torch.tensor(update[start:stop], device=parameter.device).view_as(parameter)
+            part = torch.tensor(update[start:stop]).view_as(parameter).to(parameter.device, parameter.dtype)
             before = None if onto is None else onto[n]
             _released[parameter] = part if before is None else before + part
             # A copy, so that a change of `.grad` does not change what it is compared with.

@@ -92,6 +92,8 @@ class Peers:
         if self.size > 1:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
-                    dist.broadcast(tensor.data, 0, group=self._group)
-                    digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                    own = tensor.detach().cpu().contiguous()
+                    dist.broadcast(own, 0, group=self._group)
+                    tensor.data.copy_(own)
+                    digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()

@@ -19,11 +19,11 @@ from bqsgd._src.engines.torch_distributed.ranks import SERVER, MessageKind
 from bqsgd._src.errors import InvalidParameter, TooFewClients
 from bqsgd._src.planner.sums import SumPlan
 from bqsgd._src.private._ranks import Peers
-from bqsgd._src.records.record import one_line
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.messages import is_sum_message, most_bytes
 from bqsgd._src.server.sums import SumRounds
 from bqsgd._src.server.widths import Widths
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.frame import Buffer
 from bqsgd._src.wire.reply import Reply
 

@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.private._batches import Batch, PoissonLoader
 from bqsgd._src.private._gradients import Gradients
+from bqsgd._src.private._progress import Progress, StepReport
 from bqsgd._src.private._ranks import Peers
 from bqsgd._src.private._sums import RankSums, SecureRanks
 from bqsgd._src.release import Release, Sampling, Scheme, Terms
@@ -58,6 +59,7 @@ from bqsgd._src.runtime.modes import full_precision
 from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.settings.client_plan import clipped_terms, plan_release
 from bqsgd._src.settings.outlook import CannotLearn, Forecast, Verdict, variance_of_message
+from bqsgd._src.settings.study import Study, check_not_lost, differences
 from bqsgd._src.subset import Subset, Subsets
 from bqsgd._src.wire.fixed import FixedWidth
 from bqsgd._src.wire.frame import header_bytes
@@ -69,7 +71,7 @@ _WITH_EARLIER_SPENDS = (
     "budget with Ledger(path).change_budget(...) and ask for that epsilon. A fresh ledger is right only for other data."
 )
 _AHEAD = 20
-"""Steps that the ledger records in one write. After a crash it may count up to this many that were never taken."""
+"""Steps that the ledger records in one write, unless the caller sets it."""
 
 
 def make_private(
@@ -94,6 +96,10 @@ def make_private(
     secure: SecureRanks | None = None,
     seed: int | None = None,
     force: bool = False,
+    on_step: Callable[[StepReport], object] | None = None,
+    progress: bool = False,
+    study: str | None = None,
+    reserve: int | None = None,
 ) -> Private:
     """Plan private training of an ordinary model, and return what a loop of your own needs for it.
 
@@ -125,6 +131,13 @@ def make_private(
             all share one noise. Every rank then needs the same rate and range; a mechanism has the trials of the sum.
         seed: reproducible noise and batches; anyone who knows it can remove the noise: no privacy claim.
         force: train even if the planned noise leaves next to nothing to be learnt.
+        on_step: called after every `step` with what `step` returns; all of it may be published.
+        progress: show steps and epsilon on stderr.
+        study: a name, for training that goes on in other processes, such as the rounds of a federation: `epochs` then
+            counts those of the whole study. The plan is made once and kept beside the ledger; made private again under
+            this name with the same settings, training continues with the same noise, after the last recorded step.
+        reserve: steps that the ledger records in one write, by default 20, and 1 in a study. After a crash it may count
+            up to this many that were never taken.
 
     If the ledger holds earlier spends, planning waits for the first step or for `plan`, because a checkpoint may be
     loaded first; the plan is then for what is left, and a warning says how much that is.
@@ -144,12 +157,13 @@ def make_private(
     ...     epsilon=3, delta=1e-5, epochs=1, ledger=tempfile.mkdtemp() + "/me.ledger",
     ...     mechanism=Mechanism(levels=1, trials=3000), range=0.5)
     >>> for batch in private.loader:
-    ...     private.step(batch)
+    ...     report = private.step(batch)
     >>> private.steps, private.guarantee().epsilon <= 3
     (4, True)
     >>> print(private.guarantee().trust)
     the training process is trusted with the data; what it releases is protected
     """
+    model = _uncompiled(model)
     whole = L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound)
     clip = whole.of_share(1 / check_int("one_in", one_in, 1, MOST_ONE_IN))
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
@@ -184,6 +198,9 @@ def make_private(
         secure=secure,
         ledger=ledger,
         force=force,
+        on_step=[call for call in (on_step, Progress() if progress else None) if call is not None],
+        study=study,
+        reserve=reserve,
     )
 
 
@@ -206,8 +223,11 @@ class Private:
         secure: SecureRanks | None,
         ledger: str | Path | Ledger | None,
         force: bool,
+        on_step: Sequence[Callable[[StepReport], object]] = (),
+        study: str | None,
+        reserve: int | None,
     ) -> None:
-        model = objective.model
+        model, self._on_step = objective.model, on_step
         self.model, self.optimizer, self.loader, self.budget = model, optimizer, loader, budget
         self._objective, self._peers, self._sources = objective, peers, sources
         self._clip_norm, self._range, self._mechanism, self._secure = clip_norm, range, mechanism, secure
@@ -240,17 +260,44 @@ class Private:
         if self._ledger is not None and not isinstance(ledger, Ledger):
             # Only a ledger that we opened: the user closes their own.
             weakref.finalize(self, self._ledger.close)
-        self._sender = self._sending(f"private-{secrets.token_hex(8)}", resume=False)
-        if not self._sender.spending.sent:
+        self._study = self._opened_study(study)
+        usual = _AHEAD if self._study is None else 1
+        self._ahead = check_int("reserve", usual if reserve is None else reserve, 1, 2**20)
+        run = f"private-{secrets.token_hex(8)}" if self._study is None else self._study.run
+        self._sender = self._sending(run, resume=False)
+        if self._study is not None:
+            self._continue(self._study)
+        elif not self._sender.spending.sent:
             # Refuse now a budget that cannot be met. With earlier spends this may be a resumed run, whose plan comes
             # from its checkpoint.
             self.plan  # noqa: B018
         self._gradients = Gradients(model, optimizer)
 
+    def _opened_study(self, name: str | None) -> Study | None:
+        if name is None:
+            return None
+        if self._ledger is None:
+            raise InvalidParameter("a study is kept beside a ledger; give make_private a ledger")
+        return Study(self._ledger, name)
+
+    def _continue(self, study: Study) -> None:
+        """Take up a study where its earlier processes left it; plan it if this is the first."""
+        if study.plan is None:
+            study.keep(self.plan, range=self.range)
+            return
+        if self._range not in (None, study.range):
+            raise InvalidParameter(f"the study {study.name!r} has the range {study.range}, not {self._range}")
+        self._range = study.range
+        study.check_same(budget=self.budget, rounds=self.rounds, terms=self._terms())
+        fixed = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
+        if fixed not in (None, study.plan.mechanism):
+            raise InvalidParameter(f"the study {study.name!r} has the mechanism {study.plan.mechanism}, not {fixed}")
+        self._plan, self._sender.next_round, self.loader.next_draw = study.plan, study.taken, study.taken
+
     def _sending(self, run: str, *, resume: bool) -> Sender:
         """What records and sends the steps of a run."""
         # With secure sums nothing is reserved ahead: if a sum is lost, only its own step has been counted.
-        ahead = _AHEAD if self._secure is None else 1
+        ahead = self._ahead if self._secure is None else 1
         spending = Spending(self._ledger, run=run, seeded=self._sources.seeded, ahead=ahead, resume=resume)
         return Sender(spending, self._sources)
 
@@ -390,8 +437,10 @@ class Private:
             return in_sums(terms, self._rule)
         return replace(terms, trust=self._peers.trust)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> StepReport:
         """Take one private step: clear the gradients, call `backward(batch)`, then `optimizer.step()`.
+
+        Returns what is public about it: its number, and epsilon so far.
 
         A Ctrl-C is raised when the step is complete, a second one at once; the next step works after either.
 
@@ -402,6 +451,10 @@ class Private:
             self.optimizer.zero_grad()
             self.backward(batch)
             self.optimizer.step()
+        report = StepReport(number=self.steps, planned=self.rounds, _guarantee=self.guarantee)
+        for call in self._on_step:
+            call(report)
+        return report
 
     def backward(self, batch: Batch, *, accumulate: bool = False) -> None:
         """Put the private gradient of a batch into `.grad`, instead of `loss.backward()`; each call is counted.
@@ -419,6 +472,8 @@ class Private:
         """
         with interrupts_deferred():
             self._check_unchanged()
+            if self._study is not None:
+                self._study.check_left(self.steps)
             held = self._gradients.held(self._parameters)
             # Last of the checks: from here on the batch counts as used, even if the ledger refuses the step.
             samples, step = self.loader.take(batch), self.steps
@@ -453,6 +508,7 @@ class Private:
         self._check_objective()
 
     def _check_objective(self) -> None:
+        self._objective.in_callers_autocast()
         with full_precision():
             self._objective.check(self._form)
 
@@ -465,7 +521,8 @@ class Private:
         """
         self._settle()
         assert self._sums is not None
-        check_noise(self._sums.client, self.plan.release, seeded=self._sources.seeded)
+        assert self._rule is not None
+        check_noise(self._sums.client, self.plan.release, rule=self._rule, seeded=self._sources.seeded)
         try:
             mean = self._sums.mean(lambda: self._frame(samples, step), round=step) * np.float32(self.range)
             subset = self._subset(step)
@@ -602,8 +659,8 @@ class Private:
             InvalidParameter: the state was saved with other settings.
             LedgerError: the ledger does not know the steps of this state; a lost ledger must be restored.
         """
-        if self.steps:
-            raise InvalidParameter("load the state before the first step")
+        if self.steps or self._study is not None:
+            raise InvalidParameter("load the state before the first step; a study continues without one")
         try:
             if state["format"] != _FORMAT:
                 raise InvalidParameter(f"not a state of {_FORMAT}")
@@ -612,14 +669,15 @@ class Private:
             raise InvalidParameter(f"not a state of {_FORMAT}: {error}") from error
         check_int("steps", steps, 0, 2**40)
         before, self._range = self._range, check_positive("range", reach)
-        same = plan.budget == self.budget and plan.rounds == self.rounds
+        differing = differences(plan, budget=self.budget, rounds=self.rounds, terms=self._terms())
         # The ranks of a sum add the noise of the sum plan, so the ledger must count exactly that noise.
-        same_noise = self.sum_plan is None or self.sum_plan.mechanism == plan.mechanism
-        if not same or not same_noise or self._terms() != plan.release.terms:
+        if self.sum_plan is not None and self.sum_plan.mechanism != plan.mechanism:
+            differing.append("another mechanism of secure sums")
+        if differing:
             self._range = before
             raise InvalidParameter(
-                "the state was saved with another budget, clip, batch size, number of samples, parameters or epochs, "
-                "or with another mechanism of secure sums; make_private must be given the same"
+                f"the state was saved with other settings ({'; '.join(differing)}): another budget, clip, batch size, "
+                "number of samples, parameters or epochs; make_private must be given the same"
             )
         sender = self._sending(run, resume=True)
         recorded = sender.spending.recorded
@@ -647,17 +705,34 @@ class Private:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        loader = self.loader
+        return (
+            f"Private({type(self.model).__name__} with {self.dimension} trained coordinates, step {self.steps} of "
+            f"{self.rounds}, batches of {loader.batch_size} in {loader.samples}, clip {self._objective.clip}, budget "
+            f"{self.budget})"
+        )
+
     def __reduce__(self) -> str:
         # Its noise and its budget exist once: a copy would use both a second time.
         raise TypeError("private training cannot be copied or pickled; use state_dict for a checkpoint")
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module that torch.compile was given: compiled code computes a batch, and samples need a program each."""
+    own = getattr(model, "_orig_mod", model)
+    if own is not model:
+        _log.warning(
+            "the model was compiled by torch.compile: private steps use the module itself, which has the same "
+            "parameters; the compiled one can still be used to evaluate"
+        )
+    return own
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse a model or an optimizer that cannot be made private; the message says what to do instead."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InvalidParameter("give the module itself (model.module): make_private joins the ranks")
-    if hasattr(model, "_orig_mod"):
-        raise InvalidParameter("give the module itself, not torch.compile's: the clip needs the layers one by one")
     refuse_mixing(model)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not held <= {id(parameter) for parameter in model.parameters()}:
@@ -682,6 +757,8 @@ def _opened(ledger: str | Path | Ledger | None, budget: Budget, peers: Peers) ->
     path = Path(ledger)
     if peers.size > 1:
         path = path.with_name(f"{path.stem}-{peers.rank}{path.suffix}")
+    if not path.exists():
+        check_not_lost(path)
     return Ledger.open(path, client=peers.rank, budget_epsilon=budget.epsilon, budget_delta=budget.delta)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.params import MOST_ONE_IN, Mechanism, check_int
 from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
 from bqsgd._src.planner.plan import Budget
@@ -240,7 +240,7 @@ class ServerSettings(Group):
     learning_rate: float = setting(LEARNING_RATE, "Learning rate. Default: fitted to the noise.", positive=True)
     momentum: float = setting(0.9, "Momentum of sgd.")
     subtract_noise: bool = file_setting(False, "adam: subtract the known noise from its second moment.")
-    schedule: str = setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
+    schedule: str = file_setting("linear", "Learning rate over time: constant, linear or cosine.", choices=SCHEDULES)
     average: float = file_setting(0.0, "Decay of the model's exponential average; 0 for none.")
     aggregation: str = file_setting("mean", "mean, median, trimmed-mean, krum or multi-krum.", choices=RULES)
     weights: str | None = file_setting(
@@ -296,6 +296,11 @@ class SecureSettings(Group):
         None, "Most clients that may be missing from a sum. Default: a tenth of them.", between=(0, 100_000)
     )
     colluders: int = setting(0, "Most clients that may tell the server all they know.", between=(0, 100_000))
+    groups: int = setting(
+        1,
+        "Sums of a round, each over a group of the clients and with noise of its own; a robust rule acts on them.",
+        between=(1, 50_000),
+    )
     key_rounds: int = file_setting(10, "Most rounds whose keys travel together.", between=(1, 4096))
     window: float | None = file_setting(
         None,
@@ -311,17 +316,39 @@ class SecureSettings(Group):
     def __post_init__(self) -> None:
         super().__post_init__()
         chosen = [name for name in ("dropouts", "window", "roster", "identity") if getattr(self, name) is not None]
-        if not self.on and (chosen or self.colluders):
-            raise InvalidParameter(f"{(chosen or ['colluders'])[0]} is a setting of secure sums: set secure as well")
+        chosen += ["colluders"] * (self.colluders > 0) + ["groups"] * (self.groups > 1)
+        if not self.on and chosen:
+            raise InvalidParameter(f"{chosen[0]} is a setting of secure sums: set secure as well")
 
-    def rule(self, clients: int) -> Thresholds:
-        """The thresholds that every client of a sum insists on.
+    def group_of(self, client: int) -> int:
+        """The group of a client. It follows from its number, so the server chooses nobody's group."""
+        return client % self.groups
+
+    def members(self, clients: int, group: int) -> range:
+        """The clients of one group; their numbers differ by one at most from group to group."""
+        return range(group, clients, self.groups)
+
+    def rule(self, clients: int, group: int = 0) -> Thresholds:
+        """The thresholds that every client insists on in the sum over a group; the first group has most clients.
 
         Raises:
             Infeasible: a sum over this many clients cannot bear the dropouts and colluders.
         """
-        dropouts = clients // 10 if self.dropouts is None else self.dropouts
-        return thresholds(clients=clients, dropouts=dropouts, colluders=self.colluders)
+        smallest = clients // self.groups
+        dropouts = smallest // 10 if self.dropouts is None else self.dropouts
+        if self.groups == 1:
+            return thresholds(clients=clients, dropouts=dropouts, colluders=self.colluders)
+        try:
+            if smallest < 2:
+                raise Infeasible(f"a group needs 2 clients or more; at most {clients // 2} groups are possible")
+            of_group = len(self.members(clients, group))
+            return thresholds(clients=of_group, dropouts=dropouts, colluders=self.colluders)
+        except (Infeasible, InvalidParameter) as error:
+            raise Infeasible(f"{self.groups} groups of {clients} clients: {error}") from error
+
+    def rules(self, clients: int) -> tuple[Thresholds, ...]:
+        """The thresholds of the largest and, if there are several groups, of the smallest group."""
+        return tuple(self.rule(clients, group) for group in sorted({0, self.groups - 1}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +366,11 @@ class RunSettings(Group):
     )
     evaluate_every: int = setting(10, "Rounds between evaluations on the test data.", between=(1, 2**40))
     checkpoint_every: int = file_setting(20, "Rounds between checkpoints.", between=(1, 2**40))
+    patience: int | None = file_setting(
+        None,
+        "Stop after this many evaluations on the public test data without a better one, and keep the best model.",
+        between=(1, 2**40),
+    )
     name: str | None = file_setting(None, "The run's name in the ledgers.", name="run")
 
     def evaluated_after(self, rounds_done: int) -> bool:
@@ -365,10 +397,12 @@ class Config:
     def __post_init__(self) -> None:
         privacy, clients, server = self.privacy, self.clients, self.server
         together, rounds = clients.cohort or clients.count, self.run.rounds
-        if server.fewest_frames > together:
+        groups = self.secure.groups if self.secure.groups > 1 else None
+        if server.quorum > together or server.fewest_updates > (groups or together):
             raise InvalidParameter(
-                f"{together} clients can never meet quorum={server.quorum} and the {server.fewest_updates} updates "
-                f"that {server.aggregation} needs with byzantine={server.byzantine}"
+                f"{together} clients{f' in {groups} groups' if groups else ''} can never meet quorum={server.quorum} "
+                f"and the {server.fewest_updates} updates that {server.aggregation} needs with "
+                f"byzantine={server.byzantine}"
             )
         if privacy.unit == Unit.SAMPLE and clients.local_steps > 1:
             raise InvalidParameter(
@@ -415,6 +449,7 @@ class Config:
             (server.optimizer == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimizer"),
             (server.average == 0, "has one model and nothing to average: leave out average"),
             (server.aggregation == "mean", "needs to know the noise in the mean: set aggregation = 'mean'"),
+            (self.secure.groups == 1, "takes one sum, in full precision: leave out groups"),
             (server.down_bits is None, "does not use the model that is sent down: leave out down_bits"),
         )
         for holds, text in rules:
@@ -424,11 +459,15 @@ class Config:
     def _check_secure(self) -> None:
         """Raise if a setting needs single messages, or clients that differ, which a secure sum does not have."""
         privacy, server, clients = self.privacy, self.server, self.clients
-        self.secure.rule(self.asked)  # raises Infeasible for dropouts and colluders that no sum can bear
-        if server.aggregation != "mean":
+        if self.secure.groups > 1 and clients.cohort is not None:
+            raise InvalidParameter(
+                "groups are the same in every round, so all clients are asked: leave out cohort, or groups"
+            )
+        self.secure.rules(self.asked)  # raises Infeasible for dropouts and colluders that no sum can bear
+        if server.aggregation != "mean" and self.secure.groups == 1:
             raise InvalidParameter(
                 f"aggregation = {server.aggregation!r} compares single messages, which the server does not see with "
-                "secure sums: set aggregation = 'mean'"
+                "secure sums: set aggregation = 'mean', or groups = 3 or more for a sum over each group"
             )
         if clients.coding != "fixed":
             raise InvalidParameter(
@@ -464,6 +503,20 @@ class Config:
         return clients.count if clients.cohort is None else clients.ask or clients.cohort
 
     @property
+    def fewest_clients(self) -> int:
+        """Clients without whose replies no round can count."""
+        server, secure = self.server, self.secure
+        if not secure.on:
+            return server.fewest_frames
+        sums = server.fewest_updates if secure.groups > 1 else 1
+        return max(server.quorum, sums * min(rule.fewest for rule in secure.rules(self.asked)))
+
+    @property
+    def sends_sums(self) -> bool:
+        """Whether a client that repeats the server's steps is sent sums; of several groups it is sent an estimate."""
+        return self.secure.on and self.secure.groups == 1
+
+    @property
     def _fewest_turns(self) -> int:
         """How often a client is asked if all clients are asked equally often, rounded up."""
         return -(-self.run.rounds * self.asked // self.clients.count)
@@ -494,10 +547,10 @@ class Config:
     def repeats_steps(self) -> bool:
         """Whether clients may be sent a round's aggregate instead of the model, and repeat the server's step.
 
-        All clients must send the same coordinates. The estimate of a robust rule is in float32, so it is smaller than a
-        model only if it holds fewer coordinates.
+        All clients must send the same coordinates. The estimate of a robust rule, or from several sums, is in float32,
+        so it is smaller than a model only if it holds fewer coordinates.
         """
-        smaller = self.secure.on or (self.server.aggregation != "mean" and self.clients.one_in > 1)
+        smaller = self.sends_sums or (self.shares_subset and self.clients.one_in > 1)
         return smaller and self.server.down_bits is None and self.run.method != LEAST_SQUARES
 
     def kept(self, dimension: int) -> int:

@@ -31,21 +31,21 @@ def fit(settings: Mapping[str, Any], sizes: Sizes) -> Config:
     Raises:
         InvalidParameter: a setting is invalid or unknown, or clients hold fewer samples than the batch size.
     """
-    config = Config.of(**{"rounds": rounds_for(sizes.samples)} | method_defaults(settings) | dict(settings))
+    config = Config.of(**{"rounds": rounds_for(sizes.samples)} | implied(settings) | dict(settings))
     federation = Federation(
         samples=sizes.samples,
         clients=config.clients.count,
         dimension=sizes.dimension,
         cohort=config.clients.cohort,
-        shares_noise=config.secure.on,
+        sums=config.secure.groups if config.secure.on else 0,
     )
     return config.but(**_fitted(config, federation, settings))
 
 
-def method_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the method itself decides: least squares takes one round, in which every sample counts once."""
+def implied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What others decide: several groups have a median, and least squares takes one round, of every sample once."""
     if settings.get("method") != LEAST_SQUARES:
-        return {}
+        return {} if settings.get("groups", 1) == 1 else {"aggregation": "median"}
     return {"rounds": 1} | ({"rate": 1.0} if settings.get("sampling", "poisson") == "poisson" else {})
 
 

@@ -71,7 +71,9 @@ class NodeLimits:
         60.0, "CPU seconds for planning; it ends at most one answer of the accountant late", positive=True
     )
     fewest_in_sum: int = setting(
-        3, "fewest clients in a secure sum: a run's clients less the dropouts that it bears", between=(1, 2**40)
+        3,
+        "fewest clients in a secure sum: those of a run, or of a group, less the dropouts that it bears",
+        between=(1, 2**40),
     )
     colluders: int = setting(
         0,
@@ -180,7 +182,7 @@ class NodeLimits:
         if not config.secure.on:
             return
         # A server could set so many dropouts that a sum over this client alone would count.
-        fewest, withstood = config.secure.rule(config.asked).fewest, config.secure.colluders
+        fewest, withstood = min(rule.fewest for rule in config.secure.rules(config.asked)), config.secure.colluders
         if fewest < self.fewest_in_sum:
             yield (
                 f"the run's secure sums are over as few as {fewest} clients, this node allows {self.fewest_in_sum} "

@@ -27,9 +27,10 @@ from bqsgd._src.mechanism.coarsening import noise_to_signal, variance_at_zero
 from bqsgd._src.params import Mechanism
 from bqsgd._src.planner.recipe import range_for_noise
 from bqsgd._src.planner.search import shift_per_round
+from bqsgd._src.planner.sums import variance_of_groups
 from bqsgd._src.privacy.guarantee import rounded_up
 from bqsgd._src.release import Scheme, Unit
-from bqsgd._src.settings.client_plan import client_terms, release_in, sum_plan
+from bqsgd._src.settings.client_plan import client_terms, release_in, sum_plans
 from bqsgd._src.settings.config import Config
 
 WELL, NOTHING = 0.15, 1.0
@@ -200,8 +201,8 @@ def foresee(
     )
     if not mechanisms:
         return outlook
-    if config.secure.on:  # the clients share one noise
-        variance = sum_plan(config, dimension=dimension).variance() * config.range**2
+    if config.secure.on:  # the clients of a group share one noise
+        variance = variance_of_groups(sum_plans(config, dimension=dimension)) * config.range**2
     else:
         total = sum(weights[client] for client in mechanisms)
         # Once per mechanism: most clients have the same, and with coarsened codes its variance takes long to compute.
@@ -315,7 +316,8 @@ def _changed(outlook: Outlook, name: str, value: float | int) -> tuple[dict[str,
 
 def with_gaussian_noise(outlook: Outlook) -> Outlook:
     """The outlook if the noise were Gaussian: quick to compute, because nothing is planned, and nearly the same."""
-    noises = 1 if outlook.config.secure.on else outlook.together  # in a secure sum the clients share one noise
+    secure = outlook.config.secure
+    noises = secure.groups if secure.on else outlook.together  # the clients of a secure sum share one noise
     # A kept coordinate is multiplied by one_in, and one in one_in is kept.
     noises *= outlook.config.clients.one_in
     return replace(outlook, noise=_gaussian_noise(outlook) * math.sqrt(noises) / outlook.together)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -193,16 +194,35 @@ def plan_sites(
     asked = SitesAnswer(
         sites=sizes, parameters=parameters, epsilon=epsilon, delta=delta, upload=upload, options=(), map={}
     )
-    trusts = (False, True) if len(sizes) > 2 else (False,)
-    chosen = (_best(asked, secure=secure) for secure in trusts)
-    verdicts = {}
-    for each_epsilon in sorted({*_MAP_EPSILONS, epsilon}):
-        for each_size in sorted({*_MAP_PARAMETERS, parameters}):
-            for secure in trusts:
-                option = _best(replace(asked, epsilon=each_epsilon, parameters=each_size), secure=secure)
-                if option is not None:
-                    verdicts[each_epsilon, each_size, secure] = option.verdict
-    return replace(asked, options=tuple(option for option in chosen if option is not None), map=verdicts)
+    chosen = (_best(asked, secure=secure) for secure in _trusts(asked))
+    epsilons, parameter_counts = sorted({*_MAP_EPSILONS, epsilon}), sorted({*_MAP_PARAMETERS, parameters})
+    return replace(
+        asked,
+        options=tuple(option for option in chosen if option is not None),
+        map=verdicts(asked, epsilons=epsilons, sizes=parameter_counts),
+    )
+
+
+def verdicts(
+    asked: SitesAnswer, *, epsilons: Sequence[float], sizes: Sequence[int]
+) -> dict[tuple[float, int, bool], Verdict]:
+    """(epsilon, parameters, secure) -> verdict, for other budgets and models; without those of which no message fits.
+
+    >>> asked = plan_sites(sites=[5000, 5000], parameters=1000, epsilon=1.0)
+    >>> verdicts(asked, epsilons=[8.0], sizes=[100])
+    {(8.0, 100, False): <Verdict.WELL: 'learns well'>}
+    """
+    found = {}
+    for epsilon, parameters, secure in product(epsilons, sizes, _trusts(asked)):
+        option = _best(replace(asked, epsilon=epsilon, parameters=parameters), secure=secure)
+        if option is not None:
+            found[epsilon, parameters, secure] = option.verdict
+    return found
+
+
+def _trusts(asked: SitesAnswer) -> tuple[bool, ...]:
+    """Whether with secure sums: two sites know each other's part of a sum."""
+    return (False, True) if len(asked.sites) > 2 else (False,)
 
 
 def read_sites(path: Path) -> list[int]:

@@ -1,0 +1,1 @@
+"""Privacy for apps of other frameworks: translation only. The privacy is in `private.gate` and `private.loop`."""
