@@ -1,15 +1,19 @@
 """One rank of a run with secure sums; it may be killed or late at any step. argv: JSON of {folder, settings, ...}.
 
-mischief: rank -> {"STEP:round": "kill" or "late"}; the steps are those of `bqsgd._src.secure.messages`, and MODEL.
+mischief: rank -> {"STEP:round": what}; the steps are those of `bqsgd._src.secure.messages`, and MODEL. what is "kill",
+"late", "garbage" or "long" (an answer of other bytes or of another length), "memory" (from here on the process
+gets no more memory), or "clock SECONDS" (from here on the clock of the day is that much ahead, in all ranks).
 """
 
 import hashlib
 import json
 import os
+import resource
 import signal
 import struct
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +63,12 @@ def step_of(message):
     return "MODEL", struct.unpack_from("<Q", message, 8)[0]
 
 
+DAMAGE = {
+    "garbage": lambda frame: os.urandom(len(frame)),
+    "long": lambda frame: frame + bytes(7),
+}
+
+
 class Mischief:
     """A client that does as it should, but at the steps in `plan`; notes what it sends."""
 
@@ -69,12 +79,18 @@ class Mischief:
     def __call__(self, message):
         step, round = step_of(message)
         what = self.plan.get(f"{step}:{round}")
+        if what == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))  # less than it has
+        if what is not None and what.startswith("clock "):
+            Path(os.environ["CLOCK_SHIFT"]).write_bytes(struct.pack("<d", float(what.split()[1])))
         answer = self.real(message)  # a masked vector is counted in the ledger from here on
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "late":
             while not (self.rounds.exists() and f'"round": {round},' in self.rounds.read_text()):
                 time.sleep(0.05)
+        if what in DAMAGE and answer.frame is not None:
+            answer = replace(answer, frame=DAMAGE[what](bytes(answer.frame)))
         if answer.frame is not None:
             with self.notes.open("a") as stream:
                 note = {"step": step, "round": round, "sha": hashlib.sha256(answer.frame).hexdigest()}

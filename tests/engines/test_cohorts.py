@@ -245,7 +245,7 @@ def test_secure_sums_over_cohorts(tmp_path, down_bits):
     assert stated.epsilon <= 8.0
     assert stated.unit == "client"
     assert "only sums" in str(stated)
-    assert run.server.sums.rule.clients == 6
+    assert run.server.sums[0].rule.clients == 6
     again = Run.start(few, config, force=True)
     assert asked(list(again.rounds())) == asked(records)
     assert again.server.model.tobytes() == run.server.model.tobytes()
@@ -333,3 +333,18 @@ class TestChanges:
         plain, _ = done(Config.of(**BASE))
         changed, _ = done(Config.of(**{**BASE, "down_bits": 4}))
         assert abs(plain.evaluate().accuracy - changed.evaluate().accuracy) < 0.05
+
+
+def test_a_server_that_asks_the_same_clients_in_every_round_gets_what_their_budgets_allow(tmp_path, monkeypatch):
+    """The turns are the server's to count, and the budget is not."""
+    always = list(range(20))
+    monkeypatch.setattr(Cohorts, "draw", lambda self, round, **_: always)
+    planned = {**BASE, "levels": None, "trials": None, "epsilon": 8.0, "rounds": 12, "bits": 12}
+    run, records = done(Config.of(**planned), tmp_path)
+    assert run.config.turns == 2
+    with Register(tmp_path / "ledgers" / "clients.register") as register:
+        spent = [register.ledger(client) for client in always]
+        assert {ledger.spent_rounds for ledger in spent} == {2}
+        assert all(7 < ledger.guarantee().epsilon <= 8 for ledger in spent)
+    statuses = [{entry.status for entry in record.clients} for record in records]
+    assert statuses == [{"ok"}] * 2 + [{"declined"}] * 10

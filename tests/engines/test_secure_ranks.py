@@ -1,6 +1,7 @@
 """Secure sums over torch.distributed: the bytes of one process, and faults on real processes."""
 
 import hashlib
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from bqsgd._src.settings.config import Config
 from fault_book import counts, not_ok, seen, together
 
 WORKER = Path(__file__).parent / "secure_worker.py"
+SHIM = WORKER.with_name("clock_shim.c")
 ENGINE = "torch.distributed"
 CLIENTS = 4
 ANSWERS = {
@@ -56,7 +58,7 @@ def sent(folder):
     return {client: lines(folder / f"sent-{client}.jsonl") for client in range(CLIENTS)}
 
 
-def one_process(folder):
+def one_process(folder, **changes):
     """What every client sends, and the model, in one process with the same seed."""
 
     def make(setup):
@@ -66,7 +68,7 @@ def one_process(folder):
         return engine
 
     folder.mkdir()
-    config = Config.of(**SETTINGS, seed=SEED, workers=1)
+    config = Config.of(**SETTINGS | changes, seed=SEED, workers=1)
     with Run.start(small_task(CLIENTS), config, engine=make, force=True) as run:
         records = list(run.rounds())
     assert all(record.used == CLIENTS for record in records)
@@ -85,6 +87,16 @@ def test_the_same_bytes_as_in_one_process(tmp_path):
     assert sent(tmp_path) == expected
     np.testing.assert_array_equal(run.model, model)
     assert run.server.way_down.descent is not None  # ranks were sent steps, and none asked for the whole model
+
+
+def test_groups_have_the_same_bytes_as_in_one_process(tmp_path):
+    groups = {"groups": 2, "dropouts": 0, "aggregation": "median", "rounds": 3}
+    expected, model = one_process(tmp_path / "one", **groups)
+    config = Config.of(**SETTINGS | groups, seed=SEED, **write_keys(tmp_path / "keys", CLIENTS))
+    with Run.start(small_task(CLIENTS), config, engine=over_ranks(tmp_path), force=True) as run:
+        list(run.rounds())
+    assert sent(tmp_path) == expected
+    np.testing.assert_array_equal(run.model, model)
 
 
 def test_no_roster_no_sum_between_processes(tmp_path):
@@ -249,3 +261,83 @@ def test_ranks_whose_keys_are_not_in_the_roster_send_nothing(tmp_path):
     assert all(code != 0 for code, _ in ended)
     assert "not the one that the roster has" in ended[0][1]
     assert not list(tmp_path.glob("sent-*.jsonl"))
+
+
+DAMAGED = ["BATCH:0", "MODEL:3", "SURVIVORS:4", "CERTIFICATE:5", "KEY_BUNDLE:6", "KEY_BUNDLE:7", "KEY_BUNDLE:8"]
+"""Steps at which a client's answer is damaged: each of a sum once; the last key batch begins in round 6, 7 or 8."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["garbage", "long"])
+def test_a_rank_whose_answers_are_damaged_at_every_step_spoils_no_sum(tmp_path, what, fault_book):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    settings = SETTINGS | keys | {"rounds": 9}
+    ended = run_ranks(tmp_path, settings, script=WORKER, mischief={"3": dict.fromkeys(DAMAGED, what)})
+    assert [code for code, _ in ended] == [0] * 4, ended
+    records = lines(tmp_path / "rounds.jsonl")
+    assert [record["stepped"] for record in records] == [True] * 9
+    had = statuses(records, 3)
+    assert had[:6] == ["no", "ok", "ok", "no", "ok", "ok"], "its vector was there when the last two were damaged"
+    assert "no" in had[6:]
+    found = books(tmp_path)
+    others = not_ok(records, {(3, round) for round in range(9)})
+    assert others == 0
+    fault_book.row(
+        engine=ENGINE,
+        fault=f"secure sum: a client's answers at each step {DAMAGED_AS[what]}",
+        injected=5,
+        line=seen(ended[0][1], "round 3: client 3 "),
+        client=found[3],
+        run=together(found),
+        others_not_ok=others,
+    )
+
+
+DAMAGED_AS = {"garbage": "replaced by random bytes", "long": "followed by seven bytes"}
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_counts_what_it_sends(tmp_path, fault_book):
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    ended = run(tmp_path, keys, mischief={"3": {"MODEL:2": "memory"}})
+    assert ended[0][0] == 0, ended[0][1]
+    records = lines(tmp_path / "rounds.jsonl")
+    assert [record["stepped"] for record in records] == [True] * 6
+    found = books(tmp_path)
+    others = not_ok(records, {(3, round) for round in range(2, 6)})
+    assert others == 0
+    fault_book.row(
+        engine=ENGINE,
+        fault="secure sum: client gets no more memory (`ulimit -v`) when its masked vector is due",
+        injected=1,
+        line=seen(ended[0][1], "round 2: client 3 missing: "),
+        client=found[3],
+        run=together(found),
+        others_not_ok=others,
+    )
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_by_days_changes_nothing(tmp_path, monkeypatch):
+    shim = tmp_path / "shim.so"
+    built = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O1", "-o", shim, SHIM, "-ldl"], check=False, capture_output=True
+    )
+    if built.returncode:
+        pytest.skip("no C compiler")
+    expected, model = one_process(tmp_path / "one")
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    monkeypatch.setenv("CLOCK_SHIFT", str(tmp_path / "shift"))
+    keys = write_keys(tmp_path / "keys", CLIENTS)
+    jumps = {"MODEL:1": "clock 864000", "SURVIVORS:2": "clock -864000", "MODEL:3": "clock 0.5e9"}
+    settings = SETTINGS | keys | {"deadline_seconds": 60.0, "seed": SEED}
+    ended = run_ranks(tmp_path, settings, script=WORKER, mischief={"2": jumps})
+    assert [code for code, _ in ended] == [0] * 4, ended
+    records = lines(tmp_path / "rounds.jsonl")
+    assert not_ok(records) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "model.npy"), model)
+    assert sent(tmp_path) == expected
+    books(tmp_path)
+    with Ledger(tmp_path / "disk-2" / "ledgers" / "client-0002.ledger") as ledger:
+        years = [int(entry.time[:4]) for entry in ledger.entries]
+    assert max(years) - min(years) >= 15, "the clock did jump"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -88,6 +89,12 @@ def with_whole_models(config, **options):
     return watched.train()
 
 
+@lru_cache
+def expected_state(config):
+    """How a run that sends whole models ends; tests with the same settings share it."""
+    return with_whole_models(config).state()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("changes", [SUMS, SUMS | {"one_in": 3}, MEDIAN], ids=["sums", "sums of subsets", "median"])
 def test_the_same_model_as_with_whole_models(changes, optimizer):
@@ -95,7 +102,7 @@ def test_the_same_model_as_with_whole_models(changes, optimizer):
     thin = Watched(config).train()
     assert all(record.used == CLIENTS for record in thin.records)
     assert thin.kinds(2) == ["w"] + ["s"] * 7
-    assert thin.state() == with_whole_models(config).state()
+    assert thin.state() == expected_state(config)
 
 
 @pytest.mark.parametrize("one_in", [1, 3])
@@ -104,7 +111,7 @@ def test_as_thin_as_the_way_up(tmp_path, one_in):
     config = Config.of(**{**BASE, **SUMS, "one_in": one_in})
     thin = Watched(config, tmp_path).train()
     dimension = thin.run.server.model.size
-    width = thin.run.server.sums.width
+    width = thin.run.server.sums[0].width
     for (round, client), messages in thin.down.items():
         if round:
             (message,) = messages
@@ -146,7 +153,7 @@ def test_a_client_that_diverged_is_found_out_and_recovers(forget, changes):
     assert thin.kinds(1) == ["w", "s", "s", "s", "sw", "s", "s", "s"]
     assert thin.kinds(0) == ["w"] + ["s"] * 7
     assert all(record.used == CLIENTS for record in thin.records)
-    assert thin.state() == with_whole_models(config).state()
+    assert thin.state() == expected_state(config)
     whole = thin.down[4, 1][1]
     size = thin.run.server.model.size
     assert len(whole) == 32 + 4 * size + 8 * size  # with the velocity
@@ -210,7 +217,6 @@ def test_clients_that_are_asked_rarely_are_sent_models():
 @pytest.mark.parametrize("changes", [SUMS | {"one_in": 3}, MEDIAN], ids=["sums", "median"])
 def test_a_killed_run_continues_to_the_same_model(tmp_path, changes, optimizer):
     config = Config.of(**{**BASE, **changes, **OPTIMIZERS[optimizer]})
-    expected = Watched(config).train().state()
 
     def stop(record):
         if record.round == 4:
@@ -222,7 +228,7 @@ def test_a_killed_run_continues_to_the_same_model(tmp_path, changes, optimizer):
         assert run.round == 4
         records = list(run.rounds())
     assert [record.used for record in records] == [CLIENTS] * 4
-    assert run.server.model.tobytes() == expected[0]
+    assert run.server.model.tobytes() == expected_state(config)[0]
     assert records[0].bytes_down > records[1].bytes_down  # nobody holds anything yet
 
 

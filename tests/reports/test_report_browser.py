@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine: install Debian's `chromium` to test the pages in a browser"
 )
+SHOTS = os.environ.get("BQSGD_SCREENSHOTS")
+"""A folder to keep screenshots of the live page in."""
 QUIET = [
     "--no-sandbox",
     "--disable-gpu",
@@ -153,3 +157,39 @@ def test_a_hostile_folder_runs_nothing_in_the_browser(synthetic_run, visit):
     assert "owned" not in page.title()
     assert attack in page.inner_text("body")
     assert page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize("width", [1280, 375])
+def test_the_live_page_follows_a_run_to_its_end(synthetic_run, browser, width):
+    from bqsgd._src.reports.live import watching
+
+    folder, ended = synthetic_run(rounds=120, finished=False), synthetic_run("ended", rounds=120)
+    lines = (folder / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "rounds.jsonl").unlink()
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    troubles: list[str] = []
+    with watching(folder, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            page = context.new_page()
+            page.on("console", lambda message: troubles.append(f"console {message.type}: {message.text}"))
+            page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            assert "has not written a round yet" in page.inner_text("body")
+            (folder / "rounds.jsonl").write_bytes(b"".join(lines[:50]) + lines[50][:40])
+            page.get_by_text("50 of 120 rounds").wait_for(timeout=60_000)
+            assert "5 of 5 clients answered" in page.inner_text(".banner >> nth=0")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert drawn(page)["accuracy"]["lines"] == 1
+            if SHOTS:
+                page.screenshot(path=f"{SHOTS}/live-{width}.png", full_page=True)
+            (folder / "rounds.jsonl").write_bytes(b"".join(lines))
+            shutil.copy(ended / "summary.json", folder)
+            page.locator("#guarantee", has_text="ε = 2.913").wait_for(timeout=60_000)
+            assert "Running" not in page.inner_text("body")
+        finally:
+            context.close()
+            server.shutdown()
+            thread.join()
+    assert troubles == []

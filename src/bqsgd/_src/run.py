@@ -8,7 +8,8 @@
 
 `Run` is the one owner of a run's state. The engine given to it only exchanges bytes, so a run in this process, over
 torch.distributed or over Flower leaves the same folder: config.toml, rounds.jsonl, summary.json, report.html,
-model.safetensors, checkpoint.safetensors and, where clients work here, their ledgers.
+model.safetensors, checkpoint.safetensors and, where clients work here, their ledgers. With `patience` the run stops
+early by its results on the public test data, and best.safetensors is the best of its models.
 
 kill -9 it at any point and `Run.resume` continues from the last checkpoint. Rounds that are made again are counted
 again when their noise is new; with seeded noise they are the same bytes, and the final model is the same bit for bit.
@@ -22,7 +23,7 @@ import math
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -40,19 +41,22 @@ from bqsgd._src.client.sums import SumSetup, with_roster
 from bqsgd._src.engines.engine import Engine, MakeEngine, Setup
 from bqsgd._src.engines.in_process import in_process
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.models import load_vector, to_vector
+from bqsgd._src.models import as_numpy, load_vector, to_vector
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd._src.privacy.guarantee import Guarantee, as_given
 from bqsgd._src.records.checkpoint import (
+    BEST,
+    MODEL,
     CheckpointError,
     load_checkpoint,
     round_of,
     save_checkpoint,
     save_model,
     seconds_of,
+    take,
 )
 from bqsgd._src.records.folder import CONFIG, RunWriter, read_config, read_rounds
-from bqsgd._src.records.record import RoundRecord, Status, Summary, one_line
+from bqsgd._src.records.record import RoundRecord, Status, Summary
 from bqsgd._src.reports.page import write_report
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.secure.masks import model_digest
@@ -60,21 +64,24 @@ from bqsgd._src.secure.state import EpochFile
 from bqsgd._src.server.aggregation import client_weights, read_sizes
 from bqsgd._src.server.cohort import Choose, Cohorts
 from bqsgd._src.server.server import Server
-from bqsgd._src.server.sums import LOST_SUMS, SumRounds
+from bqsgd._src.server.sums import SumRounds, together
 from bqsgd._src.server.widths import Widths
 from bqsgd._src.settings.config import LEAST_SQUARES, Config
 from bqsgd._src.settings.outlook import check_outlook, foresee
 from bqsgd._src.storage import one_writer
+from bqsgd._src.tasks.best import Best
 from bqsgd._src.tasks.task import Evaluation, Task
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.model_change import is_change
 from bqsgd._src.wire.model_steps import is_steps
-from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, WHOLE_MODEL_NEEDED, Reply
+from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, RUN_SPENT, WHOLE_MODEL_NEEDED, Reply
 
 _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
-_EPOCH = "secure.epoch"
 _WIDTHS = "sum_widths"
+_BEST = "best"
+"""The array of a checkpoint that holds the best model so far."""
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
 _MOST_NAMED = 10
 _OUTLOOK_SECONDS = 60.0
@@ -114,6 +121,10 @@ class Run:
         self.task, self.config, self.folder = task, config, folder
         self.summary: Summary | None = None
         """The results of the run, once it is closed."""
+        patience = config.run.patience
+        if patience is not None and task.test is None:
+            raise InvalidParameter("patience stops a run by its results on test data: give the task public test data")
+        self._best = None if patience is None else Best(task.metric, patience=patience)
         model = task.make_model()
         self._objective = task.check(config, model)
         self._rest = {name: value.clone() for name, value in model.state_dict().items()}
@@ -144,7 +155,8 @@ class Run:
             choice = "equal"
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
         self.server = Server(model=initial, weights=weights, config=config, least_squares=problem, subsets=subsets)
-        self._sums = None if sums is None else self._sum_rounds(sums)
+        self._sums = [] if sums is None else self._sum_rounds(sums)
+        """The secure sums of every group of clients."""
         self.cohorts = Cohorts(config, self.engine.samples, choose=choose)
         """Who is asked, and how often each client was."""
         self._started = time.monotonic()
@@ -157,17 +169,21 @@ class Run:
         self.out_of_budget: str | None = None
         """Why the run ended early, if the reason is that clients have spent their budgets; which limit to raise."""
         self._spent: set[int] = set()
+        self._spent_by_name = False
         self._resumed = resuming
         self._writer: RunWriter | None = None
 
-    def _sum_rounds(self, sums: SumSetup) -> SumRounds:
-        return SumRounds(
-            sums.agreement,
-            rounds=self.config.run.rounds,
-            key_rounds=self.config.secure.key_rounds,
-            last_epoch=None if self.folder is None else EpochFile(self.folder / _EPOCH),
-            widths=None if self.server.sums is None else Widths(self.server.sums, dimension=self.server.dimension),
-        )
+    def _sum_rounds(self, sums: SumSetup) -> list[SumRounds]:
+        return [
+            SumRounds(
+                agreement,
+                rounds=self.config.run.rounds,
+                key_rounds=self.config.secure.key_rounds,
+                last_epoch=None if self.folder is None else EpochFile(self.folder / _epoch_file(group)),
+                widths=Widths(plan, dimension=self.server.dimension),
+            )
+            for group, (agreement, plan) in enumerate(zip(sums.agreements, self.server.sums, strict=True))
+        ]
 
     @classmethod
     def start(
@@ -242,19 +258,31 @@ class Run:
                 choose=choose,
                 resources=resources,
             )
+            best = None
             if checkpoint is not None:
                 arrays, state = checkpoint
+                best = arrays.pop(_BEST, None)
                 if state.get("run") != config.run.name:
                     raise CheckpointError(
                         f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
                     )
                 run.server.restore(arrays, round=round_of(state))
-                if run._sums is not None and run._sums.widths is not None:
-                    run._sums.widths.restore(state.get(_WIDTHS))
+                run._restore_widths(state.get(_WIDTHS))
                 run._started -= seconds_of(state)
             run._open_writer(keep_through=run.server.round - 1)
+            if run._best is not None and run._best.rounds:
+                # The records say which evaluation was the best, and the checkpoint has the model of it.
+                run._best.model = take({} if best is None else {_BEST: best}, _BEST, like=run.model)
             run._resources = resources.pop_all()
         return run
+
+    def _restore_widths(self, state: Any) -> None:
+        states = state if len(self._sums) > 1 and isinstance(state, list) else [state] * len(self._sums)
+        if len(states) != len(self._sums):
+            raise CheckpointError(f"the checkpoint has the widths of {len(states)} sums, this run {len(self._sums)}")
+        for sums, one in zip(self._sums, states, strict=True):
+            if sums.widths is not None:
+                sums.widths.restore(one)
 
     def _check_outlook(self) -> None:
         """Log what the plans leave to be learnt; raise CannotLearn if that is nothing.
@@ -298,6 +326,8 @@ class Run:
         self.cohorts.turns.update(entry.client for entry in record.clients if entry.client is not None)
         self.steps += record.stepped
         self._still = 0 if record.stepped else self._still + 1
+        if self._best is not None:
+            self._best.note(record, self.model)
         for name in _TOTALS:
             self._totals[name] += getattr(record, name)
 
@@ -316,11 +346,11 @@ class Run:
 
         Every round's record is written first; the checkpoint follows every `checkpoint_every` rounds and after the
         last. The run stops early if too few clients are left for a round to count, because they are lost or have spent
-        their budgets, if the model has not moved for STILL_ROUNDS rounds, or if LOST_SUMS secure sums in a row were
-        lost.
+        their budgets, if the model has not moved for STILL_ROUNDS rounds, if LOST_SUMS secure sums in a row were lost,
+        or if the results on the test data have exhausted `patience`.
         """
         settings = self.config.run
-        while self.round < settings.rounds:
+        while self.round < settings.rounds and self.stopped is None:
             asked = None
             if self.config.clients.cohort is not None:
                 asked = self.cohorts.draw(self.round, lost=self.engine.lost)
@@ -365,6 +395,7 @@ class Run:
                 (entry.reason or "").startswith((BUDGET_SPENT, NO_PLAN))
             ):
                 self._spent.add(entry.client)
+                self._spent_by_name |= entry.reason == RUN_SPENT
 
     def _budget_text(self, needed: int) -> str:
         budget, clients = self.config.privacy, len(self.engine.samples)
@@ -373,6 +404,12 @@ class Run:
             f"Start a run with a larger epsilon than {as_given(budget.epsilon)}; if other runs have spent from a "
             "client's ledger, its owner can raise the limit epsilon of that client"
         )
+        if self._spent_by_name and not self._resumed:
+            return (
+                f"{len(self._spent)} of {clients} clients have spent the budget of this run, epsilon "
+                f"{as_given(budget.epsilon)}: their ledgers hold earlier rounds under its name, "
+                f"{self.config.run.name!r}, which count against it. Give the run a name of its own"
+            )
         if self._resumed:
             text += (
                 ". This run was resumed: rounds made again after the last checkpoint have new noise and count again, "
@@ -381,18 +418,37 @@ class Run:
         return text
 
     @property
+    def stopped(self) -> str | None:
+        """Why the run stops early by its results on the test data, or None. What it means for the budget is said too.
+
+        The stop is computed from released models and public data. So the epsilon of all planned rounds bounds the run
+        whenever it stops, while the figure that the ledgers count is that of the rounds taken.
+        """
+        reason = None if self._best is None else self._best.exhausted
+        if reason is None or self.round >= self.config.run.rounds:
+            return None
+        taken = f"{reason}; {self.round} of {self.config.run.rounds} rounds were taken"
+        if self.config.privacy.noiseless:
+            return taken
+        return (
+            f"{taken}, with the noise planned for all, and the rest of the budget is unspent. Epsilon counts the "
+            "rounds taken; the whole budget holds whenever a run stops"
+        )
+
+    @property
     def _fewest_frames(self) -> int:
-        fewest = self.config.server.fewest_frames
-        return fewest if self._sums is None else max(fewest, self._sums.agreement.rule.fewest)
+        return self.config.fewest_clients
 
     @property
     def stalled(self) -> bool:
         """Whether the last STILL_ROUNDS rounds all left the model unchanged, or the last LOST_SUMS sums were lost.
 
-        A lost sum has cost every client that masked a vector a round of its budget.
+        A lost sum has cost every client that masked a vector a round of its budget. With groups it is only that group
+        that is given up, as long as the aggregation rule has sums enough.
         """
-        lost = 0 if self._sums is None else self._sums.lost_in_a_row
-        return self._still >= STILL_ROUNDS or lost >= LOST_SUMS
+        live = sum(not group.given_up for group in self._sums)
+        too_few = live < min(len(self._sums), self.config.server.fewest_updates)
+        return self._still >= STILL_ROUNDS or too_few
 
     def _evaluated(self, record: RoundRecord) -> RoundRecord:
         """The record of the round that was just closed, with figures of the new model if they are due."""
@@ -425,19 +481,36 @@ class Run:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current model, for `load_state_dict` of your own module."""
+        return self._state_dict(self.model)
+
+    def _state_dict(self, vector: npt.NDArray[np.float32]) -> dict[str, Tensor]:
         model = self.task.make_model()
         model.load_state_dict(self._rest)  # buffers and frozen parameters, which no round changes
-        load_vector(model, self.model)
+        load_vector(model, vector)
         return dict(model.state_dict())
+
+    def _save_models(self, folder: Path) -> None:
+        """Write the current model and, with `patience`, the best one."""
+        models = {MODEL: self.model}
+        if self._best is not None and self._best.model is not None:
+            models[BEST] = self._best.model
+        for name, vector in models.items():
+            tensors = {key: as_numpy(value) for key, value in self._state_dict(vector).items()}
+            save_model(folder, tensors, name=name)
 
     def checkpoint(self) -> None:
         """Write the state to the folder; it is durable when this returns."""
         if self.folder is not None:
             elapsed = time.monotonic() - self._started
             state: dict[str, Any] = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
-            if self._sums is not None and self._sums.widths is not None:
-                state[_WIDTHS] = self._sums.widths.state()
-            save_checkpoint(self.folder, self.server.arrays(), state)
+            if self._sums:
+                # Without groups it is one state, as in checkpoints from before there were groups.
+                widths = [sums.widths.state() for sums in self._sums if sums.widths is not None]
+                state[_WIDTHS] = widths if len(widths) > 1 else widths[0]
+            arrays = self.server.arrays()
+            if self._best is not None and self._best.model is not None:
+                arrays[_BEST] = self._best.model
+            save_checkpoint(self.folder, arrays, state)
 
     def close(self) -> Summary:
         """Write checkpoint, model, summary and report, and end the run on every client. Returns the summary."""
@@ -447,7 +520,7 @@ class Run:
                 self.checkpoint()
                 self.summary = self._summarise()
                 if self._writer is not None and self.folder is not None:
-                    save_model(self.folder, {name: value.numpy() for name, value in self.state_dict().items()})
+                    self._save_models(self.folder)
                     self._writer.summary(self.summary)
             finally:
                 self._resources.close()
@@ -461,17 +534,30 @@ class Run:
             evaluation = self.evaluate()
         client, guarantee = self._worst_guarantee()
         figures: dict[str, Any] = self._totals | ({} if evaluation is None else asdict(evaluation))
+        best = self._best
+        if best is not None and best.model is not None:
+            figures |= {"best_rounds": best.rounds, "best_metric": best.name, "best_value": best.value}
+            figures["best_model"] = BEST
         return Summary(
             **figures,
+            stopped=self.stopped,
             rounds=self.round,
-            guarantee=None if guarantee is None else self._objective.stated(self.task.stated(guarantee)),
+            guarantee=None if guarantee is None else self._stated(guarantee),
             guarantee_client=client,
             seeded=self.config.privacy.seed is not None,
             seconds=None if self.last is None else self.last.time,
-            one_liar=self.server.one_liar,
+            one_liar=self.server.one_liar(0 if self.last is None else self.last.sum_width),
             versions=_versions(),
             config=self._settings(),
         )
+
+    def _stated(self, guarantee: Guarantee) -> Guarantee:
+        """The guarantee with what it assumes of the task, the objective and an early stop."""
+        stated = self._objective.stated(self.task.stated(guarantee))
+        if self.stopped is None:
+            return stated
+        public = "the test data that stopped the run early are public"
+        return replace(stated, assumption="; ".join(filter(None, (stated.assumption, public))))
 
     def __enter__(self) -> Self:
         return self
@@ -486,24 +572,24 @@ class Run:
 
 
 def run_round(
-    server: Server, engine: Engine, *, asked: Sequence[int] | None = None, sums: SumRounds | None = None
+    server: Server, engine: Engine, *, asked: Sequence[int] | None = None, sums: Sequence[SumRounds] = ()
 ) -> RoundRecord:
     """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller.
 
     asked: the clients to ask, most wanted first; all by default.
-    sums: runs the exchanges of a secure sum.
+    sums: run the exchanges of the secure sum of each group of clients.
     """
     began = time.perf_counter()
     messages = server.open_round(asked)
     writing = time.perf_counter() - began
-    if sums is None:
+    if not sums:
         wanted = messages if asked is None else {client: messages[client] for client in asked}
         for reply in _exchanged(server, engine, wanted):
             server.take(reply)
     else:
         carry = partial(_exchanged, server, engine)
         model = model_digest(server.model, server.config.summed)
-        server.receive_sum(sums.round(messages, round=server.round, carry=carry, model=model))
+        server.receive_sums(together(sums, messages, round=server.round, carry=carry, model=model))
     record = server.close_round()
     seconds = dict(engine.seconds())
     for stage, elapsed in {**record.seconds, "frame": writing}.items():
@@ -531,9 +617,12 @@ def train(
     *,
     folder: str | Path | None = None,
     engine: MakeEngine = in_process,
+    on_round: Callable[[RoundRecord], object] | None = None,
     **settings: Any,
 ) -> Summary:
     """Run every round of a new run and return its summary.
+
+    on_round: called with the record of each round once it is written; what a record holds may be published.
 
     Give the settings as keywords; those you leave out are fitted to the data, as `bqsgd train` does (`Task.config`).
     Or give a complete `config`.
@@ -548,8 +637,9 @@ def train(
         raise InvalidParameter(f"give {', '.join(settings)} in the config, or leave out the config")
     config = task.config(**settings) if config is None else config
     with Run.start(task, config, folder=folder, engine=engine) as run:
-        for _ in run.rounds():
-            pass
+        for record in run.rounds():
+            if on_round is not None:
+                on_round(record)
     return run.close()
 
 
@@ -572,6 +662,11 @@ def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
     if config.run.name is None:
         raise InvalidParameter(f"{folder / CONFIG} does not name its run, so it cannot be resumed")
     return config, data
+
+
+def _epoch_file(group: int) -> str:
+    """The file of the run folder with the number of a group's last key batch; groups have numbers of their own."""
+    return f"secure-{group}.epoch" if group else "secure.epoch"
 
 
 def _log_trouble(record: RoundRecord) -> None:

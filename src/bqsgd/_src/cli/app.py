@@ -25,7 +25,9 @@ from bqsgd._src.cli.plan import account, plan
 from bqsgd._src.cli.report import report
 from bqsgd._src.cli.secure import secure
 from bqsgd._src.cli.train import SettingsCommand, demo, train
+from bqsgd._src.cli.watch import watch
 from bqsgd._src.errors import BqsgdError
+from bqsgd._src.text import one_line
 
 _DIMENSION_AND_BATCH = {"--dim": "--dimension", "--batch": "--batch-size"}
 _COMMANDS = {
@@ -129,6 +131,7 @@ app.command()(check)
 app.add_typer(ledger, name="ledger")
 app.add_typer(flower, name="flower")
 app.command()(report)
+app.command()(watch)
 app.add_typer(secure, name="secure")
 app.add_typer(paper, name="paper")
 
@@ -158,5 +161,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(message: str) -> int:
     # Always one line: scripts and logs read it, and a message may quote text with line breaks.
-    print("bqsgd: " + " ".join(message.split()), file=sys.stderr)
+    print("bqsgd: " + one_line(" ".join(message.split()), limit=None), file=sys.stderr)
     return 2

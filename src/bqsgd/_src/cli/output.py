@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bqsgd._src.text import one_line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -42,6 +44,8 @@ def answer(title: str, lines: Mapping[str, str], fields: Mapping[str, Any], *, j
     """Print a title with an aligned line per label, wrapped within the terminal; with `json` print the fields."""
     from bqsgd._src.answers import aligned
 
+    lines = {one_line(label): one_line(text, limit=None) for label, text in lines.items()}
+    title = one_line(title, limit=None)
     width = max(40, shutil.get_terminal_size().columns)
     typer.echo(to_json(fields) if json else aligned(title, lines, width=width))
 
@@ -66,6 +70,10 @@ def summary_lines(summary: Summary) -> dict[str, str]:
         lines = {"loss": f"{summary.loss:.4g} {after}"}
     else:
         lines = {"loss": f"no test data, {summary.rounds} rounds"}
+    if summary.best_text is not None:
+        lines["best model"] = summary.best_text
+    if summary.stopped is not None:
+        lines["stopped early"] = summary.stopped
     if summary.guarantee is None:
         lines["guarantee"] = "nothing private was sent"
     else:

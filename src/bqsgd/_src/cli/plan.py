@@ -61,6 +61,10 @@ def plan(
     upload: Annotated[
         str | None, panel_option(_SITES, "Most that one site may send over the whole run, such as 20MB.")
     ] = None,
+    figure: Annotated[
+        Path | None,
+        panel_option(_SITES, "Write a picture too (png, svg or pdf): what learns, by epsilon and parameters."),
+    ] = None,
     bits: Annotated[
         int | None,
         panel_option(
@@ -96,6 +100,9 @@ def plan(
         int | None, panel_option(_SUMS, "Most clients that may be missing from a sum. Default: a tenth of them.")
     ] = None,
     colluders: Annotated[int, panel_option(_SUMS, "Most clients that may tell the server all they know.")] = 0,
+    groups: Annotated[
+        int, panel_option(_SUMS, "Groups of clients with a sum each, for a robust rule over the sums.")
+    ] = 1,
     window: Annotated[
         float | None,
         panel_option(
@@ -125,47 +132,50 @@ def plan(
         --dimension 39700 --batch-size 41 --dataset-size 600 --rounds 300 \
         --l2 1 --linf 1
     """
-    arguments = {n: value for n, value in locals().items() if value is not None and n not in ("secure", "json")}
+    arguments = {
+        n: value for n, value in locals().items() if value is not None and n not in ("secure", "json", "figure")
+    }
     import bqsgd
 
     if sites is not None:
-        _plan_sites(sites, arguments, secure=secure, json=json)
+        _plan_sites(sites, arguments, secure=secure, figure=figure, json=json)
         return
     missing = [f"--{name}" for name, value in (("delta", delta), ("dimension", dimension)) if value is None]
     missing += ["--dataset-size"] if dataset_size is None else []
-    if missing or parameters is not None or upload is not None:
+    if missing or parameters is not None or upload is not None or figure is not None:
         raise InvalidParameter(
             f"give {', '.join(missing)}; or --sites with --parameters, for a whole federation"
             if missing
-            else "--parameters and --upload are options for --sites; use --dimension for one client"
+            else "--parameters, --upload and --figure are options for --sites; use --dimension for one client"
         )
 
     planned: PlanAnswer | SumPlanAnswer
     if secure:
         if clients is None:
             raise InvalidParameter("--secure needs --clients, the number of clients that share one noise")
-        planned = bqsgd.plan_secure(**{"dropouts": clients // 10} | arguments)
+        planned = bqsgd.plan_secure(**{"dropouts": clients // max(1, groups) // 10} | arguments)
     else:
-        if dropouts is not None or colluders or window is not None:
+        if dropouts is not None or colluders or groups != 1 or window is not None:
             raise InvalidParameter(
-                "--dropouts, --colluders and --window are options of secure sums; add --secure or leave them out"
+                "--dropouts, --colluders, --groups and --window are options of secure sums; add --secure or leave them "
+                "out"
             )
         if bits is None:
             raise InvalidParameter("give --bits, the most bits that a coordinate may take (only --secure chooses them)")
-        # Its default is 0, not None, so it is among the arguments.
-        del arguments["colluders"]
+        # Their defaults are not None, so they are among the arguments.
+        del arguments["colluders"], arguments["groups"]
         planned = bqsgd.plan(**arguments)
     answer(planned.title, planned.lines, planned.to_dict(), json=json)
 
 
-def _plan_sites(path: Path, arguments: dict[str, Any], *, secure: bool, json: bool) -> None:
+def _plan_sites(path: Path, arguments: dict[str, Any], *, secure: bool, figure: Path | None, json: bool) -> None:
     """Answer for a whole federation; the options for one client are refused."""
     import bqsgd
     from bqsgd._src.settings.sites import read_bytes, read_sites
 
     known = {"sites", "parameters", "upload", "epsilon", "delta"}
     # Options with a default are always among the arguments.
-    extra = sorted(set(arguments) - known - {"sampling", "colluders"}) + (["secure"] if secure else [])
+    extra = sorted(set(arguments) - known - {"sampling", "colluders", "groups"}) + (["secure"] if secure else [])
     if extra:
         raise InvalidParameter(f"--sites chooses --{', --'.join(name.replace('_', '-') for name in extra)} itself")
     parameters = arguments.get("parameters")
@@ -174,4 +184,10 @@ def _plan_sites(path: Path, arguments: dict[str, Any], *, secure: bool, json: bo
     budget = {name: arguments[name] for name in ("epsilon", "delta") if name in arguments}
     upload = None if "upload" not in arguments else read_bytes(arguments["upload"])
     planned = bqsgd.plan_sites(sites=read_sites(path), parameters=int(parameters), upload=upload, **budget)
-    answer(planned.title, planned.lines, planned.to_dict(), json=json)
+    lines, fields = planned.lines, planned.to_dict()
+    if figure is not None:
+        from bqsgd._src.reports.sites_map import draw_sites
+
+        draw_sites(planned, figure)
+        lines, fields = lines | {"figure": str(figure)}, fields | {"figure": str(figure)}
+    answer(planned.title, lines, fields, json=json)

@@ -356,7 +356,7 @@ def _lead(
             file=sys.stderr,
         )
         raise typer.Exit(1)
-    if summary.rounds < config.run.rounds:
+    if summary.rounds < config.run.rounds and summary.stopped is None:
         # A rank is started by torchrun, with arguments that only its caller knows.
         how = _resume_command(request, folder) if client is None else "the same torchrun command and --resume"
         print(f"stopped after round {summary.rounds}; continue with: {how}", file=sys.stderr)

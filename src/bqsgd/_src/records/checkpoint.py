@@ -21,7 +21,7 @@ from bqsgd._src.records.record import MAX_COUNT
 from bqsgd._src.storage import open_regular, write_atomic
 
 FILE_NAME = "checkpoint.safetensors"
-MODEL = "model.safetensors"
+MODEL, BEST = "model.safetensors", "best.safetensors"
 _FORMAT = "bqsgd.checkpoint.v1"
 _MAX_BYTES = 1 << 36  # 64 GiB
 Arrays = dict[str, npt.NDArray[Any]]
@@ -36,9 +36,9 @@ def save_checkpoint(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], state:
     _write(folder / FILE_NAME, arrays, {"format": _FORMAT, "state": json.dumps(state, allow_nan=False)})
 
 
-def save_model(folder: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write the finished model of `folder`, with the names and shapes of its `state_dict`, whole or not at all."""
-    _write(folder / MODEL, tensors, {"format": "pt"})
+def save_model(folder: Path, tensors: Mapping[str, npt.NDArray[Any]], *, name: str = MODEL) -> None:
+    """Write a model into `folder`, with the names and shapes of its `state_dict`, whole or not at all."""
+    _write(folder / name, tensors, {"format": "pt"})
 
 
 def _write(path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: dict[str, str]) -> None:

@@ -185,6 +185,8 @@ class History:
     clients: tuple[ClientTally, ...]
     repeated_rounds: int = 0
     used_bytes: int = 0
+    last: RoundRecord | None = None
+    """The last round with the records of its clients, which `rounds` leaves out."""
 
     @property
     def guarantee(self) -> Guarantee | None:
@@ -247,8 +249,9 @@ def read_history(folder: str | Path) -> History:
     rounds: list[RoundRecord] = []
     used: list[int] = []
     tallies: dict[int, ClientTally] = {}
-    repeated = 0
+    repeated, last = 0, None
     for record in read_rounds(path):
+        last = record
         while rounds and rounds[-1].round >= record.round:
             rounds.pop()
             used.pop()
@@ -271,4 +274,5 @@ def read_history(folder: str | Path) -> History:
         clients=tuple(tallies[client] for client in sorted(tallies)),
         repeated_rounds=repeated,
         used_bytes=sum(used),
+        last=last,
     )

@@ -186,18 +186,6 @@ def _text(name: str, value: object) -> str:
     return value if len(value) <= MAX_TEXT else value[: MAX_TEXT - 1] + "…"
 
 
-def one_line(words: str, *, limit: int = 300) -> str:
-    """Untrusted text for a log: one printable line of bounded length.
-
-    >>> one_line("two\\nlines")
-    'two lines'
-    """
-    # Cut first: the text may be megabytes long. Control characters could otherwise rewrite a terminal's screen.
-    printable = "".join(letter if letter.isprintable() else " " for letter in words[: 4 * limit])
-    line = " ".join(printable.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
-
-
 def _mapping(name: str, value: object) -> dict[str, Any]:
     """Check that `value` is a table with text keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -236,6 +224,9 @@ class Summary:
     guarantee: that of the client with the largest epsilon (`guarantee_client`); None if nothing private was sent.
     config: the run's settings, a table per group.
     one_liar: how far one lying client can move the aggregate, in words.
+    stopped: why the run stopped early by its results on the public test data, if it did.
+    best_rounds: with `patience`, the rounds done when the test data gave the best result, best_value of best_metric;
+        the model of then is in the file best_model.
     """
 
     accuracy: float | None = None
@@ -252,6 +243,11 @@ class Summary:
     seeded: bool = False
     seconds: float | None = None
     one_liar: str | None = None
+    stopped: str | None = None
+    best_rounds: int | None = None
+    best_metric: str | None = None
+    best_value: float | None = None
+    best_model: str | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -269,6 +265,14 @@ class Summary:
     def saving_down(self) -> float | None:
         """How many times fewer bytes went down than as whole models of 32-bit floats."""
         return self.bytes_down_float32 / self.bytes_down if self.bytes_down and self.bytes_down_float32 else None
+
+    @property
+    def best_text(self) -> str | None:
+        """The best model in a sentence; None if the run kept none."""
+        if self.best_rounds is None or self.best_value is None:
+            return None
+        value = f"{self.best_value:.2%}" if self.best_metric == "accuracy" else f"{self.best_value:.4g}"
+        return f"{self.best_metric} {value} after {self.best_rounds} rounds, in {self.best_model}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of `from_dict`."""
@@ -289,10 +293,10 @@ class Summary:
             raise RunFolderError("seeded must be true or false, and must be there beside a guarantee")
         known: dict[str, Any] = {"seeded": any(marks)}
         for names, read in (
-            (("accuracy", "metric", "loss", "seconds"), number),
-            (("rounds", "guarantee_client", "bytes_up", "bytes_down"), _count),
+            (("accuracy", "metric", "loss", "seconds", "best_value"), number),
+            (("rounds", "guarantee_client", "bytes_up", "bytes_down", "best_rounds"), _count),
             (("bytes_up_float32", "bytes_down_float32"), _count),
-            (("one_liar", "metric_name"), _text),
+            (("one_liar", "metric_name", "stopped", "best_metric", "best_model"), _text),
             (("versions", "config"), _mapping),
         ):
             known |= {name: read(name, table[name]) for name in names if table.get(name) is not None}

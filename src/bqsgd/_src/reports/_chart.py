@@ -14,6 +14,7 @@ from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.privacy.guarantee import rounded_up
+from bqsgd._src.text import one_line
 
 Point = tuple[float, float]
 # More points than this do not show on a screen, and would only make the page larger.
@@ -202,7 +203,7 @@ class Chart:
                 end = [100 * place[-1][0] / SIDE, 100 * place[-1][1] / SIDE]
             # The next layer of a stack is filled down to this line.
             floor = place if self.stacked else []
-            look = {"label": curve.label, "colour": curve.colour}
+            look = {"label": one_line(curve.label), "colour": curve.colour}
             curves.append(look | {"dashed": curve.dashed, "line": _path(place), "area": area, "end": end})
             # A stack is drawn as running sums, but a reader who points at it wants the layer's own value.
             values = points if self.stacked else kept

@@ -28,10 +28,12 @@ from bqsgd._src.records.record import RunFolderError, Status, Summary
 from bqsgd._src.reports._chart import Chart, Point, Quantity, Series, short
 from bqsgd._src.reports._figures import framed, measured, run_figures, running_total
 from bqsgd._src.storage import write_atomic
+from bqsgd._src.text import one_line
 
 _MAX_CLIENT_ROWS = 40
 _MAX_SETTINGS = 300
 _MAX_SETTING_TEXT = 200
+_MAX_NOTICE = 600
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -41,8 +43,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     return target
 
 
-def run_page(run: History) -> str:
-    """The report of `run` as HTML."""
+def run_page(run: History, *, live: str | None = None) -> str:
+    """The report of `run` as HTML. live: where the run is, if it is going on."""
     statuses: Counter[Status] = Counter()
     for tally in run.clients:
         statuses.update(tally.counts)
@@ -51,12 +53,17 @@ def run_page(run: History) -> str:
         title=run.name,
         run=run,
         lead=_lead(run),
-        notices=_notices(run),
+        notices=([("Running", _cut(live, limit=_MAX_NOTICE))] if live else []) + _notices(run),
         statuses=statuses,
         charts=run_figures(run),
         clients=_client_rows(run.clients),
         tables=_tables(run),
     )
+
+
+def message_page(title: str, heading: str, text: str) -> str:
+    """A page with one message, for a run that has nothing else to show."""
+    return _render("message.html", title=_cut(title), heading=heading, text=_cut(text, limit=_MAX_NOTICE))
 
 
 def epsilon_text(claim: Guarantee) -> str:
@@ -97,6 +104,8 @@ def _environment() -> Environment:
         loader=PackageLoader("bqsgd._src.reports"),
         autoescape=True,
         undefined=StrictUndefined,
+        # Autoescape keeps a text from being markup; this keeps it from hiding or reversing the text around it.
+        finalize=lambda value: one_line(value, limit=None) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -124,6 +133,7 @@ def _lead(run: History) -> str:
 
 def _notices(run: History) -> list[tuple[str, str]]:
     """(title, text) of everything that a reader must know before the figures."""
+    stated = run.summary or Summary()
     idle = sum(not record.stepped for record in run.rounds)
     # `not <=` and not `>`: a NaN must also count as meaningless.
     meaningless = run.guarantee is not None and not run.guarantee.epsilon <= MEANINGLESS_EPSILON
@@ -139,6 +149,12 @@ def _notices(run: History) -> list[tuple[str, str]]:
             "Rounds without a step",
             f"Too few clients replied in {idle} {'round' if idle == 1 else 'rounds'}, so the model did not change.",
         ),
+        (
+            stated.stopped,
+            "Stopped early",
+            f"After {stated.rounds} rounds: {_cut(stated.stopped or '', limit=_MAX_NOTICE)}.",
+        ),
+        (stated.best_text, "Best model", f"By the public test data: {_cut(stated.best_text or '')}."),
         (meaningless, "No meaningful guarantee", f"The proven epsilon is above {MEANINGLESS_EPSILON:.0f}."),
     ]
     return [(title, text) for applies, title, text in notices if applies]
@@ -194,9 +210,9 @@ def _setting(name: str, value: object) -> str:
     return as_given(value) if "epsilon" in name else short(value, digits=6)
 
 
-def _cut(words: str) -> str:
+def _cut(words: str, *, limit: int = _MAX_SETTING_TEXT) -> str:
     # Escaped text is still text that somebody else wrote; a page must not grow without bound.
-    return words if len(words) <= _MAX_SETTING_TEXT else words[: _MAX_SETTING_TEXT - 1] + "…"
+    return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
 _MAX_RUNS = 16

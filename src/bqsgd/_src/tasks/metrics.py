@@ -59,7 +59,8 @@ class Tally:
         self._binary &= bool(((wanted == 0) | (wanted == 1)).all())
         if self._binary:
             self._right += int(((paired > self._threshold(outputs, targets)) == (wanted == 1)).sum())
-        y, error = wanted.double(), (paired.double() - wanted.double())
+        y = wanted.cpu().double()  # a device may have no float64
+        error = paired.cpu().double() - y
         self._sums += torch.stack([y.sum(), (y * y).sum(), error.abs().sum(), (error * error).sum()])
 
     def _threshold(self, outputs: Tensor, targets: Tensor) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from bqsgd._src.data.dataset import load
 from bqsgd._src.errors import DataUnavailable, InvalidParameter
 from bqsgd._src.settings.config import Config
-from bqsgd._src.settings.fit import Sizes, fit, method_defaults
+from bqsgd._src.settings.fit import Sizes, fit, implied
 from bqsgd._src.settings.group import by_group, read_tables
 from bqsgd._src.storage import read_toml
 from bqsgd._src.tasks.named import ALL_GROUPS, NamedTask, OwnTask
@@ -73,7 +73,7 @@ def _resolve_own(settings: dict[str, Any]) -> Resolved:
     # A function (config) -> Task has no shares yet: it needs the number of clients first.
     shares = getattr(source.load(), "shares", ())
     settings = ({"clients": len(shares)} if shares else {}) | settings
-    config = Config.of(**method_defaults(settings) | settings)
+    config = Config.of(**implied(settings) | settings)
     task = source.task(config)
     if "clients" not in settings and len(task.shares) > 1:  # the function has divided its data by itself
         settings["clients"] = len(task.shares)

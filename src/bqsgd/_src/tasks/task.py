@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bqsgd._src.client.least_squares import LeastSquares, objective_of
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.client.samples import Reader, reader_of
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.models import dimension_of, load_vector
+from bqsgd._src.models import device_of, dimension_of, load_vector
 from bqsgd._src.persample.program import Forward, LossFunction, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.settings.config import LEAST_SQUARES
@@ -172,17 +172,18 @@ class Task:
         count = len(test) if most is None else min(most, len(test))
         total, kept = 0.0, list[tuple[Tensor, Tensor]]()
         own = self.metric if callable(self.metric) else None
+        device = device_of(model)
         tally = Tally(self.loss_fn, None if callable(self.metric) else self.metric)
         for start in range(0, count, _EVALUATION_BATCH):
             for part in test.read(range(start, min(start + _EVALUATION_BATCH, count))):
                 if part.data is None:
                     raise InvalidParameter(f"{len(part)} samples of the test data cannot be read")
-                outputs, targets = forward(model, part.data)
+                outputs, targets = forward(model, tree_map(lambda leaf: leaf.to(device), part.data))
                 total += float(self.loss_fn(outputs, targets).sum())
                 if own is None:
                     tally.add(outputs, targets)
                 else:
-                    kept.append((outputs, targets))
+                    kept.append((outputs.cpu(), targets.cpu()))
         if own is not None:
             name, value = getattr(own, "__name__", type(own).__name__), _number(own, kept)
         else:
