@@ -30,7 +30,7 @@ class Options:
     seeds: Sequence[int] = (0, 1, 2)
     workers: int = 1
     quick: bool = False
-    """Every row for two rounds on padded digits; nothing is kept."""
+    """Every row for one round on padded digits; nothing is kept."""
     train: bool = True
     """Run what is missing. Otherwise only finished runs count."""
 

@@ -1,7 +1,7 @@
 """The paper's tables and figures again, published figures beside ours; the baselines; or the presets of the frontier.
 
 python -m experiments.reproduce table2 --workers 2      # a full table takes hours on two cores
-python -m experiments.reproduce all --quick             # every row for two rounds; nothing is kept
+python -m experiments.reproduce all --quick             # every row for one round; nothing is kept
 
 Finished runs are kept in experiments/results and not repeated; one that was stopped continues from its checkpoint.
 """
@@ -52,14 +52,14 @@ def gather(names: Sequence[str], *, quick: bool, seeds: int, workers: int, train
 def main() -> None:
     """Read the options and make what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=(*SUBJECTS, "all"), help="a table or figure, or all of the paper")
-    parser.add_argument("--quick", action="store_true", help="every row for two rounds on padded digits; keep nothing")
+    parser.add_argument("what", nargs="+", choices=(*SUBJECTS, "all"), help="tables and figures, or all of the paper")
+    parser.add_argument("--quick", action="store_true", help="every row for one round on padded digits; keep nothing")
     parser.add_argument("--seeds", type=_positive, default=3, help="how many seeds, counted from 0 (default 3)")
     parser.add_argument("--workers", type=_positive, default=1, help="runs at the same time, one core each (default 1)")
     parser.add_argument("--finished-only", action="store_true", help="train nothing; gather the runs that are done")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of Markdown")
     options = parser.parse_args()
-    names = list(PAPER) if options.what == "all" else [options.what]
+    names = list(dict.fromkeys(name for what in options.what for name in (PAPER if what == "all" else [what])))
     try:
         made = gather(
             names,

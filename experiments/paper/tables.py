@@ -23,7 +23,7 @@ RECIPE: dict[str, Any] = {"optimizer": "adam", "schedule": "linear", "activation
 DATASETS = {"MNIST": ("mnist", "lenet5", 61_706), "Fashion-MNIST": ("fashion-mnist", "alexnet28", 1_158_010)}
 CLIPS = {"batch-mean": 2.0, "clamp": None}
 """Most one sample moves a coordinate, in ranges C; None is 1/L."""
-QUICK_ROUNDS, DELTA = 2, 1e-5
+QUICK_ROUNDS, DELTA = 1, 1e-5
 
 
 def job(setting: PublishedSetting, mechanism: Mechanism, *, clip: str, seed: int, quick: bool = False) -> Job:
