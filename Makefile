@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NVFLARE := .venv-nvflare
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
@@ -16,6 +17,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,flower,bench]'
 	touch $(STAMP)
+
+# NVFlare's pins differ from ours, so it has an environment of its own, which finds everything else in ours.
+$(NVFLARE)/.installed: constraints-nvflare.txt $(STAMP)
+	test -x $(NVFLARE)/bin/python || $(PYTHON) -m venv $(NVFLARE)
+	$(NVFLARE)/bin/python -m pip install --quiet --constraint constraints-nvflare.txt nvflare
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$($(NVFLARE)/bin/python -c "import site; print(site.getsitepackages()[0])")/zz_ours.pth
+	touch $(NVFLARE)/.installed
 
 # Pinned versions with hashes, for this platform and this index: see the head of constraints.txt.
 requirements: install
@@ -35,10 +44,10 @@ types: install
 layers: install
 	$(BIN)/lint-imports
 
-test: lint types layers
+test: lint types layers $(NVFLARE)/.installed
 	$(BIN)/pytest -n 2 --dist worksteal
 
-test-all: lint types layers
+test-all: lint types layers $(NVFLARE)/.installed
 	HYPOTHESIS_PROFILE=fresh $(BIN)/pytest -n 2 -m 'slow or not slow'
 
 # `make bench` lists the names, `make bench NAME=persample` runs one.
@@ -64,4 +73,4 @@ release: install
 	$(BIN)/python .ci/release.py release
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NVFLARE) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -6,13 +6,15 @@
 import json
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from bqsgd._src.runtime.compiling import notice
 from fault_book import BOOK_VARIABLE, FaultBook
 
 # Tests run beside each other, one a core, so a second thread of a library only gets in the way: numpy's takes a third
@@ -20,7 +22,16 @@ from fault_book import BOOK_VARIABLE, FaultBook
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-settings.register_profile("same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+# Before the first backward of the process: torch then asks which accelerators there are, and never again.
+import sim_device
+
+# Tests start some hundred processes, and each would compile the package's sources again if none kept the result.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+settings.register_profile(
+    "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, max_examples=50
+)
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
@@ -28,6 +39,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 # of interrupts would then wait for ever, here and in the processes they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+notice.said = True  # which test compiles a loop first is chance, and what a command prints is compared
 
 
 @pytest.fixture(scope="session")
@@ -70,3 +84,12 @@ def pytest_runtest_makereport(item, call):
     if call.when == "call":
         item.failed_in_call = report.failed
     return report
+
+
+@pytest.fixture
+def sim() -> Iterator[Any]:
+    """The simulated accelerator, in use for one test: `tests/sim_device.py`."""
+    sim_device.module.initialized = True
+    sim_device.left.clear()
+    yield sim_device
+    sim_device.module.initialized = False

@@ -16,6 +16,8 @@ EXTRAS = ("bqsgd._src.flower",)
 
 
 def load(name):
+    if "nvflare" in name:
+        pytest.importorskip("nvflare", reason="NVFlare has an environment of its own")
     if name.startswith(EXTRAS):
         pytest.importorskip("flwr", reason="needs the extra `flower`")
     return importlib.import_module(name)

@@ -101,7 +101,7 @@ def test_pre_commit_hooks_run_the_tools_that_constraints_pin():
         assert "additional_dependencies" not in hook
     entries = [hook["entry"] for hook in repository["hooks"]]
     assert entries == ["make lint", "make types", "make layers"]
-    assert "test: lint types layers\n" in text_of("Makefile")
+    assert "\ntest: lint types layers " in text_of("Makefile")
     for tool in ("ruff", "mypy", "import-linter"):
         assert re.search(rf"^{tool}==\S+$", text_of("constraints.txt"), re.M), tool
 

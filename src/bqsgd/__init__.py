@@ -7,7 +7,8 @@ Ask first, without data: `account` and `plan`. Train with a loop of your own: `m
 >>> bqsgd.Mechanism(levels=2, trials=251).bits_per_coordinate
 8.0
 
-The public API is the names of this module and of `bqsgd.clips`, `bqsgd.data`, `bqsgd.distributed` and `bqsgd.flower`.
+The public API is the names of this module and of `bqsgd.clips`, `bqsgd.data`, `bqsgd.distributed`, `bqsgd.flower`,
+`bqsgd.integrations.flower`, `bqsgd.integrations.nvflare` and `bqsgd.tables`.
 Everything in `bqsgd._src` is internal and may change in any release. A name is loaded when it is first used: importing
 bqsgd loads neither torch nor Flower.
 """
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from bqsgd._src.privacy.accountant import Accountant
     from bqsgd._src.privacy.guarantee import Guarantee
     from bqsgd._src.private import PoissonLoader, Private, SecureRanks, make_private
+    from bqsgd._src.private.gate import UpdateGate, open_update, thin_update
     from bqsgd._src.records.checkpoint import CheckpointError
     from bqsgd._src.records.record import RunFolderError
     from bqsgd._src.release import Release, Terms
@@ -95,15 +97,18 @@ __all__ = [
     "Task",
     "Terms",
     "UnsafeFile",
+    "UpdateGate",
     "account",
     "decode_frame",
     "encode_frame",
     "make_private",
+    "open_update",
     "plan",
     "plan_secure",
     "plan_sites",
     "privacy_rng",
     "seeded_rng",
+    "thin_update",
     "train",
 ]
 
@@ -118,6 +123,7 @@ _HOMES = {
     "bqsgd._src.privacy.accountant": ("Accountant",),
     "bqsgd._src.privacy.guarantee": ("Guarantee",),
     "bqsgd._src.private": ("PoissonLoader", "Private", "SecureRanks", "make_private"),
+    "bqsgd._src.private.gate": ("UpdateGate", "open_update", "thin_update"),
     "bqsgd._src.records.checkpoint": ("CheckpointError",),
     "bqsgd._src.records.record": ("RunFolderError",),
     "bqsgd._src.release": ("Release", "Terms"),
@@ -129,7 +135,7 @@ _HOMES = {
     "bqsgd._src.tasks.task": ("Task",),
 }
 """Module -> the names that are loaded from it on first use. Errors are cheap, so they are imported above."""
-_MODULES = ("clips", "data", "distributed", "flower")
+_MODULES = ("clips", "data", "distributed", "flower", "integrations", "tables")
 """The other public modules; each is imported when it is first used."""
 
 

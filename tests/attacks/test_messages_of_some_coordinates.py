@@ -113,6 +113,7 @@ ROADS = {
 CLIPS = [L2(1.0), Dual(1.0, 0.1), Clamp(0.1), Scale(0.1)]
 
 
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
 @pytest.mark.parametrize("road", ROADS)
 def test_a_record_of_any_size_is_inside_the_bound_and_apart_on_every_road(road):
     torch.manual_seed(3)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -145,16 +146,25 @@ def sums(settings, make_client):
 def test_a_sum_with_the_noise_that_is_counted_is_taken(sums):
     for seed, seeded in ((None, False), (None, True), (1, True)):
         client, release = sums(3000, seed)
-        check_noise(client, release, seeded=seeded)
+        check_noise(client, release, rule=client.agreement.rule, seeded=seeded)
 
 
 def test_a_sum_with_less_noise_than_the_ledger_would_count_is_refused(sums):
     client, release = sums(30)
     with pytest.raises(InvalidParameter, match=r"agreed on 30 trials .* would count 3000"):
-        check_noise(client, release, seeded=False)
+        check_noise(client, release, rule=client.agreement.rule, seeded=False)
 
 
 def test_a_sum_with_seeded_noise_that_the_ledger_would_count_as_private_is_refused(sums):
     client, release = sums(3000, 1)
     with pytest.raises(InvalidParameter, match="are seeded"):
-        check_noise(client, release, seeded=False)
+        check_noise(client, release, rule=client.agreement.rule, seeded=False)
+
+
+def test_a_sum_over_fewer_clients_than_the_ledger_would_count_is_refused(sums):
+    client, release = sums(3000)
+    with pytest.raises(InvalidParameter, match="over 3 to 3 clients, client 0 would count one over 4 to 4"):
+        check_noise(client, release, rule=thresholds(clients=4, dropouts=0, colluders=0), seeded=False)
+    of_five = replace(release, terms=replace(release.terms, group=5))
+    with pytest.raises(InvalidParameter, match="nothing is sent"):
+        check_noise(client, of_five, rule=client.agreement.rule, seeded=False)

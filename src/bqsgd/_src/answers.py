@@ -145,29 +145,59 @@ class PlanAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SumPlanAnswer:
-    """Levels, modulus and trials of a whole secure sum, and what they guarantee to each client."""
+    """Levels, modulus and trials of a whole secure sum, and what they guarantee to each client.
+
+    With groups `plan` is that of the largest group; the sums of the others have the same levels and trials.
+    """
 
     plan: SumPlan
     release: Release
     budget: PrivacyBudget
     rounds: int
     guarantee: Guarantee
+    clients: int
+    groups: int = 1
     __str__ = _printed
 
     @property
     def title(self) -> str:
         """Who takes part, budget and rounds."""
-        rule = self.plan.rule
+        groups = f" in {self.groups} groups, each with a sum of its own" if self.groups > 1 else ""
         return (
-            f"Plan for sums over {rule.clients} clients, epsilon {as_given(self.budget.epsilon)}, delta "
+            f"Plan for sums over {self.clients} clients{groups}, epsilon {as_given(self.budget.epsilon)}, delta "
             f"{as_given(self.budget.delta)}, {self.rounds} rounds"
+        )
+
+    @property
+    def variance(self) -> float:
+        """The variance of the noise in a coordinate of the mean over all clients, in squared ranges."""
+        sizes = [len(range(group, self.clients, self.groups)) for group in range(self.groups)]
+        trials = sum(map(self.plan.noise.in_sum, sizes))
+        return trials / (4 * (self.clients * self.plan.levels) ** 2)
+
+    @property
+    def rounding(self) -> float:
+        """The most that the clients' rounding adds to it."""
+        return 1 / (4 * self.clients * self.plan.levels**2)
+
+    @property
+    def _clients_line(self) -> str:
+        rule, smallest = self.plan.rule, self.release.terms.group or self.plan.rule.clients
+        absent, groups, one_group = rule.dropouts, "", ""
+        if self.groups > 1:
+            most = f" or {rule.clients}" if smallest < rule.clients else ""
+            groups, one_group = f"{self.groups} groups of {smallest}{most}; ", ", perhaps all of one group"
+        return (
+            f"{groups}at least {smallest - absent} of {smallest} in a sum, at most {rule.colluders} collude"
+            f"{one_group if rule.colluders else ''}; at least {smallest - absent - rule.colluders} are present and "
+            "honest"
         )
 
     @property
     def lines(self) -> dict[str, str]:
         """The mechanism, the modulus, who may be missing or collude, the error and the guarantee."""
-        plan, rule, noise = self.plan, self.plan.rule, self.plan.noise
-        deviation, single = math.sqrt(plan.variance() + plan.rounding), math.sqrt(plan.variance())
+        plan, noise = self.plan, self.plan.noise
+        deviation, single = math.sqrt(self.variance + self.rounding), math.sqrt(self.variance)
         modulus = f"{plan.width} bits per coordinate: "
         if plan.window is None:
             modulus += "never wraps"
@@ -189,10 +219,7 @@ class SumPlanAnswer:
                 "that is not needed is taken out"
             ),
             "modulus": modulus,
-            "clients": (
-                f"at least {rule.fewest} of {rule.clients} in a sum, at most {rule.colluders} collude; "
-                f"at least {rule.honest} are present and honest"
-            ),
+            "clients": self._clients_line,
             "error": (
                 f"{deviation:.3g} times the range of a client (standard deviation per coordinate of the mean), "
                 f"{single:.3g} from noise alone, the rest is at most rounding"
@@ -204,7 +231,8 @@ class SumPlanAnswer:
         """Every figure in full, in plain JSON types."""
         plan, rule = self.plan, self.plan.rule
         return {
-            "clients": rule.clients,
+            "clients": self.clients,
+            **({"groups": self.groups} if self.groups > 1 else {}),
             "dropouts": rule.dropouts,
             "colluders": rule.colluders,
             **asdict(self.budget),
@@ -217,8 +245,8 @@ class SumPlanAnswer:
             "bits_least": plan.least_width,
             "window": plan.window,
             "wrap_probability": plan.wrap_probability,
-            "variance": plan.variance(),
-            "variance_rounding": plan.rounding,
+            "variance": self.variance,
+            "variance_rounding": self.rounding,
             "guarantee": self.guarantee.to_dict(),
         }
 
@@ -335,6 +363,7 @@ def plan_secure(
     dataset_size: int,
     batch_size: int | None = None,
     rounds: int | None = None,
+    groups: int = 1,
     bits: int | None = None,
     window: float | None = None,
     sampling: str = "poisson",
@@ -347,6 +376,8 @@ def plan_secure(
     Args:
         clients: number of clients. dropouts: most clients that may be missing from a sum. colluders: most clients that
             may tell the server all they know.
+        groups: the clients are split into so many groups with a sum each, for a robust rule; dropouts and colluders are
+            then those of any one group.
         bits: the modulus is 2^bits. Default: the plan chooses it.
         window: fraction of the range that the modulus always has room for. Default: as much as the released sums need.
         epsilon, delta, dimension, dataset_size, batch_size, rounds, sampling, relation, linf, l2: as in `plan`, of each
@@ -363,16 +394,18 @@ def plan_secure(
     >>> planned.guarantee.epsilon <= 4, planned.plan.wrap_probability
     (True, 0.0)
     """
-    rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
+    check_int("groups", groups, 1, max(1, clients // 2))
+    sizes = [-(-clients // groups)] + [clients // groups] * (groups > 1)
+    rules = [thresholds(clients=size, dropouts=dropouts, colluders=colluders) for size in sizes]
     budget = PrivacyBudget(epsilon=epsilon, delta=delta)
     alone, rounds, _ = _proposed(
-        budget, Federation(samples=clients * dataset_size, clients=clients, dimension=dimension, shares_noise=True),
+        budget, Federation(samples=clients * dataset_size, clients=clients, dimension=dimension, sums=groups),
         dataset_size=dataset_size, batch_size=batch_size, rounds=rounds, sampling=sampling, relation=relation,
         linf=linf, l2=l2,
     )  # fmt: skip
-    terms = in_sums(alone, rule)
+    terms = in_sums(alone, *rules)
     fill = any(given is not None for given in (bits, window, linf, l2))
-    chosen = plan_sum(budget, terms, rule, rounds=rounds, window=window, width=bits, fill=fill)
+    chosen = plan_sum(budget, terms, rules[0], rounds=rounds, window=window, width=bits, fill=fill)
     release = Release(mechanism=chosen.mechanism, terms=terms)
     return SumPlanAnswer(
         plan=chosen,
@@ -380,6 +413,8 @@ def plan_secure(
         budget=budget,
         rounds=rounds,
         guarantee=Accountant().compose(release, rounds).guarantee(delta=delta),
+        clients=clients,
+        groups=groups,
     )
 
 

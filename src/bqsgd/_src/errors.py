@@ -1,12 +1,18 @@
 """All errors that the library raises on purpose. Catch `BqsgdError` for any of them, or a subclass for one reason.
 
 Each class also derives from the built-in error that fits best (ValueError, RuntimeError, ...), so that code that does
-not know bqsgd handles it sensibly. Whatever bytes or files a peer sends, nothing but these errors may come out.
+not know bqsgd handles it sensibly. Whatever bytes or files a peer sends, nothing but these errors may come out. Their
+texts may quote a peer, so only line breaks are kept in them as they are: see `one_line`.
 """
+
+from bqsgd._src.text import one_line
 
 
 class BqsgdError(Exception):
     """Base of all errors raised by bqsgd."""
+
+    def __str__(self) -> str:
+        return "\n".join(one_line(line, limit=None) for line in super().__str__().split("\n"))
 
 
 class InvalidParameter(BqsgdError, ValueError):

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from numba import njit
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import MOST_ONE_IN, Kept, check_int
+from bqsgd._src.runtime.compiling import njit
 
 BLOCK = 256
 """Numbers that are mixed with each other at most. More would cost time and spread the gradient hardly more evenly."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +20,7 @@ from bqsgd._src.mechanism.encoder import encode as encode_values
 from bqsgd._src.noise import NoiseSource
 from bqsgd._src.params import Mechanism, check_int
 from bqsgd._src.release import Release
+from bqsgd._src.runtime.compiling import njit
 
 _Values = npt.NDArray[np.float64]
 CANARY_SIZE = 1e3
@@ -90,7 +90,7 @@ def loss_tables(mechanism: Mechanism, *, without: npt.ArrayLike, with_record: np
     return tables.clip(-_LOSS_LIMIT, _LOSS_LIMIT)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[misc]
+@njit(cache=True, nogil=True)  # type: ignore[misc]
 def _sum_losses(codes, tables, columns, table_of, out):  # type: ignore[no-untyped-def]
     for i in range(codes.shape[0]):
         total = 0.0

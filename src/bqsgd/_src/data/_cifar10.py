@@ -15,7 +15,6 @@ import numpy.typing as npt
 from bqsgd._src.data._sources import File, Member
 from bqsgd._src.errors import InvalidParameter
 
-CLASSES = 10
 SHAPE = (3, 32, 32)
 _PIXELS = 32 * 32
 _ROW_BYTES = 1 + 3 * _PIXELS

@@ -23,12 +23,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor
 
 from bqsgd._src.data.features import Transform
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
+from bqsgd._src.runtime.compiling import njit
 
 _SCALES = 2
 _DIRECTIONS = 8

@@ -12,6 +12,7 @@ from bqsgd._src.ledger.ledger import Ledger
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.privacy.guarantee import Guarantee, as_given, rounded_down
 from bqsgd._src.release import Release
+from bqsgd._src.text import one_line
 
 _MOST_RUNS = 5
 """How many runs are named, the latest first."""
@@ -29,7 +30,7 @@ class EarlierRun:
     def __str__(self) -> str:
         began, ended = (time.removesuffix("+00:00").replace("T", " ") for time in (self.began, self.ended))
         when = began if began == ended else f"{began} to {ended}"
-        return f"run {self.name}: {self.rounds} rounds, {when} UTC"
+        return one_line(f"run {self.name}: {self.rounds} rounds, {when} UTC")
 
 
 @dataclass(frozen=True, kw_only=True)

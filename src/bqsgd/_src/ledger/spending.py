@@ -56,6 +56,14 @@ class Spending:
         """How many rounds of this run earlier processes have recorded."""
         return len(self._recorded)
 
+    def repeats(self, round: int) -> bool:
+        """Whether an earlier process has recorded this round under the run's name."""
+        return round in self._recorded
+
+    def has_room(self, charge: Charge) -> bool:
+        """Whether the ledger's budget has room for the message; that of the run may still have none."""
+        return self.ledger is not None and self.ledger.headroom(charge.release) > 0
+
     def spend(self, charge: Charge) -> None:
         """Count one message. When this returns, the entry is durable and the message may be sent.
 

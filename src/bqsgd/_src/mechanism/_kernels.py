@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from bqsgd._src.noise import NOISE_BITS, ROUND_BITS, AliasTable
+from bqsgd._src.runtime.compiling import njit
 
 ALIAS_BITS = 16
 """Low bits of a packed table entry: the alias. The threshold sits above them."""

@@ -18,11 +18,11 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.noise import NoiseSource, binomial_pmf
 from bqsgd._src.params import Codes, Mechanism, check_int, code_dtype
+from bqsgd._src.runtime.compiling import njit
 
 _DRAW_BITS = 32
 """Random bits of one rounding: its probability is the multiple of 2^-32 nearest to the fraction."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.params import Codes
+from bqsgd._src.runtime.compiling import njit
 
 Bytes = npt.NDArray[np.uint8]
-jit = nb.njit(cache=True, nogil=True)
-inline = nb.njit(cache=True, nogil=True, inline="always")
+jit = njit(cache=True, nogil=True)
+inline = njit(cache=True, nogil=True, inline="always")
 _U8, _U64 = np.uint8, np.uint64
 _LIMB = _U64((1 << 31) - 1)
 

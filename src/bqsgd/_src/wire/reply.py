@@ -15,6 +15,8 @@ WHOLE_MODEL_NEEDED = "it does not hold the model that was changed: send the whol
 BUDGET_SPENT = "the privacy budget is spent"
 NO_PLAN = "no plan for the budget"
 """How the reasons of a client begin that can send nothing in any later round either."""
+RUN_SPENT = f"{BUDGET_SPENT}: that of this run, to which its ledger counts all rounds under the run's name"
+"""The reason of a client whose own limit has room left."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,13 @@ from bqsgd._src.engines.engine import Setup, make_client
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup
 from bqsgd._src.errors import AccountingError, BqsgdError, InvalidParameter, ModelMessageError
 from bqsgd._src.models import dimension_of
-from bqsgd._src.records.record import one_line
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.interrupts import stop_signals
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.tasks.task import Samples, Task
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.frame import Buffer
 from bqsgd._src.wire.model_message import model_bytes
 
@@ -204,7 +204,7 @@ def _answer(client: Client, message: memoryview) -> tuple[MessageKind, Buffer]:
     try:
         reply = client.answer(message)
     except ModelMessageError as error:
-        _log.warning("the server's message was refused: %s", error)
+        _log.warning("the server's message was refused: %s", one_line(error))
         return MessageKind.DECLINED, b"the model message arrived damaged"
     if reply.frame is None:
         return MessageKind.DECLINED, (reply.reason or "").encode()
@@ -216,7 +216,7 @@ def _stated(client: Client, delta: float) -> bytes:
     try:
         guarantee = client.spending.guarantee(delta=delta)
     except (InvalidParameter, AccountingError) as error:
-        _log.warning("the server asked for a guarantee at delta %g: %s", delta, error)
+        _log.warning("the server asked for a guarantee at delta %g: %s", delta, one_line(error))
         return b""
     return b"" if guarantee is None else json.dumps(guarantee.to_dict()).encode()
 

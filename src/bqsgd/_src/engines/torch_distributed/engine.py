@@ -19,8 +19,8 @@ from bqsgd._src.engines.torch_distributed.client import MOST_BYTES, Message, gre
 from bqsgd._src.engines.torch_distributed.ranks import SERVER, Channel, MessageKind, PeerLost, RankGroup, as_tensor
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.privacy.guarantee import Guarantee
-from bqsgd._src.records.record import one_line
 from bqsgd._src.settings.node_limits import NodeLimits
+from bqsgd._src.text import one_line
 from bqsgd._src.wire.reply import Reply
 
 _log = logging.getLogger("bqsgd.engines.torch_distributed")

@@ -1,0 +1,19 @@
+"""Text that a peer, a file or a setting may have chosen, made safe to print, to log and to write into a page."""
+
+from __future__ import annotations
+
+
+def one_line(words: object, *, limit: int | None = 300) -> str:
+    r"""`str(words)` as one line of bounded length in which everything that does not print shows as an escape.
+
+    A terminal obeys escape sequences, a log takes a line break for a new entry, and an override of direction shows
+    one text and means another.
+
+    >>> one_line("two\nlines, \x1b[2J and \u202eleft-to-right")
+    'two\\nlines, \\x1b[2J and \\u202eleft-to-right'
+    """
+    text = str(words)
+    # Cut first: the text may be megabytes long.
+    shown = text if limit is None else text[: limit + 1]
+    line = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in shown)
+    return line if limit is None or len(line) <= limit else line[: limit - 3] + "..."
