@@ -15,7 +15,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,flower,bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,flower,huggingface,lightning,bench]'
 	touch $(STAMP)
 
 # NVFlare's pins differ from ours, so it has an environment of its own, which finds everything else in ours.

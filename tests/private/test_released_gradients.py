@@ -102,7 +102,8 @@ def test_a_step_on_a_gradient_that_was_not_released_is_refused(private, points, 
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_closure_is_refused(private, points, named):
+def test_what_a_closure_leaves_behind_is_looked_at(private, points, named):
+    """Frameworks give every step a closure; one that computes gradients of its own is refused before the step."""
     made = released(private())
     before = made.model.weight.detach().clone()
 
@@ -110,11 +111,29 @@ def test_a_closure_is_refused(private, points, named):
         backward_again(made.model, points)
         return 0.0
 
-    with pytest.raises(InvalidParameter, match="without a closure"):
-        made.optimizer.step(closure=closure) if named else made.optimizer.step(closure)
+    step = (lambda call: made.optimizer.step(closure=call)) if named else made.optimizer.step
+    with pytest.raises(InvalidParameter, match=NOT_RELEASED):
+        step(closure)
     assert torch.equal(made.model.weight, before)
-    made.optimizer.step(None)
+    made.optimizer.zero_grad()
+    made.backward(next(iter(made.loader)))
+    assert step(lambda: 7.0) == 7.0
     assert not torch.equal(made.model.weight, before)
+
+
+def test_a_closure_that_releases_a_gradient_and_clears_it_is_refused(private):
+    """It was counted, and would train nothing: what automatic optimization in Lightning does with it."""
+    made = private()
+
+    def closure():
+        made.backward(next(iter(made.loader)))
+        made.optimizer.zero_grad()
+
+    with pytest.raises(InvalidParameter, match="released within this step and then cleared"):
+        made.optimizer.step(closure)
+    made.step(next(iter(made.loader)))
+    made.optimizer.zero_grad()
+    made.optimizer.step(lambda: None)  # nothing new was released
 
 
 def test_hooks_of_others_run_before_the_gradients_are_looked_at(private):

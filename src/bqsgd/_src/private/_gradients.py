@@ -79,6 +79,8 @@ class _Guard:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         # A weak reference: the optimizer keeps this hook, and must not keep the model alive.
         self._model, self._on_guard = weakref.ref(model), True
+        self._released_some = False
+        """Whether something other than zeros was released since this was last set to False."""
         self._handle = optimizer.register_step_pre_hook(self)
 
     def come_last(self, optimizer: Optimizer) -> None:
@@ -86,25 +88,40 @@ class _Guard:
         self._handle.remove()
         if self._on_guard:
             self._handle = optimizer.register_step_pre_hook(self)
+            self._released_some = _any_gradient(optimizer, self._model())
 
     def leave(self) -> None:
         """Remove the hook for good."""
         self._on_guard = False
         self._handle.remove()
 
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            raise InvalidParameter(
-                "optimizer.step(closure) computes gradients that are not private: call private.backward(batch), then "
-                "optimizer.step() without a closure"
-            )
+    def __call__(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not isinstance(next(reversed(optimizer._optimizer_step_pre_hooks.values())), _Guard):
             raise InvalidParameter(
                 "a step hook that was registered after private.backward(batch) could change the released gradients: "
                 "register it before"
             )
-        _check(optimizer, self._model())
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            _check(optimizer, self._model())
+            return None
+
+        # A closure computes gradients, so they are looked at when it has run. Frameworks pass one in every step.
+        def checked() -> Any:
+            self._released_some = False
+            result = closure()
+            _check(optimizer, self._model())
+            if self._released_some and not _any_gradient(optimizer, self._model()):
+                raise InvalidParameter(
+                    "a gradient was released within this step and then cleared, so the step would train nothing: call "
+                    "optimizer.zero_grad() before private.backward(batch). In Lightning, use PrivateTraining of "
+                    "bqsgd.integrations.lightning, or manual optimization"
+                )
+            return result
+
+        return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": checked})
 
 
 def _check(optimizer: Optimizer, model: nn.Module | None) -> None:
@@ -115,6 +132,11 @@ def _check(optimizer: Optimizer, model: nn.Module | None) -> None:
                 "private: leave out loss.backward(), and change no .grad between private.backward(batch) and "
                 "optimizer.step(); optimizer.zero_grad() clears all gradients"
             )
+
+
+def _any_gradient(optimizer: Optimizer, model: nn.Module | None) -> bool:
+    """Whether some gradient is neither None nor zero."""
+    return any(each.grad is not None and bool(each.grad.any()) for each in _parameters(optimizer, model))
 
 
 def _parameters(optimizer: Optimizer, model: nn.Module | None) -> Iterator[Tensor]:

@@ -1,0 +1,164 @@
+"""Private training in the real Trainer of transformers and on the real Accelerate, with a tiny transformer."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import bqsgd
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXACT = bqsgd.Mechanism(levels=1000, trials=0)
+QUIET = bqsgd.Mechanism(levels=1, trials=2000)
+LENGTH = 6
+
+
+class Sentences(Dataset):
+    """Records as tokenizers give them, in one or two lengths."""
+
+    def __init__(self, lengths=1, count=24):
+        self.lengths = lengths
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(1, 20, (count, LENGTH), generator=generator).tolist()
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, n):
+        ids = self.ids[n][: LENGTH - n % self.lengths]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": self.ids[n][0] % 2}
+
+
+MADE_UP = {"input_ids": [0] * LENGTH, "attention_mask": [1] * LENGTH, "labels": 0}
+
+
+def classifier():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=20, max_position_embeddings=8, hidden_dropout_prob=0.0, **sizes)
+    )
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    from transformers import TrainingArguments
+
+    from bqsgd.integrations.huggingface import PrivateTrainer
+
+    def make(*, ledger="me.ledger", privacy=None, lengths=1, **arguments):
+        chosen = {"per_device_train_batch_size": 6, "num_train_epochs": 1, "save_strategy": "no", "logging_steps": 1}
+        args = TrainingArguments(
+            tmp_path / "out", report_to=[], disable_tqdm=True, use_cpu=True, **chosen | {"seed": 1} | arguments
+        )
+        settings = {"epsilon": 8, "delta": 1e-5, "ledger": tmp_path / ledger, "mechanism": QUIET, "range": 0.5}
+        settings |= {"sample": MADE_UP} | (privacy or {})
+        sets = {"train_dataset": Sentences(lengths), "eval_dataset": Sentences()}
+        return PrivateTrainer(classifier(), args, privacy=settings, **sets)
+
+    return make
+
+
+def test_each_step_of_the_trainer_is_private_counted_and_logged_without_the_loss(trainer, tmp_path):
+    made = trainer(gradient_accumulation_steps=2, lengths=2)
+    before = made.model.classifier.weight.detach().clone()
+    done = made.train()
+    assert done.global_step == made.private.steps == 2  # 24 samples, batches of 2 times 6 on average
+    assert made.private.plan.release.terms.sampling.rate == pytest.approx(0.5)
+    assert not torch.equal(made.model.classifier.weight, before)
+    assert made.private.dropped == 0
+    logs = [entry for entry in made.state.log_history if "learning_rate" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2]
+    assert [entry["epsilon"] for entry in logs] == sorted(entry["epsilon"] for entry in logs)
+    assert logs[-1]["epsilon"] == made.private.guarantee().epsilon > 0
+    told = [*made.state.log_history, done.metrics]
+    assert not any(name in entry for entry in told for name in ("loss", "train_loss"))
+    assert done.training_loss != done.training_loss  # NaN
+    assert made.state.total_flos == 0
+    assert "eval_loss" in made.evaluate()
+
+
+def test_the_gradient_is_the_mean_of_the_clipped_gradients_of_the_trainers_own_loss(trainer):
+    """Without noise and with every sample in the batch: what is left is the rounding of the encoder."""
+    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip_norm": 1e3, "range": 2.0}
+    made = trainer(per_device_train_batch_size=24, privacy=loose, label_smoothing_factor=0.1)
+    made.private.backward(next(iter(made.private.loader)))
+    got = made.model.classifier.weight.grad.clone()
+    made.model.zero_grad()
+    data = Sentences()
+    losses = []
+    for n in range(len(data)):
+        record = {name: torch.tensor([value]) for name, value in data[n].items()}
+        losses.append(made.compute_loss(made.model, record))
+    (sum(losses) / len(losses)).backward()
+    assert got == pytest.approx(made.model.classifier.weight.grad, abs=2e-3 + 1e-3 * 2)
+
+
+def test_a_checkpoint_continues_where_it_was_saved(trainer, tmp_path):
+    first = trainer(save_strategy="steps", save_steps=2, max_steps=3, privacy={"reserve": 1})
+    first.train()
+    first.private.close()
+    again = trainer(save_strategy="no", max_steps=3, privacy={"reserve": 1})
+    done = again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert done.global_step == again.private.steps == 3
+    again.private.close()
+    with bqsgd.Ledger(tmp_path / "me.ledger") as ledger:
+        assert ledger.spent_rounds == 4  # the third step twice, with noise of its own each time
+    (tmp_path / "out" / "checkpoint-2" / "bqsgd.json").unlink()
+    with pytest.raises(bqsgd.InvalidParameter, match="not a checkpoint of private training"):
+        trainer(max_steps=3).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_the_trainer_ends_when_the_budget_is_spent(trainer):
+    few = {"epsilon": 0.06, "mechanism": bqsgd.Mechanism(levels=1, trials=300)}
+    made = trainer(privacy=few, num_train_epochs=2, logging_steps=100)
+    with pytest.raises(bqsgd.BudgetExhausted):
+        made.train()
+    assert made.state.global_step == made.private.steps
+    assert 0 < made.private.steps < 8
+    assert 0 < made.private.guarantee().epsilon <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"include_num_input_tokens_seen": "all"}, "how many tokens were drawn is private"),
+        ({"auto_find_batch_size": True}, "batch size is public"),
+        ({"dataloader_drop_last": True}, "no last one"),
+    ],
+)
+def test_arguments_that_would_tell_of_the_batches_are_refused(trainer, arguments, match):
+    with pytest.raises(bqsgd.InvalidParameter, match=match):
+        trainer(**arguments)
+
+
+def test_a_loop_on_accelerate(tmp_path):
+    from accelerate import Accelerator
+
+    from bqsgd.integrations.huggingface import prepare_private
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(4, 2))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 2), batch_size=8, shuffle=True)
+    settings = {"epsilon": 8, "delta": 1e-5, "epochs": 1, "mechanism": QUIET, "range": 0.5}
+    private = prepare_private(
+        accelerator, model, optimizer, loader, loss_fn=nn.CrossEntropyLoss(reduction="none"),
+        ledger=tmp_path / "me.ledger", **settings,
+    )  # fmt: skip
+    before = model.weight.detach().clone()
+    for batch in private.loader:
+        private.backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert private.steps == 4
+    assert not torch.equal(model.weight, before)
+    loss = nn.functional.cross_entropy(model(torch.randn(2, 4)), torch.tensor([0, 1]))
+    accelerator.backward(loss)
+    with pytest.raises(bqsgd.InvalidParameter, match="was not released"):
+        optimizer.step()
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(bqsgd.InvalidParameter, match="leave out gradient_accumulation_steps"):
+        prepare_private(accelerator, model, optimizer, loader, **settings)
