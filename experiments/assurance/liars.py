@@ -47,7 +47,7 @@ _SETTINGS = {
     "key_rounds": 15, "evaluate_every": 15, "workers": 1,
 }  # fmt: skip
 _PATH = RESULTS / "liars.json"
-_NAMED = re.compile(r"client (\d+) (?:revealed wrong|is left out)")
+_NAMED = re.compile(r"client (\d+) (?:lied about|is left out)")
 
 
 class _Liar:

@@ -290,9 +290,9 @@ def test_wrong_shares_of_a_client_that_left_lose_no_round_and_the_log_names_the_
     )
     np.testing.assert_array_equal(run.model, honest.model)
     said = [record.getMessage() for record in caplog.records if record.name == "bqsgd.sums"]
-    assert "round 0: client 4 revealed wrong shares of the secrets of client 2" in said
+    assert "round 0: client 4 lied about secrets it shares with client 2" in said
     assert [line for line in said if "left out" in line] == ["round 4: client 4 is left out from now on"]
-    assert not any(line.split("revealed")[0].endswith(("client 2 ", "client 5 ")) for line in said)
+    assert not any(line.split("lied")[0].endswith(("client 2 ", "client 5 ")) for line in said)
     # Blamed by more than t others it has no keys any more; by one alone, who may be the liar, it has.
     assert (5, "BATCH", (0, 1, 2, 3, 5)) in steps.asked
     assert (4, "BATCH", tuple(range(6))) in steps.asked

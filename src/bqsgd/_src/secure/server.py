@@ -19,9 +19,8 @@ before it: what comes too late is refused.
 A message that is refused raises a `SecureSumError` and changes nothing. Its client then counts as missing from that
 exchange on, like a client that did not answer. No guarantee rests on this code: the clients do not trust it.
 
-Clients may lie about shares. Every secret has a check, so a secret is opened from shares that fit, and the holders of
-the others are named (`blamed`), not the client whose secret it is; unless there are more of them than clients that may
-lie.
+Clients may lie about shares. Every secret has a check, so a secret is opened from shares that fit. The holders of the
+others are named (`blamed`), not the client whose secret it is, unless the sum shows that its corrections are false.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from bqsgd._src.errors import (
     TooFewClients,
     WrongRound,
 )
-from bqsgd._src.secure import messages
+from bqsgd._src.secure import blame, messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.masks import (
     KEY_BYTES,
@@ -83,7 +82,7 @@ class _Round:
 
     model: digest of the round's model. vectors: on a sparse graph, the masked vectors until `close`, which may have to
     leave a client out. seeds: of the survivors that revealed theirs, from the first noise part that is not needed on.
-    liars: client -> the clients about whose secrets it revealed something wrong.
+    liars: client -> the clients with which it shares secrets that it lied about; itself for its own seed.
     """
 
     number: int
@@ -431,7 +430,8 @@ class SumServer:
 
     @property
     def blamed(self) -> dict[int, frozenset[int]]:
-        """In this round: client -> the clients about whose secrets it lied; itself if it lied about its own seed."""
+        """In this round: client -> the clients with which it shares secrets that it lied about; itself if it lied
+        about its own seed."""
         lies = {} if self._round is None else self._round.liars
         return {client: frozenset(about) for client, about in sorted(lies.items())}
 
@@ -455,14 +455,19 @@ class SumServer:
             else:
                 # Only the self seed opens, so the client's noise stays. Its expectation is taken out below.
                 extra += noise.drawn - noise.cuts[part]
-                self_seed = extend(self._opened(client, current.recoveries, masks=False), [0])[0]
+                opened, wrong = self._opened(client, current.recoveries, masks=False)
+                self._blame_holders(client, wrong)
+                self_seed = extend(opened, [0])[0]
             key = self_key(self_seed, agreed.session, client=client, round=current.number)
             add_mask(lanes, key, scratch=scratch, subtract=True)
+        contested: dict[int, list[blame.Contested]] = {}
         for client in sorted(self._partners().keys() - set(listed)):
             # A survivor that exchanged shares with a missing client has masked its vector with their common mask.
             affected = self._partners()[client].intersection(listed, agreed.graph.masks(client))
-            if affected:
-                self._remove_pairs(client, sorted(affected), lanes, scratch)
+            if affected and (pairs := self._remove_pairs(client, sorted(affected), lanes, scratch)):
+                contested[client] = pairs
+        if contested:
+            self._settle(contested, lanes)
         lanes -= lanes.dtype.type(extra // 2 % (1 << agreed.width))
         lanes &= lanes.dtype.type((1 << agreed.width) - 1)
         return Total(
@@ -473,32 +478,67 @@ class SumServer:
             seeded=agreed.seeded,
         )
 
-    def _remove_pairs(self, client: int, affected: list[int], lanes: Lanes, scratch: Lanes) -> None:
-        """Remove the masks that survivors share with a client that is missing."""
+    def _remove_pairs(self, client: int, affected: list[int], lanes: Lanes, scratch: Lanes) -> list[blame.Contested]:
+        """Remove the masks that survivors share with a client that is missing; return those that it and a survivor
+        state differently."""
         batch, current = self._current(), self._open()
         agreed, shares = batch.agreement, batch.shares[client]
         said = shares.corrections(agreed, current.number)
-        opened = self._opened(client, current.unmaskings, masks=True)
+        opened, wrong = self._opened(client, current.unmaskings, masks=True)
         if agreed.rule.sparse is None:
             points, nothing = agreed.graph.points(client), bytes(SHARE_BYTES)
             true = extend(opened, [points[other] for other in affected])
             secrets = [xor(v, said.mask_shares.get(o, nothing)) for v, o in zip(true, affected, strict=True)]
-            if client in current.liars.get(client, ()):
-                # Its corrections are false. A survivor's share is the secret itself, as it was used.
-                told = {other: revealed.parts.get(client) for other, revealed in current.unmaskings.items()}
-                secrets = [told.get(o) or secret for o, secret in zip(affected, secrets, strict=True)]
         else:
-            others = shares.masked_with(agreed)
+            self._blame_holders(client, wrong)  # their shares say nothing about a mask
+            others, wrong = shares.masked_with(agreed), []
             stream = xor(said.wrapped, keystream(extend(opened, [0])[0], len(said.wrapped)))
             secret_of = {other: stream[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, other in enumerate(others)}
             secrets = [secret_of[other] for other in affected]
-        keys = pair_keys(secrets, agreed.session, round=current.number, model=current.model)
-        for other, key in zip(affected, keys, strict=True):
+        keys = dict(zip(affected, self._pair_keys(secrets), strict=True))
+        for other, key in keys.items():
             # The lower client of a pair added their mask, the higher one subtracted it.
             add_mask(lanes, key, scratch=scratch, subtract=other < client)
+        told = self._pair_keys([current.unmaskings[other].parts[client] for other in wrong])
+        return [
+            blame.Contested(other, told=key, derived=keys[other])
+            for other, key in zip(wrong, told, strict=True)
+            if other in keys
+        ]
 
-    def _opened(self, client: int, revealed: Mapping[int, Parts], *, masks: bool) -> dict[int, bytes]:
-        """Enough good shares, by point, of a client's mask seed or else its self seed. Blames the holders of others."""
+    def _settle(self, contested: Mapping[int, list[blame.Contested]], lanes: Lanes) -> None:
+        """Find out who lied about masks that are stated differently, and remove the true ones from the sum.
+
+        Raises:
+            BadShares: whoever lied, what is left is no sum. The holders are blamed.
+        """
+        current, agreed = self._open(), self._current().agreement
+        known = {client for client, about in current.liars.items() if client in about}
+        lied: frozenset[int] = frozenset()
+        try:
+            lied = blame.settle(contested, lanes, width=agreed.width, most=agreed.rule.liars, known=known)
+        finally:
+            for client, pairs in contested.items():
+                for pair in pairs:
+                    current.blame(*((client, pair.holder) if client in lied else (pair.holder, client)))
+
+    def _blame_holders(self, client: int, holders: list[int]) -> None:
+        """Blame holders whose shares do not fit; or, if more of them would lie than a sum can do without, the client
+        whose corrections may be false."""
+        rule, current = self.agreement.rule, self._open()
+        for holder in holders:
+            if len(holders) > max(rule.liars, rule.dropouts):
+                current.blame(client, holder)
+            else:
+                current.blame(holder, client)
+
+    def _pair_keys(self, secrets: list[bytes]) -> list[bytes]:
+        current = self._open()
+        return pair_keys(secrets, self._current().agreement.session, round=current.number, model=current.model)
+
+    def _opened(self, client: int, revealed: Mapping[int, Parts], *, masks: bool) -> tuple[dict[int, bytes], list[int]]:
+        """Enough good shares, by point, of a client's mask seed or else its self seed, and the holders whose shares do
+        not fit."""
         batch, current = self._current(), self._open()
         agreed, shares = batch.agreement, batch.shares[client]
         said = shares.corrections(agreed, current.number)
@@ -522,13 +562,7 @@ class SumServer:
         good = good_shares(came, threshold=threshold, points=base, check=check, about=about)
         true = extend(good, list(came))
         wrong = [holders[point] for (point, share), value in zip(came.items(), true, strict=True) if share != value]
-        if len(wrong) > agreed.rule.liars:
-            # So many holders do not lie at once: the client's own corrections are false.
-            current.blame(client, client)
-        else:
-            for holder in wrong:
-                current.blame(holder, client)
-        return good
+        return good, wrong
 
     def _enough(self, count: int, what: str) -> None:
         fewest = self.agreement.rule.fewest

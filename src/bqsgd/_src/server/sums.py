@@ -12,11 +12,11 @@ their ledgers; the next round begins with new keys.
 With groups each group has such sums of its own, and the messages of all groups travel together (`together`). A group
 that loses its sum loses no other group's.
 
-A client that reveals a wrong share is named in the log. What it lied about is evidence against it, but weak: the client
-whose secret it is may itself have given false corrections. So only a client that lied about more others than may lie
-themselves (t, at least one), or about its own secrets, is left out of the next key batches. Disputes count in the same
-way: two clients of which one refused the other's tag, or sent it none. A list with both would not be signed, so keys
-are exchanged again without one of them before any round is counted.
+A client that reveals a wrong share, or that gave false corrections of other clients' shares, is named in the log. That
+is evidence against it, but weak: two liars together can make it look as if a third had lied. So only a client that lied
+about more others than may lie themselves (t, at least one), or about its own seed, is left out of the next key batches.
+Disputes count in the same way: two clients of which one refused the other's tag, or sent it none. A list with both
+would not be signed, so keys are exchanged again without one of them before any round is counted.
 """
 
 from __future__ import annotations
@@ -157,8 +157,10 @@ class SumRounds:
     def _blame(self, round: int) -> None:
         """Log what clients lied about in a round. Those that lied too often have no keys from now on."""
         for client, about in self._server.blamed.items():
-            others = ", ".join(map(str, sorted(about)))
-            _log.warning("round %d: client %d revealed wrong shares of the secrets of client %s", round, client, others)
+            if client in about:
+                _log.warning("round %d: client %d lied about its own seed", round, client)
+            if others := ", ".join(str(other) for other in sorted(about) if other != client):
+                _log.warning("round %d: client %d lied about secrets it shares with client %s", round, client, others)
         self._add_evidence(round, self._server.blamed)
 
     def _add_evidence(self, round: int, evidence: Mapping[int, frozenset[int]]) -> None:

@@ -1,0 +1,129 @@
+"""Clients that lie about secrets: they are named, nobody else is, and the sum is right or the round is lost."""
+
+import numpy as np
+import pytest
+from secure_sums import Federation, agreement, plain_sum, some_codes
+
+from bqsgd._src.errors import BadShares
+from bqsgd._src.secure import blame, messages
+from bqsgd._src.secure.messages import Kind
+
+
+def test_uniform_numbers_are_not_gathered_and_sums_are():
+    """d |mean point|^2 of d uniform numbers is about exponential with mean 1, whatever the width."""
+    rng = np.random.default_rng(1)
+    for width in (2, 8, 11, 21):
+        scores = [blame.gathered(rng.integers(0, 1 << width, 300, dtype=np.uint32), width) for _ in range(500)]
+        assert 0.8 < np.mean(scores) < 1.25  # 5 standard errors
+        assert max(scores) < 30
+        # Noise of a thirteenth of the modulus is the widest that a run has (server.widths); 300 (e^-0.117)^2 = 237.
+        noise = rng.normal(0, (1 << width) / 13, 300).round().astype(np.int64).astype(np.uint32)
+        assert blame.gathered(noise, width) > 150
+
+
+@pytest.mark.parametrize("framed", [1, 2, 3])
+@pytest.mark.parametrize("dimension", [4, 300])
+def test_a_client_that_gives_false_corrections_and_leaves_frames_nobody(framed, dimension):
+    """Client 0 says that the shares of others differ. The sum shows that it lied: their masks were not of what it says.
+
+    With four coordinates there is too little to see, so it can frame one other client, once; of two it is the liar.
+    """
+    federation = Federation(agreement(8, dropouts=2, dimension=dimension))
+    real = federation.clients[0].shares
+
+    def shares(bundle):
+        said = bytearray(real(bundle))
+        for index in range(framed):  # the last corrections are those of the mask seed
+            said[-1 - 16 * index] ^= 1
+        return bytes(said)
+
+    federation.clients[0].shares = shares
+    federation.begin()
+    codes, there = some_codes(federation.agreement), range(1, 8)
+    total = federation.sum(codes, masked=there)
+    if (framed, dimension) == (1, 4):
+        assert federation.server.blamed == {7: {0}}
+    else:
+        assert federation.server.blamed == {0: set(range(8 - framed, 8))}
+        assert np.array_equal(total.lanes, plain_sum(codes, there, 8))
+
+
+def lying_about(federation, lies):
+    """Clients that tell random shares of the mask seeds of others: client -> those that it lies about."""
+    rng = np.random.default_rng(1)
+    for number, about in lies.items():
+        client = federation.clients[number]
+
+        def unmask(message, real=client.unmask, about=about):
+            said = messages.read_parts(real(message), federation.agreement, Kind.UNMASKING)
+            parts = {n: rng.bytes(16) if n in about else part for n, part in said.parts.items()}
+            return messages.write_parts(said.header, federation.agreement, parts, own=said.own)
+
+        client.unmask = unmask
+
+
+@pytest.mark.parametrize(
+    ("lies", "false", "blamed"),
+    [
+        ({3: (5,), 7: (5,)}, (), {3: {5}, 7: {5}}),
+        ({3: (5, 6), 7: (5, 6)}, (), {3: {5, 6}, 7: {5, 6}}),  # two liars, each about two others
+        ({1: (6,), 3: (6,), 7: (6,)}, (), {1: {6}, 3: {6}, 7: {6}}),
+        ({3: (5,)}, (6,), {3: {5}, 6: {9}}),  # one that lies when it reveals, one in its corrections
+        ({}, (5, 6), {5: {9}, 6: {9}}),
+    ],
+)
+def test_more_liars_than_colluders_are_named_and_nobody_else(lies, false, blamed):
+    """Nobody is expected to lie (t = 0). Before, the client whose secret two others lied about was blamed for good, and
+    the sum was noise."""
+    federation = Federation(agreement(10, dropouts=2, dimension=300))
+    for number in false:
+
+        def shares(bundle, real=federation.clients[number].shares):
+            said = bytearray(real(bundle))
+            said[-1] ^= 1  # the correction of the share of client 9
+            return bytes(said)
+
+        federation.clients[number].shares = shares
+    federation.begin()
+    lying_about(federation, lies)
+    codes, there = some_codes(federation.agreement), [c for c in range(10) if c not in (5, 6)]
+    total = federation.sum(codes, masked=there)
+    assert np.array_equal(total.lanes, plain_sum(codes, there, 8))
+    assert federation.server.blamed == blamed
+
+
+def test_a_lie_about_a_liar_loses_the_round_and_no_noise_passes_for_a_sum():
+    """Client 5 gave a false correction of client 9's share, and client 9 lies about it: the mask is lost."""
+    federation = Federation(agreement(10, dropouts=2, dimension=300))
+    real = federation.clients[5].shares
+    federation.clients[5].shares = lambda bundle: bytes([*real(bundle)[:-1], real(bundle)[-1] ^ 1])
+    federation.begin()
+    lying_about(federation, {9: (5,)})
+    with pytest.raises(BadShares, match="what is left is no sum"):
+        federation.sum(some_codes(federation.agreement), masked=[c for c in range(10) if c != 5])
+    assert federation.server.blamed == {9: {5}}
+
+
+def test_two_liars_as_many_as_colluders_are_named_in_a_sum_of_few_coordinates():
+    federation = Federation(agreement(10, dropouts=1, colluders=2, dimension=4))
+    federation.begin()
+    lying_about(federation, {3: (5,), 7: (5,)})
+    codes, there = some_codes(federation.agreement), [c for c in range(10) if c != 5]
+    total = federation.sum(codes, masked=there)
+    assert np.array_equal(total.lanes, plain_sum(codes, there, 8))
+    assert federation.server.blamed == {3: {5}, 7: {5}}
+
+
+def test_wrong_shares_of_a_survivor_that_fell_silent_are_blamed_on_their_holders():
+    federation = Federation(agreement(10, dropouts=2, dimension=4))
+    federation.begin()
+    for number in (3, 7):
+
+        def recover(message, real=federation.clients[number].recover):
+            return bytes([*(said := real(message))[:-1], said[-1] ^ 1])
+
+        federation.clients[number].recover = recover
+    codes = some_codes(federation.agreement)
+    total = federation.sum(codes, unmasked=[c for c in range(10) if c != 5])
+    assert np.array_equal(total.lanes, plain_sum(codes, range(10), 8))
+    assert federation.server.blamed == {3: {5}, 7: {5}}
