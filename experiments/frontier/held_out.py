@@ -1,5 +1,7 @@
 """A run's own task with 10,000 training samples as its test set: where hyper-parameters are chosen.
 
+Where the data say which client holds which sample, the last quarter of each client's is held out instead.
+
 The search looks at data that clients hold, and like every search for hyper-parameters it is not charged to epsilon.
 """
 
@@ -9,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from experiments.lab import provenance
 
 from bqsgd import data
@@ -31,11 +34,19 @@ def _training(dataset: str, features: str) -> tuple[Split, int]:
 
 
 def held_out_task(named: NamedTask, config: Config) -> Task:
-    """10,000 samples of the training split held out, the rest shared evenly among the clients."""
+    """10,000 samples of the training split held out, the rest shared evenly among the clients; or of each its last."""
     train, classes = _training(named.dataset, named.features)
-    rows = np.random.default_rng(SPLIT_SEED).permutation(len(train))
-    shares = [train.take(np.sort(part)) for part in np.array_split(rows[HELD_OUT:], config.clients.count)]
-    held = train.take(np.sort(rows[:HELD_OUT]))
+    owners = data.load(named.dataset).owners
+    if owners is None:
+        rows = np.random.default_rng(SPLIT_SEED).permutation(len(train))
+        kept = np.array_split(rows[HELD_OUT:], config.clients.count)
+        held_rows = rows[:HELD_OUT]
+    else:
+        each = [np.flatnonzero(owners == client) for client in range(config.clients.count)]
+        kept = [rows[: cut_of(rows)] for rows in each]
+        held_rows = np.concatenate([rows[cut_of(rows) :] for rows in each])
+    shares = [train.take(np.sort(part)) for part in kept]
+    held = train.take(np.sort(held_rows))
     shape = train.inputs.shape[1:]
     name = named.model or models.default_for(shape, features=named.features)
     seed = seed_for(named.init_seed, Purpose.MODEL)
@@ -46,6 +57,11 @@ def held_out_task(named: NamedTask, config: Config) -> Task:
         shares=[(share.inputs, share.labels) for share in shares],
         test=(held.inputs, held.labels),
     )
+
+
+def cut_of(rows: npt.NDArray[np.int64]) -> int:
+    """Where the last quarter of a client's rows begins."""
+    return len(rows) * 3 // 4
 
 
 def try_out(**settings: Any) -> dict[str, Any]:

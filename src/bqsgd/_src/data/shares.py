@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.data.dataset import Split, load
+from bqsgd._src.data.dataset import Dataset, Split, load
 from bqsgd._src.data.features import compute_features, features_shape, kept_features, whole_features
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int, check_positive
@@ -66,6 +66,22 @@ def rows_by_client(
     return dirichlet(labels, clients, concentration=concentration, rng=rng, smallest=smallest)
 
 
+def rows_of(dataset: Dataset, clients: int, *, seed: int, concentration: float | None = None) -> list[_Rows]:
+    """The rows of each client: those that it owns, if the data say so; otherwise drawn from the seed.
+
+    Raises:
+        InvalidParameter: the data have another number of clients, or a skew is given for clients of their own.
+    """
+    if dataset.owners is None:
+        return rows_by_client(dataset.train.labels, clients, seed=seed, concentration=concentration)
+    own = int(dataset.owners.max()) + 1
+    if clients != own:
+        raise InvalidParameter(f"{dataset.name} has {own} clients of its own, got clients={clients}: set clients={own}")
+    if concentration is not None:
+        raise InvalidParameter(f"{dataset.name} says which client holds which sample: leave concentration out")
+    return [np.flatnonzero(dataset.owners == client) for client in range(own)]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shares:
     """Shares in the order of clients, and the test split if it was loaded."""
@@ -101,7 +117,7 @@ def load_shares(
     if client is not None:
         check_int("client", client, 0, clients - 1)
     dataset = load(name, folder=folder)
-    rows = rows_by_client(dataset.train.labels, clients, seed=seed, concentration=concentration)
+    rows = rows_of(dataset, clients, seed=seed, concentration=concentration)
     if client is None:
         train = whole_features(features, "train", of=dataset, threads=threads)
         shares = [train.take(share) for share in rows]

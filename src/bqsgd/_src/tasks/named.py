@@ -43,7 +43,9 @@ class NamedTask(Group):
 
     title = "Data and model"
     dataset: str = setting(
-        "mnist", "mnist, fashion-mnist, cifar-10 or digits. Default: mnist if its files are here, else digits."
+        "mnist",
+        "mnist, fashion-mnist, cifar-10, shakespeare, rand-hie or digits. Default: mnist if its files are here, else "
+        "digits.",
     )
     data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
     features: str = setting(
@@ -51,7 +53,9 @@ class NamedTask(Group):
         "none; scattering: fixed wavelet features; or imagenet: features of a network trained on ImageNet.",
         choices=FEATURES,
     )
-    model: str | None = setting(None, "lenet5, cnn, alexnet28, mlp, linear or pooled. Default: one that fits the data.")
+    model: str | None = setting(
+        None, "lenet5, cnn, alexnet28, mlp, linear, pooled or context. Default: one that fits the data."
+    )
     activation: str = file_setting("tanh", "tanh or relu.")
     concentration: float | None = setting(
         None,
