@@ -21,7 +21,7 @@ class Parts(NamedTuple):
     owners: npt.NDArray[np.int64]
 
 
-def parts(train: Sequence[Rows], test: Sequence[Rows], *, classes: int) -> Parts:
+def of_clients(train: Sequence[Rows], test: Sequence[Rows], *, classes: int) -> Parts:
     """Join the rows of every client, in the order of clients."""
     owners = np.repeat(np.arange(len(train), dtype=np.int64), [len(labels) for _, labels in train])
     return Parts(train=_joined(train), test=_joined(test), classes=classes, owners=owners)

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.data._own_clients import Parts, Rows, parts
+from bqsgd._src.data._own_clients import Parts, Rows, of_clients
 from bqsgd._src.data._sources import File
 
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz'-,.;:?!"
@@ -111,4 +111,4 @@ def by_role(raw: list[bytes]) -> Parts:
             cut = len(text) * 4 // 5
             train.append((inputs[: min(cut, MOST)], labels[: min(cut, MOST)]))
             test.append((inputs[cut:][:TESTED], labels[cut:][:TESTED]))
-    return parts(train, test, classes=len(ALPHABET))
+    return of_clients(train, test, classes=len(ALPHABET))

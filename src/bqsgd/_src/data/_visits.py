@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.data._own_clients import Parts, Rows, parts
+from bqsgd._src.data._own_clients import Parts, Rows, of_clients
 from bqsgd._src.data._sources import File
 
 TABLE = (File("randhie.csv", "fe64f3c8e987779daa6052dd756d9ce277e025330f5549126c7c2f6a3c9c5541", 3_700_926),)
@@ -56,7 +56,7 @@ def by_practice(raw: list[bytes]) -> Parts:
             tested = np.arange(len(labels)) % 5 == 4
             train.append((inputs[~tested], labels[~tested]))
             test.append((inputs[tested], labels[tested]))
-    return parts(train, test, classes=2)
+    return of_clients(train, test, classes=2)
 
 
 def _rows(people: list[_Row]) -> Rows:

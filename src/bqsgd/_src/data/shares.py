@@ -66,7 +66,7 @@ def rows_by_client(
     return dirichlet(labels, clients, concentration=concentration, rng=rng, smallest=smallest)
 
 
-def rows_of(dataset: Dataset, clients: int, *, seed: int, concentration: float | None = None) -> list[_Rows]:
+def owned_or_drawn(dataset: Dataset, clients: int, *, seed: int, concentration: float | None = None) -> list[_Rows]:
     """The rows of each client: those that it owns, if the data say so; otherwise drawn from the seed.
 
     Raises:
@@ -117,7 +117,7 @@ def load_shares(
     if client is not None:
         check_int("client", client, 0, clients - 1)
     dataset = load(name, folder=folder)
-    rows = rows_of(dataset, clients, seed=seed, concentration=concentration)
+    rows = owned_or_drawn(dataset, clients, seed=seed, concentration=concentration)
     if client is None:
         train = whole_features(features, "train", of=dataset, threads=threads)
         shares = [train.take(share) for share in rows]
