@@ -29,7 +29,7 @@ def as_options(values):
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-MODULES = ("clips", "data", "distributed", "flower", "integrations.flower", "tables")
+MODULES = ("clips", "data", "distributed", "flower", "integrations.flower", "laws", "tables")
 HEAVY = ("integrations.huggingface", "integrations.lightning")
 """Public modules that take seconds to import: these tests read them, and tests of their own import them."""
 MADE_BY = {

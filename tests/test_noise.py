@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.laws import TAIL_BITS, Binomial
 from bqsgd._src.mechanism.encoder import Encoding
 from bqsgd._src.noise import (
     CUT_LAW,
     NOISE_BITS,
     REFINE_BITS,
-    TAIL_BITS,
     AliasTable,
     NoiseSource,
     alias_table,
@@ -75,7 +75,7 @@ def test_the_mass_cut_off_is_below_its_stated_bound(trials: int) -> None:
 
 @pytest.mark.parametrize("trials", PAPER_TRIALS)
 def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) -> None:
-    sampled = law_of(alias_table(trials))
+    sampled = law_of(alias_table(Binomial(trials)))
     exact = {k: Fraction(math.comb(trials, k), 2**trials) for k in range(trials + 1)}
     assert set(sampled) <= set(exact)
     assert sum(sampled.values()) == 1
@@ -88,7 +88,7 @@ def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) 
 @given(st.integers(0, MAX_TRIALS))
 @settings(max_examples=15)
 def test_every_m_has_a_tight_table(trials: int) -> None:
-    table = alias_table(trials)
+    table = alias_table(Binomial(trials))
     # Floors lose less than one unit of 2^-104 per outcome; one unit more covers the error of the weights themselves.
     assert 2.0**-TAIL_BITS + (len(binomial_pmf(trials).pmf) + 1) * 2.0**-104 <= CUT_LAW < 2.0**-63
     assert table.index_bits <= 14
@@ -101,7 +101,7 @@ def test_every_m_has_a_tight_table(trials: int) -> None:
 
 
 def test_cached_tables_cannot_be_changed() -> None:
-    table = alias_table(7)
+    table = alias_table(Binomial(7))
     for column in (table.threshold, table.refine, table.alias, binomial_pmf(7).pmf):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 1
@@ -112,7 +112,7 @@ def test_trials_outside_the_range_are_refused(trials: int) -> None:
     with pytest.raises(InvalidParameter, match="trials"):
         binomial_pmf(trials)
     with pytest.raises(InvalidParameter, match="trials"):
-        alias_table(trials)
+        alias_table(Binomial(trials))
 
 
 def test_the_keystream_is_aes_256_in_counter_mode() -> None:

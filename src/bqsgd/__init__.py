@@ -8,7 +8,7 @@ Ask first, without data: `account` and `plan`. Train with a loop of your own: `m
 8.0
 
 The public API is the names of this module and of `bqsgd.clips`, `bqsgd.data`, `bqsgd.distributed`, `bqsgd.flower`,
-`bqsgd.integrations.flower`, `bqsgd.integrations.nvflare` and `bqsgd.tables`.
+`bqsgd.integrations.flower`, `bqsgd.integrations.nvflare`, `bqsgd.laws` and `bqsgd.tables`.
 Everything in `bqsgd._src` is internal and may change in any release. A name is loaded when it is first used: importing
 bqsgd loads neither torch nor Flower.
 """
@@ -135,7 +135,7 @@ _HOMES = {
     "bqsgd._src.tasks.task": ("Task",),
 }
 """Module -> the names that are loaded from it on first use. Errors are cheap, so they are imported above."""
-_MODULES = ("clips", "data", "distributed", "flower", "integrations", "tables")
+_MODULES = ("clips", "data", "distributed", "flower", "integrations", "laws", "tables")
 """The other public modules; each is imported when it is first used."""
 
 

@@ -20,7 +20,7 @@ EDGES = [(1, 0), (1, 1), (MAX_LEVELS, 0), (MAX_LEVELS, MAX_TRIALS), (3, 64)]
 
 def slow_codes(values, mechanism, limit, seed):  # type: ignore[no-untyped-def]
     """The encoder once more, one coordinate at a time, in Python's integers."""
-    d, s, table = len(values), mechanism.levels, alias_table(mechanism.trials)
+    d, s, table = len(values), mechanism.levels, alias_table(mechanism.law)
     source = seeded_rng(seed=seed)
     words, refinements = np.empty(d, np.uint64), np.empty(2 * d, np.uint64)
     source.fill(words, block=0)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from bqsgd._src.laws import Binomial
 from bqsgd._src.mechanism._kernels import resolve_ties
 from bqsgd._src.mechanism.encoder import encode
 from bqsgd._src.noise import NOISE_BITS, ROUND_BITS, NoiseSource, alias_table
@@ -34,21 +35,21 @@ class ScriptedSource(NoiseSource):
 
 
 def tied_word(trials: int, index: int) -> int:
-    table = alias_table(trials)
+    table = alias_table(Binomial(trials))
     rest = int(table.threshold[index])
     assert rest < 1 << (NOISE_BITS - table.index_bits), "an entry that is always kept cannot tie"
     return (index << (64 - table.index_bits)) | (rest << ROUND_BITS)
 
 
 def tieable(trials: int) -> list[int]:
-    table = alias_table(trials)
+    table = alias_table(Binomial(trials))
     full = 1 << (NOISE_BITS - table.index_bits)
     return [i for i in range(len(table.alias)) if table.threshold[i] < full]
 
 
 @pytest.mark.parametrize("trials", [7, 251, 16279, 1 << 20])
 def test_the_refinement_word_decides_a_tie_exactly_at_its_threshold(trials: int) -> None:
-    table, mechanism = alias_table(trials), Mechanism(levels=3, trials=trials)
+    table, mechanism = alias_table(Binomial(trials)), Mechanism(levels=3, trials=trials)
     d = 5
     for index in [*tieable(trials)[:6], *tieable(trials)[-3:]]:
         refine, alias = int(table.refine[index]), int(table.alias[index])
@@ -62,7 +63,7 @@ def test_the_refinement_word_decides_a_tie_exactly_at_its_threshold(trials: int)
 
 
 def test_neighbours_of_a_tie_need_no_refinement() -> None:
-    table = alias_table(251)
+    table = alias_table(Binomial(251))
     index = next(i for i in tieable(251) if table.threshold[i] > 1)
     one = 1 << ROUND_BITS
     words = tied_word(251, index)
@@ -76,7 +77,7 @@ def test_neighbours_of_a_tie_need_no_refinement() -> None:
 
 
 def test_only_tied_coordinates_are_touched_and_counted() -> None:
-    table = alias_table(251)
+    table = alias_table(Binomial(251))
     first, second = [i for i in tieable(251) if table.refine[i] > 0][:2]
     words = np.array([2**64 - 1, tied_word(251, first), 2**63 - 1, tied_word(251, second)], np.uint64)
     codes = np.array([9, table.alias[first], 9, table.alias[second]], np.uint8)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_accountant_oracle import release
 
+from bqsgd._src.laws import Binomial
 from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.privacy import _renyi
 from bqsgd._src.privacy._renyi import moment_rates
@@ -42,7 +43,7 @@ def log_moments(trials, shifts, order, cut):
 @settings(max_examples=60, deadline=None)
 def test_rates_bound_every_shift_vector(trials, fractions, largest, order):
     shifts = np.array(fractions) * largest
-    rates = moment_rates(trials, largest, 1e-12)
+    rates = moment_rates(Binomial(trials), largest, 1e-12)
     cut = int(np.searchsorted(np.cumsum(binomial_pmf(trials).pmf), 5e-13))
     bound = rates.per_square[order - 2] * float(shifts @ shifts) + order * rates.drift * shifts.sum()
     direct = log_moments(trials, shifts, order, max(cut, math.ceil(largest)))
@@ -52,7 +53,7 @@ def test_rates_bound_every_shift_vector(trials, fractions, largest, order):
 @pytest.mark.parametrize("order", [2, 4, 8, 12])
 def test_rates_are_attained_up_to_the_search(order):
     """Some single shift comes within one per cent: the bound is not loose."""
-    rates = moment_rates(239, 1.0, 1e-12)
+    rates = moment_rates(Binomial(239), 1.0, 1e-12)
     cut = int(np.searchsorted(np.cumsum(binomial_pmf(239).pmf), 5e-13))
     best = max(float(np.max(log_moments(239, [u], order, cut))) / u**2 for u in np.linspace(0.01, 1, 200))
     assert best <= rates.per_square[order - 2] <= 1.01 * best

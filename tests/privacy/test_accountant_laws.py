@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_accountant_oracle import release
 
 from bqsgd._src.errors import AccountingError, InvalidParameter
+from bqsgd._src.laws import Binomial
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy import _rounds
 from bqsgd._src.privacy._message import message_pair
@@ -80,7 +81,7 @@ def test_fewer_rounds_never_cost_more_with_few_trials_under_an_l2_bound(trials):
 def test_pairs_are_laws_and_curves_are_hockey_sticks(trials, shift, dimension, rate):
     """P and Q weigh 1, and the curve is convex and decreasing between max(0, 1 - e^e) and 1."""
     try:
-        pair = message_pair(trials, shift, dimension)
+        pair = message_pair(Binomial(trials), shift, dimension)
     except AccountingError:
         assert shift > trials  # neighbours have nothing in common
         return
@@ -111,7 +112,7 @@ def test_connecting_the_dots_keeps_both_masses_and_lies_above(losses, step):
 
 
 def test_envelope_lies_on_or_above_both_and_touches_one():
-    pair = message_pair(9, 0.6, 2, attained=True)
+    pair = message_pair(Binomial(9), 0.6, 2, attained=True)
     top = envelope(pair, pair.reversed())
     touched = 0.0
     for i in range(-40, 41):

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scipy.signal import oaconvolve
 
-from bqsgd._src.noise import CUT_LAW, _law, mirror_distance
+from bqsgd._src.laws import Binomial, exact, mirror_distance
+from bqsgd._src.noise import CUT_LAW
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy._rounds import sampled_message
 from bqsgd._src.privacy.accountant import Accountant
@@ -177,18 +178,18 @@ def test_whole_messages_of_any_data_stay_below_the_curve(trials, moves, rate, ep
 @pytest.mark.parametrize("trials", [0, 1, 64, 65, 69, 70, 71, 72, 251, 1001, 4043, 65535])
 def test_the_sampled_law_is_symmetric_but_for_one_middle_outcome(trials):
     """Even m and m < 71: symmetric to the last unit. Other odd m: the remainder sits on the lower middle outcome."""
-    _, _, shares = _law(trials)
+    shares = Binomial(trials).masses
     apart = [k for k, (one, other) in enumerate(zip(shares, reversed(shares), strict=True)) if one != other]
     middle = [len(shares) // 2 - 1, len(shares) // 2]
     assert apart == (middle if trials >= 71 and trials % 2 else [])
     worst = max((abs(shares[k] - shares[~k]) / min(shares[k], shares[~k]) for k in apart), default=0.0)
-    assert mirror_distance(trials) == worst < 2.0**-81
+    assert mirror_distance(Binomial(trials)) == worst < 2.0**-81
 
 
 @pytest.mark.parametrize(("trials", "clients"), [(80, 2), (101, 3), (65, 4)])
 def test_sums_of_cut_laws_are_within_their_charge(trials, clients):
     """The law of a sum of cut noises against the cut law of all trials, in exact fractions."""
-    first, _, shares = _law(trials)
+    first, shares = exact(Binomial(trials))
     total, low = [1], 0
     for _ in range(clients):
         grown = [0] * (len(total) + len(shares) - 1)
@@ -196,7 +197,7 @@ def test_sums_of_cut_laws_are_within_their_charge(trials, clients):
             for j, b in enumerate(shares):
                 grown[i + j] += a * b
         total, low = grown, low + first
-    every, _, accounted = _law(trials * clients)
+    every, accounted = exact(Binomial(trials * clients))
     summed = {low + k: Fraction(x, 2 ** (104 * clients)) for k, x in enumerate(total)}
     cut = {every + k: Fraction(x, 2**104) for k, x in enumerate(accounted)}
     apart = sum(abs(summed.get(k, Fraction(0)) - cut.get(k, Fraction(0))) for k in summed.keys() | cut.keys()) / 2

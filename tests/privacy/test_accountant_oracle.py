@@ -11,7 +11,8 @@ from dp_accounting.pld import PLDAccountant
 from enumeration import hockey_stick, orders, product, value_law, worst_delta
 from scipy.signal import oaconvolve
 
-from bqsgd._src.noise import ROUNDING_SLACK_STEPS, _law
+from bqsgd._src.laws import Binomial
+from bqsgd._src.noise import ROUNDING_SLACK_STEPS
 from bqsgd._src.params import Mechanism
 from bqsgd._src.privacy import _rounds
 from bqsgd._src.privacy._message import message_pair
@@ -54,7 +55,7 @@ def quiet_epsilons(losses: np.ndarray, width: float, count: int = 8) -> np.ndarr
 @pytest.mark.parametrize("dimension", [1, 2, 3])
 def test_one_message_equals_full_enumeration(trials, shift, dimension):
     """Worst case over all orders, unsampled: equal to 1e-9 wherever the grid cannot be seen."""
-    pair = message_pair(trials, shift, dimension)
+    pair = message_pair(Binomial(trials), shift, dimension)
     a, b = orders(trials, shift)
     vertices = [product(*([a] * k + [b] * (dimension - k))) for k in range(dimension + 1)]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -74,7 +75,7 @@ def test_one_message_equals_full_enumeration(trials, shift, dimension):
 def test_rounds_equal_full_enumeration(trials, dimension, rounds, rate):
     """One order, composed over rounds, equals the listed joint law to 1e-9; all orders never fall below any choice."""
     shift = 0.4
-    attained = poisson(message_pair(trials, shift, dimension, attained=True), rate).on_grid(1e-4)
+    attained = poisson(message_pair(Binomial(trials), shift, dimension, attained=True), rate).on_grid(1e-4)
     many = attained
     for _ in range(rounds - 1):  # composition by plain convolution: independent of the library's
         p, q = oaconvolve(many.p, attained.p), oaconvolve(many.q, attained.q)
@@ -155,7 +156,7 @@ def test_two_thousand_random_pairs_obey_the_worst_case_claim():
 @pytest.mark.parametrize("trials", [1, 7, 64, 65, 81, 251, 4079, 30000, 65535, 1 << 18, 1 << 20])
 def test_the_sampled_law_is_log_concave(trials):
     """What the proof needs of the law that is really sampled, cut and rounded: checked in exact integers."""
-    _, _, shares = _law(trials)
+    shares = Binomial(trials).masses
     assert all(shares[k] ** 2 >= shares[k - 1] * shares[k + 1] for k in range(1, len(shares) - 1))
     assert shares == shares[::-1] or abs(shares[len(shares) // 2] - shares[::-1][len(shares) // 2]) < len(shares)
 
@@ -164,7 +165,7 @@ def test_rounding_of_the_input_is_charged():
     """The accounted shift is longer than the stated one by the encoder's rounding, so epsilon cannot be below."""
     what = release(1, 40, 1, batch=1, data=1, scheme="no sampling", linf=1e-6)
     longer = _rounds.sampled_message(what)
-    plain = poisson(message_pair(40, 1e-6, 1), 1.0)
+    plain = poisson(message_pair(Binomial(40), 1e-6, 1), 1.0)
     # Losses are proportional to so small a shift; the grid moves them by a share of less than 1e-2.
     expected = 1 + ROUNDING_SLACK_STEPS / 1e-6
     assert longer.loss.max() / plain.loss.max() == pytest.approx(expected, rel=1e-2)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import fft
 
 from bqsgd._src.errors import AccountingError
+from bqsgd._src.laws import Binomial
 from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.privacy import _shapes
 from bqsgd._src.privacy._message import coordinate_atoms, message_pair
@@ -37,7 +38,7 @@ def direct_log_moment(trials, u, order, s):
 def test_never_below_full_enumeration_of_random_data(trials, dimension, largest, length):
     """Any two inputs within the bounds, at any offset from the grid of codes: every outcome listed, every z."""
     rng = np.random.default_rng(8)
-    pair = shaped_pair(trials, largest, length, dimension)
+    pair = shaped_pair(Binomial(trials), largest, length, dimension)
     for _ in range(60):
         shift = rng.normal(size=dimension)
         shift *= length / np.linalg.norm(shift)
@@ -55,7 +56,7 @@ def test_never_below_full_enumeration_of_random_data(trials, dimension, largest,
 
 def test_never_below_enumeration_in_three_dimensions():
     trials, length = 24, 1.2
-    pair = shaped_pair(trials, length, length, 3)
+    pair = shaped_pair(Binomial(trials), length, length, 3)
     support = range(-1, trials + 3)
     rng = np.random.default_rng(3)
     for _ in range(12):
@@ -74,7 +75,7 @@ def composed_shape(trials, parts, step, points):
     logs = {"p": np.zeros(points // 2 + 1, dtype=complex), "q": np.zeros(points // 2 + 1, dtype=complex)}
     p_only = q_only = 0.0
     for in_a, in_b, u in parts:
-        one = coordinate_atoms(trials, u).on_grid(step)
+        one = coordinate_atoms(Binomial(trials), u).on_grid(step)
         for copies, pair in ((in_a, one), (in_b, one.reversed())):
             if copies:
                 index = (pair.first + np.arange(pair.major.size)) % points
@@ -96,7 +97,7 @@ def composed_shape(trials, parts, step, points):
 def test_no_mixed_shape_lies_above(trials, largest, length):
     """Two or three shifts, copies in both orders: composed as a loss distribution, below the pair at every z."""
     rng = np.random.default_rng(trials)
-    pair = shaped_pair(trials, largest, length, 10_000)
+    pair = shaped_pair(Binomial(trials), largest, length, 10_000)
     mu = length / math.sqrt(trials / 4)
     log_z = np.linspace(-7, 7, 57) * mu
     bound = curve(pair, log_z)
@@ -118,11 +119,11 @@ def test_no_mixed_shape_lies_above(trials, largest, length):
 @pytest.mark.parametrize(("trials", "largest", "length"), [(141, 3.0, 3.0), (189, 1.0, 6.0), (14_400, 3.0, 3.0)])
 def test_close_to_the_worst_homogeneous_shape(trials, largest, length):
     """Within 2 % where the curve is not small, within a factor of 2 at seven deviations."""
-    pair = shaped_pair(trials, largest, length, 26_010)
+    pair = shaped_pair(Binomial(trials), largest, length, 26_010)
     fewest = math.ceil(length**2 / largest**2)
     mu = length / math.sqrt(trials / 4)
     log_z = np.array([0.0, 1.0, 5.0]) * mu
-    alike = [message_pair(trials, length / math.sqrt(n), n, attained=True) for n in (fewest, 4 * fewest)]
+    alike = [message_pair(Binomial(trials), length / math.sqrt(n), n, attained=True) for n in (fewest, 4 * fewest)]
     ratio = curve(pair, log_z) / np.max([curve(shape, log_z) for shape in alike], axis=0)
     assert np.all(ratio >= 1)
     assert np.all(ratio < [1.02, 1.02, 2.0])
@@ -131,7 +132,7 @@ def test_close_to_the_worst_homogeneous_shape(trials, largest, length):
 @given(st.integers(64, 3000), st.floats(0.05, 8.0), st.sampled_from([0, 1]), st.floats(1e-14, 1e-6))
 @settings(max_examples=40, deadline=None)
 def test_a_capped_pair_with_the_moved_mass_dominates(trials, shift, order, allowed):
-    pair = _shapes._orders(trials, shift)[order]
+    pair = _shapes._orders(Binomial(trials), shift)[order]
     excess, q, moved = _shapes._capped(pair, allowed)
     lost = float(pair.p[pair.q == 0].sum())
     assert moved <= max(allowed, lost)
@@ -145,7 +146,7 @@ def test_a_capped_pair_with_the_moved_mass_dominates(trials, shift, order, allow
 @settings(max_examples=60, deadline=None)
 def test_the_series_bounds_small_shifts(trials, length, part, tilt, height):
     """log M / u^2 of a shift below the grid lies on the segment, up to the error that is stated."""
-    corners = _shapes._corners(trials, min(1.0, length), length, 10**6)
+    corners = _shapes._corners(Binomial(trials), min(1.0, length), length, 10**6)
     mu = length / math.sqrt(trials / 4)
     s = np.array([1 + tilt / mu + 1j * height / mu])
     ends, error = _shapes._series(corners, s)
@@ -161,7 +162,7 @@ def test_the_series_bounds_small_shifts(trials, length, part, tilt, height):
 @example(64, 1.9999999999999991, 0.5, 1.0, 1.0)  # a shift just below a whole number: P/Q - 1 rounds to -1
 @settings(max_examples=30, deadline=None)
 def test_a_mixture_of_two_shifts_is_within_the_stated_error(trials, length, weight, tilt, height):
-    corners = _shapes._corners(trials, length, length, 1000)
+    corners = _shapes._corners(Binomial(trials), length, length, 1000)
     variance = trials / 4
     mu = math.sqrt(corners.spent / variance)
     t = np.array([0.0, max(height, 0.1) / mu])
@@ -180,7 +181,7 @@ def test_a_mixture_of_two_shifts_is_within_the_stated_error(trials, length, weig
 
 def test_the_sum_over_a_line_is_on_or_above_the_curve():
     """Step 4 alone: one pair, no smoothing needed; the sum exceeds the curve by the terms n != 0 only."""
-    atoms = coordinate_atoms(300, 2.5)
+    atoms = coordinate_atoms(Binomial(300), 2.5)
     a, eta = 9.0, 1.5
     k = np.arange(-4000, 4001)
     s = a + 1j * eta * k
@@ -218,8 +219,8 @@ def test_the_hull_is_a_symmetric_pair_below_the_points_and_above_convex_curves(r
 
 def test_what_it_cannot_account_is_refused():
     with pytest.raises(AccountingError):
-        shaped_pair(10**6, 601.0, 1000.0, 100)
+        shaped_pair(Binomial(10**6), 601.0, 1000.0, 100)
     with pytest.raises(AccountingError):
-        shaped_pair(64, 80.0, 80.0, 100)
+        shaped_pair(Binomial(64), 80.0, 80.0, 100)
     with pytest.raises(AccountingError):  # 2^-12 at the edge of each of a million coordinates
-        shaped_pair(12, 0.5, 2.0, 10**6)
+        shaped_pair(Binomial(12), 0.5, 2.0, 10**6)

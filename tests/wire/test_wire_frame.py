@@ -96,7 +96,7 @@ def edit(offset: int, fmt: str, *values: int | bytes, frame: bytes = FRAME, seal
         (edit(0, "4s", b"PNG!"), errors.BadMagic, "starts with b'BQSG', got b'PNG!'"),
         (edit(4, "H", 2), errors.UnsupportedVersion, "knows frame version 1, got 2"),
         (edit(6, "B", 3), errors.BadHeader, "coding must be 1 .* got 3"),
-        (edit(7, "B", 4), errors.BadHeader, "flags .* 0x04"),
+        (edit(7, "B", 8), errors.BadHeader, "flags .* 0x08"),
         (edit(7, "B", 2), errors.TruncatedFrame, "announces a frame of 146 bytes, got 130"),
         (edit(7, "B", 0, frame=SUBSET), errors.OversizedFrame, "announces a frame of 130 bytes, got 146"),
         (edit(80, "I", 1, frame=SUBSET), errors.BadHeader, "one_in must be from 2 to 65536, got 1"),

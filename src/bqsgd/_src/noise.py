@@ -1,10 +1,9 @@
-"""The one binomial law and the one source of noise.
+"""The sampler's table of a law of noise, and the one source of randomness.
 
-The accountant, the sampler and the entropy coder all read Bin(m, 1/2) from here, so they cannot disagree about it.
-`binomial_pmf` is the law that the sampler really has: the textbook binomial, cut where both tails together weigh less
-than 2^-64 (never for m <= 64) and rounded to 104 bits of fixed point, so that one table serves m up to 2^20. The
-accountant therefore owes nothing for the sampler ("The mechanism and its law" in docs/accounting.md). How far the law
-is from the textbook one is at most `CUT_LAW`.
+The laws are in `laws`; the accountant, the sampler and the entropy coder all read them there, so they cannot disagree.
+The binomial law is that of the textbook, cut where both tails together weigh less than 2^-64 (never for m <= 64) and
+rounded to 104 bits of fixed point, so that one table serves m up to 2^20. The accountant therefore owes nothing for the
+sampler ("The mechanism and its law" in docs/accounting.md). The cut law is within `CUT_LAW` of the textbook's.
 
 Randomness is an AES-256-CTR keystream. Its key comes from the operating system (`privacy_rng`), or from a seed for
 tests and reproductions (`seeded_rng`); what is made with a seed is marked "seeded" and carries no privacy claim.
@@ -13,7 +12,6 @@ tests and reproductions (`seeded_rng`); what is made with a seed is marked "seed
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 from dataclasses import dataclass
@@ -24,16 +22,11 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import MAX_TRIALS, check_int
+from bqsgd._src.laws import TAIL_BITS, Binomial, NoiseLaw
+from bqsgd._src.params import check_int
 
-TAIL_BITS = 64
-"""Both tails that the law leaves out weigh less than 2^-64 together."""
 CUT_LAW = 1.001 * 2.0**-TAIL_BITS
 """More than the total variation distance between the sampler's law, cut and rounded, and Bin(m, 1/2)."""
-_EXACT_TRIALS = 1024
-"""Up to here weights are binomial coefficients; beyond, these would have thousands of digits."""
-_WEIGHT_BITS = 320
-"""Bits of the middle weight beyond that: the least weight kept still has some 250, so floors hardly matter."""
 ROUND_BITS = 24
 """Low bits of a coordinate's 64-bit word: the stochastic rounding draw. The high 40 bits choose the binomial value."""
 ROUNDING_SLACK_STEPS = 2.0**-ROUND_BITS * (1 + 2.0**-6)
@@ -56,39 +49,6 @@ class BinomialPmf:
     pmf: npt.NDArray[np.float64]
 
 
-def _weights(trials: int) -> tuple[int, list[int]]:
-    """The first outcome kept, and integer weights: C(m, k) up to m = 1024, beyond it proportional to within 2^-220."""
-    centre = trials // 2
-    right = [math.comb(trials, centre) if trials <= _EXACT_TRIALS else 1 << _WEIGHT_BITS]
-    # w_{k+1} = w_k (m - k) / (k + 1). The ratio r = a/b falls with k, so the tail beyond k weighs at most
-    # w r / (1 - r) = w a / (b - a). Two bits more than TAIL_BITS pay for the second tail and for the floors.
-    k = centre
-    while k < trials:
-        following = right[-1] * (trials - k) // (k + 1)
-        k += 1
-        right.append(following)
-        a, b = trials - k, k + 1
-        if trials > TAIL_BITS and a < b and (following * a // (b - a)) << (TAIL_BITS + 2) < right[0]:
-            break
-    lowest = trials - k  # symmetric window
-    left = [right[j - centre] for j in range(trials - lowest, centre, -1) if trials - j < centre]
-    return lowest, left + right
-
-
-@lru_cache(maxsize=64)
-def _law(trials: int) -> tuple[int, int, list[int]]:
-    """The first outcome kept, the index bits of the alias table, and the law: integers that sum to exactly 2^104."""
-    check_int("trials", trials, 0, MAX_TRIALS)
-    first, weights = _weights(trials)
-    total, whole = sum(weights), 1 << (NOISE_BITS + REFINE_BITS)
-    law = [w * whole // total for w in weights]
-    # Floors lose less than one unit per outcome. The middle outcome, the heaviest, takes all of it: relative to its
-    # weight the change is least there, and the law stays log-concave. For odd m it is no longer symmetric; the
-    # accountant charges that (`mirror_distance`).
-    law[trials // 2 - first] += whole - sum(law)
-    return first, max(1, (len(law) - 1).bit_length()), law
-
-
 @lru_cache(maxsize=256)
 def binomial_pmf(trials: int) -> BinomialPmf:
     """The sampler's law on its support, each probability correctly rounded to float64.
@@ -98,29 +58,13 @@ def binomial_pmf(trials: int) -> BinomialPmf:
     >>> binomial_pmf(2).pmf.tolist()
     [0.25, 0.5, 0.25]
     """
-    first, _, law = _law(trials)
-    pmf = np.array([mass / (1 << (NOISE_BITS + REFINE_BITS)) for mass in law])
-    pmf.setflags(write=False)
-    return BinomialPmf(first=first, pmf=pmf)
-
-
-@lru_cache(maxsize=256)
-def mirror_distance(trials: int) -> float:
-    """How far the sampler's law is from symmetric: the largest |p_k - p_(m-k)| / p_k, at most 2^-78.
-
-    For odd m >= 71 the remainder of the rounding sits on the lower of the two middle outcomes.
-
-    >>> mirror_distance(70), 0 < mirror_distance(71) < 2**-78
-    (0.0, True)
-    """
-    _, _, law = _law(trials)
-    ratios = (abs(one - other) / min(one, other) for one, other in zip(law, reversed(law), strict=True) if one != other)
-    return max(ratios, default=0.0)
+    law = Binomial(trials)
+    return BinomialPmf(first=law.first, pmf=law.pmf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AliasTable:
-    """Walker's alias table of Bin(m, 1/2) in fixed point, with 2^index_bits entries.
+    """Walker's alias table of a law in fixed point, with 2^index_bits entries.
 
     The first index_bits of a draw choose entry i. If the other NOISE_BITS - index_bits bits are below `threshold[i]`,
     the outcome is `first` + i; if above, `first` + `alias[i]`. On a tie (once in 2^(NOISE_BITS - index_bits) draws)
@@ -135,12 +79,12 @@ class AliasTable:
 
 
 @lru_cache(maxsize=64)
-def alias_table(trials: int) -> AliasTable:
-    """The sampler's table for m trials: Walker's method in exact integers, so that the table has exactly the law."""
-    first, index_bits, law = _law(trials)
+def alias_table(law: NoiseLaw) -> AliasTable:
+    """The sampler's table of a law: Walker's method in exact integers, so that the table has exactly the law."""
+    index_bits = max(1, (len(law.masses) - 1).bit_length())
     entries = 1 << index_bits
     unit = 1 << (NOISE_BITS - index_bits + REFINE_BITS)  # capacity of one entry
-    masses = law + [0] * (entries - len(law))
+    masses = [*law.masses, *[0] * (entries - len(law.masses))]
     keep, alias = [unit] * entries, list(range(entries))
     small = [i for i, mass in enumerate(masses) if mass < unit]
     large = [i for i, mass in enumerate(masses) if mass >= unit]
@@ -156,7 +100,7 @@ def alias_table(trials: int) -> AliasTable:
     alias_of = np.array(alias, dtype=np.uint32)
     for column in (threshold, refine, alias_of):
         column.setflags(write=False)  # the table is cached: a caller that wrote to it would change everybody's noise
-    return AliasTable(first=first, index_bits=index_bits, threshold=threshold, refine=refine, alias=alias_of)
+    return AliasTable(first=law.first, index_bits=index_bits, threshold=threshold, refine=refine, alias=alias_of)
 
 
 _ZEROS = memoryview(bytes(1 << 18))

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.laws import MAX_TRIALS, Binomial, NoiseLaw, law_from
 
-MAX_TRIALS = 1 << 20
 MAX_LEVELS = 1 << 20
 """With both at most 2^20 a code has at most 22 bits."""
 MOST_ONE_IN = 1 << 16
@@ -94,6 +94,9 @@ class Mechanism:
     With a coarsening, this is the fine code, and the index of its point is the code that is sent. Privacy rests on s
     and m alone: what is computed from the noised code reveals no more than that code does (claim 7).
 
+    Noise of another law is `Mechanism.of(levels=..., noise=...)`. `trials` is then the largest value of the noise, so
+    that codes lie in {0, ..., 2s + trials} and are centred at s + trials / 2 for every law.
+
     >>> Mechanism(levels=2, trials=251).code_count
     256
     >>> Mechanism(levels=2, trials=251, coarsening=Coarsening(points=16, width=45)).bits_per_coordinate
@@ -103,16 +106,34 @@ class Mechanism:
     levels: int
     trials: int
     coarsening: Coarsening | None = None
+    noise: NoiseLaw | None = None
 
     def __post_init__(self) -> None:
         check_int("levels", self.levels, 1, MAX_LEVELS)
         check_int("trials", self.trials, 0, MAX_TRIALS)
+        if self.noise is not None and (isinstance(self.noise, Binomial) or self.trials != self.noise.span):
+            raise InvalidParameter(f"trials must be the span of {self.noise}; make it with Mechanism.of")
         if self.coarsening is not None:
             last = self.fine_code_count - 1
             if not (self.coarsening.points <= last and self.coarsening.width <= last):
                 raise InvalidParameter(
                     f"points and width must be at most 2 levels + trials = {last}, got {self.coarsening}"
                 )
+
+    @classmethod
+    def of(cls, *, levels: int, noise: NoiseLaw) -> Mechanism:
+        """The mechanism whose noise has this law.
+
+        >>> from bqsgd._src.laws import DiscreteGaussian
+        >>> Mechanism.of(levels=2, noise=DiscreteGaussian(3.0)).code_count
+        61
+        """
+        return cls(levels=levels, trials=noise.span, noise=None if isinstance(noise, Binomial) else noise)
+
+    @property
+    def law(self) -> NoiseLaw:
+        """The law of the noise: Bin(trials, 1/2) unless `noise` says another."""
+        return Binomial(self.trials) if self.noise is None else self.noise
 
     @property
     def fine(self) -> Mechanism:
@@ -152,13 +173,15 @@ class Mechanism:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, read back by `from_dict`."""
         # The key is left out, not None: files written before coarsening existed have none, and compare equal.
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        return fields if self.noise is None else fields | {"noise": self.noise.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Mechanism:
         """Rebuild and re-check a mechanism; unknown or missing fields raise TypeError."""
         coarsening = fields.get("coarsening")
-        return cls(**{**fields, "coarsening": None if coarsening is None else Coarsening(**coarsening)})
+        noise = law_from(fields["noise"]) if "noise" in fields else None
+        return cls(**{**fields, "coarsening": None if coarsening is None else Coarsening(**coarsening), "noise": noise})
 
 
 def code_dtype(code_count: int) -> np.dtype[np.unsignedinteger]:
@@ -203,7 +226,7 @@ class Kept:
 
 
 def parameters_digest(mechanism: Mechanism, *, range: Range, dimension: int, kept: Kept | None = None) -> bytes:
-    """First 16 bytes of SHA-256 over (levels, trials, dimension, range, coarsening, kept): docs/wire.md."""
+    """First 16 bytes of SHA-256 over (levels, trials, dimension, range, coarsening, kept, law): docs/wire.md."""
     range = check_range(range, dimension)
     state = hashlib.sha256(b"bqsgd.parameters.v1")
     check_int("dimension", dimension, 1, 2**63 - 1)
@@ -218,4 +241,6 @@ def parameters_digest(mechanism: Mechanism, *, range: Range, dimension: int, kep
         state.update(struct.pack("<II", mechanism.coarsening.points, mechanism.coarsening.width))
     if kept is not None:
         state.update(b"kept" + struct.pack("<IIQ", kept.one_in, kept.rotated, kept.model_dimension))
+    if mechanism.noise is not None:
+        state.update(b"law" + mechanism.noise.to_bytes())
     return state.digest()[:DIGEST_BYTES]

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.laws import Binomial, Sum
 from bqsgd._src.params import Mechanism, check_int, check_positive
 
 
@@ -204,6 +205,8 @@ class Release:
                 "a coarsened mechanism cannot be accounted as a sum over clients: the sum of coarse codes is not a "
                 "function of the sum of fine ones; leave the coarsening out"
             )
+        if self.terms.trust is Trust.SUMS_ONLY and not isinstance(self.mechanism.law, (Binomial, Sum)):
+            raise InvalidParameter(f"the noise of a sum is a sum of draws: use Sum({self.mechanism.law}, parties)")
 
     @property
     def shift(self) -> float:
@@ -218,12 +221,16 @@ class Release:
     def summed(self, honest_clients: int, *, colluders: int = 0) -> Release:
         """What the sum over n honest clients reveals of one of them, when secure aggregation hides the summands.
 
-        Their noises add up to Bin(n m, 1/2) and the others' values are a constant, so the pair is the same with n m
-        trials. Count only clients that certainly take part and do not tell the server their noise. A coarsened
-        mechanism is refused: the sum of the coarse codes does not follow from the sum of the fine ones.
+        Their noises add up to Bin(n m, 1/2) (or to the `Sum` of another law) and the others' values are a constant, so
+        the pair is the same with that noise. Count only clients that certainly take part and do not tell the server
+        their noise. A coarsened mechanism is refused: the sum of the coarse codes does not follow from the sum of the
+        fine ones.
         """
         check_int("honest_clients", honest_clients, 1, 2**53)
-        mechanism = replace(self.mechanism, trials=self.mechanism.trials * honest_clients)
+        if self.mechanism.coarsening is not None:
+            raise InvalidParameter("a coarsened mechanism cannot be accounted as a sum over clients")
+        noise = self.mechanism.law.summed(honest_clients)
+        mechanism = Mechanism.of(levels=self.mechanism.levels, noise=noise)
         return Release(mechanism=mechanism, terms=replace(self.terms, trust=Trust.SUMS_ONLY, colluders=colluders))
 
     def to_dict(self) -> dict[str, Any]:

@@ -150,6 +150,8 @@ def check_noise(sums: SumClient, release: Release, *, rule: Thresholds, seeded: 
     """
     agreed, terms = sums.agreement, release.terms
     counted = (release.mechanism.trials, terms.colluders, terms.dimension)
+    if release.mechanism.noise is not None:
+        raise InvalidParameter(f"secure sums share binomial noise between the clients, got {release.mechanism.noise}")
     if counted != (agreed.trials, agreed.rule.colluders, agreed.dimension) or terms.failure < agreed.rule.failure:
         raise InvalidParameter(
             f"the clients agreed on {agreed.trials} trials and {agreed.rule.colluders} colluders, client "

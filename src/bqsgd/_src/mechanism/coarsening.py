@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.noise import NoiseSource, binomial_pmf
+from bqsgd._src.noise import NoiseSource
 from bqsgd._src.params import Codes, Mechanism, check_int, code_dtype
 from bqsgd._src.runtime.compiling import njit
 
@@ -112,9 +112,9 @@ def position_law(mechanism: Mechanism, position: int) -> npt.NDArray[np.float64]
     """
     check_int("position", position, -mechanism.levels, mechanism.levels)
     law = np.zeros(mechanism.fine_code_count)
-    binomial = binomial_pmf(mechanism.trials)
-    start = mechanism.levels + position + binomial.first
-    law[start : start + binomial.pmf.size] = binomial.pmf
+    noise = mechanism.law
+    start = mechanism.levels + position + noise.first
+    law[start : start + noise.pmf.size] = noise.pmf
     return law if mechanism.coarsening is None else coarse_law(mechanism, law)
 
 
@@ -168,12 +168,12 @@ def _largest_between(ends: npt.NDArray[np.float64], bend: npt.NDArray[np.float64
 
 
 def variance_at_zero(mechanism: Mechanism) -> float:
-    """Variance of the decoded value of 0, in squared quantiser steps: m/4 without coarsening.
+    """Variance of the decoded value of 0, in squared quantiser steps: m/4 for binomial noise without coarsening.
 
     Most coordinates of a gradient are small compared with the range, so this is the noise on most of them.
     """
     if mechanism.coarsening is None:
-        return mechanism.trials / 4
+        return mechanism.law.variance
     value = mechanism.step * (np.arange(mechanism.code_count) - mechanism.centre)
     law = position_law(mechanism, 0)
     return float(law @ value**2 - (law @ value) ** 2)
@@ -190,9 +190,9 @@ def _moments(mechanism: Mechanism) -> tuple[npt.NDArray[np.float64], npt.NDArray
         up = place * 2.0**-_DRAW_BITS - below
         value = mechanism.step * (below + up - mechanism.centre)
         square = value**2 + mechanism.step**2 * up * (1 - up)
-    binomial, position = binomial_pmf(mechanism.trials), np.arange(-mechanism.levels, mechanism.levels + 1.0)
+    noise, position = mechanism.law, np.arange(-mechanism.levels, mechanism.levels + 1.0)
     # Fine codes that occur at some position; sliding the noise's law over them gives the mean at each position.
-    occurring = slice(binomial.first, binomial.first + binomial.pmf.size + 2 * mechanism.levels)
-    mean: npt.NDArray[np.float64] = np.correlate(value[occurring], binomial.pmf, "valid")
-    second: npt.NDArray[np.float64] = np.correlate(square[occurring], binomial.pmf, "valid")
+    occurring = slice(noise.first, noise.first + noise.pmf.size + 2 * mechanism.levels)
+    mean: npt.NDArray[np.float64] = np.correlate(value[occurring], noise.pmf, "valid")
+    second: npt.NDArray[np.float64] = np.correlate(square[occurring], noise.pmf, "valid")
     return mean - position, second - 2 * position * mean + position**2

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput, OutOfRange
+from bqsgd._src.laws import NoiseLaw
 from bqsgd._src.mechanism import _kernels, coarsening
 from bqsgd._src.noise import NoiseSource, alias_table
 from bqsgd._src.params import Codes, Mechanism, Range, check_range, code_dtype
@@ -72,8 +73,8 @@ CHUNK = 1 << 14
 
 
 @lru_cache(maxsize=64)
-def _packed_table(trials: int) -> npt.NDArray[np.uint64]:
-    table = alias_table(trials)
+def _packed_table(noise: NoiseLaw) -> npt.NDArray[np.uint64]:
+    table = alias_table(noise)
     return (table.threshold << np.uint64(_kernels.ALIAS_BITS)) | table.alias.astype(np.uint64)
 
 
@@ -116,7 +117,7 @@ class Encoding:
             raise InvalidParameter(
                 f"a slice must start at an even coordinate within 0 to {self.dimension}, got {start}:{stop}"
             )
-        table, packed = alias_table(self.mechanism.trials), _packed_table(self.mechanism.trials)
+        table, packed = alias_table(self.mechanism.law), _packed_table(self.mechanism.law)
         index_bits, first = np.uint64(table.index_bits), np.uint64(table.first)
         levels = float(self.mechanism.levels)
         ranges: Any = self.range

@@ -26,10 +26,13 @@ def noise_density(error: npt.ArrayLike, mechanism: Mechanism, *, range: float) -
     It is the binomial law with each atom spread over a triangle of one step on either side.
 
     Raises:
-        InvalidParameter: the mechanism is coarsened (its law depends on the input), or `error` is not finite.
+        InvalidParameter: the mechanism is coarsened (its law depends on the input) or its noise is not binomial, or
+            `error` is not finite.
     """
     if mechanism.coarsening is not None:
         raise InvalidParameter("Proposition 1 is the law before coarsening; give mechanism.fine, or see coarsening")
+    if mechanism.noise is not None:
+        raise InvalidParameter(f"Proposition 1 is the law of binomial noise, got {mechanism.noise}")
     from scipy import stats  # imported here because it is slow to import and no client needs it
 
     per_step = mechanism.levels / check_positive("range", range)
@@ -55,4 +58,4 @@ def noise_variance(mechanism: Mechanism) -> float:
     """
     if mechanism.coarsening is not None:
         return mean_squared_error(mechanism)
-    return mechanism.trials / 4 / mechanism.levels**2 + 1 / (6 * mechanism.levels**2)
+    return mechanism.law.variance / mechanism.levels**2 + 1 / (6 * mechanism.levels**2)

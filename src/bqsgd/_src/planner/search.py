@@ -97,7 +97,7 @@ def coarsened(fine: Mechanism, *, bits: int) -> Mechanism:
 
     def at(width: int) -> Mechanism:
         coarsening = Coarsening(points=points, width=width)
-        return Mechanism(levels=fine.levels, trials=fine.trials, coarsening=coarsening)
+        return replace(fine, coarsening=coarsening)
 
     # The server refuses frames whose codes reach further than `largest_reach`, so no wider window is tried.
     low, high = 1, min(fine.code_count - 1, int(2 * largest_reach(bits) * fine.levels))

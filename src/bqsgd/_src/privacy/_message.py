@@ -14,6 +14,7 @@ each k is a block of its own and nothing is paid.
 from __future__ import annotations
 
 import itertools
+import math
 from functools import lru_cache, reduce
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from scipy import fft
 
 from bqsgd._src.errors import AccountingError
-from bqsgd._src.noise import binomial_pmf, mirror_distance
+from bqsgd._src.laws import NoiseLaw, mirror_distance
 from bqsgd._src.privacy._pairs import Atoms, Floats, Pair, charged, envelope
 
 
@@ -34,9 +35,9 @@ def shifted_laws(law: Floats, whole: int, part: float) -> tuple[Floats, Floats]:
     return moved, still
 
 
-def coordinate_atoms(trials: int, shift: float) -> Atoms:
+def coordinate_atoms(noise: NoiseLaw, shift: float) -> Atoms:
     """The pair A = (P(shift), P(0)) of one coordinate, atom by atom, for any shift > 0."""
-    law = binomial_pmf(trials).pmf
+    law = noise.pmf
     if shift >= law.size:
         return Atoms(loss=np.empty(0), p=np.empty(0), q=np.empty(0), p_only=1.0, q_only=1.0)
     whole, part = int(shift), shift - int(shift)
@@ -96,14 +97,26 @@ def _largest_loss(atoms: Atoms, dimension: int) -> float:
 def _step(atoms: Atoms, largest_loss: float, dimension: int) -> float:
     """The grid step for a window from -largest_loss to largest_loss."""
     fraction, width = GRID_FRACTION * max(1.0, dimension / 1e6) ** 0.25, 2 * largest_loss
+    if dimension == 1:  # no transform, so a finer grid costs little
+        return through_the_ends(float(min(fraction * atoms.loss_deviation, width / (4 * FINE_POINTS))), atoms)
     return float(max(min(fraction * atoms.loss_deviation, width / FINE_POINTS), width / MOST_POINTS))
 
 
-def _coordinate_pairs(trials: int, shift: float, dimension: int) -> tuple[tuple[Pair, Pair, Pair], int]:
+def through_the_ends(step: float, atoms: Atoms) -> float:
+    """The step, shortened so that the largest loss is a grid point: epsilon at a small delta is then next to exact.
+
+    Laws with a largest loss that is likely, such as the geometric, have all they can lose there.
+    """
+    top = max(-float(atoms.loss[0]), float(atoms.loss[-1]))
+    # A little above the top: rounding must not put the largest loss beyond the grid point meant for it.
+    return top * (1 + 1e-15) / math.ceil(top / step) if 0 < step < top else step
+
+
+def _coordinate_pairs(noise: NoiseLaw, shift: float, dimension: int) -> tuple[tuple[Pair, Pair, Pair], int]:
     """The grid pairs A, B and E of one coordinate, and the half h of the window -h .. h of points for d coordinates."""
-    atoms = coordinate_atoms(trials, shift)
+    atoms = coordinate_atoms(noise, shift)
     if atoms.loss.size == 0 or atoms.loss_deviation == 0:
-        raise AccountingError(f"with {trials} trials, neighbours {shift} steps apart have no outcome in common")
+        raise AccountingError(f"with {noise}, neighbours {shift} steps apart have no outcome in common")
     largest_loss = _largest_loss(atoms, dimension)
     step = _step(atoms, largest_loss, dimension)
     a = atoms.on_grid(step)
@@ -147,13 +160,13 @@ def _blocks(dimension: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def shortened(trials: int, shift: float, dimension: int) -> float:
+def shortened(noise: NoiseLaw, shift: float, dimension: int) -> float:
     """The shift, reduced by what the grid adds to the standard deviation of the loss; used for lower bounds.
 
     Splitting an atom adds at most a quarter of the squared step to the variance of the loss, and the variance grows as
     the square of the shift.
     """
-    atoms = coordinate_atoms(trials, shift)
+    atoms = coordinate_atoms(noise, shift)
     if atoms.loss.size == 0 or atoms.loss_deviation == 0:
         return shift
     step = _step(atoms, _largest_loss(atoms, dimension), dimension)
@@ -161,16 +174,21 @@ def shortened(trials: int, shift: float, dimension: int) -> float:
 
 
 @lru_cache(maxsize=16)
-def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = False) -> Pair:
+def message_pair(noise: NoiseLaw, shift: float, dimension: int, *, attained: bool = False) -> Pair:
     """The pair that dominates one message of `dimension` coordinates, each moved by at most `shift` steps (Claim 2).
 
     With `attained` it is A^d, the pair of particular data: what is accounted from it is a lower bound on the truth, as
     far as the grid resolves (see `shortened`). It is also quick.
     """
-    edge = coordinate_atoms(trials, shift).p_only
+    edge = coordinate_atoms(noise, shift).p_only
     if edge == 1 or dimension * np.log1p(-edge) < np.log(NOTHING_HIDDEN):
         return Pair(step=1.0, first=0, major=np.zeros(1), p_only=1.0, q_only=1.0)
-    pairs, half = _coordinate_pairs(trials, shift, dimension)
+    pairs, half = _coordinate_pairs(noise, shift, dimension)
+    # The claims are proven for a symmetric law, and the sampler's is not quite ("The mechanism and its law").
+    uneven = 4 * dimension * mirror_distance(noise)
+    if dimension == 1:
+        one, other = (charged(pair, uneven) for pair in pairs[:2])
+        return one if attained else envelope(one, other)
     points = fft.next_fast_len(2 * half, real=True)
     logs = [_log_transform(pair, points, dimension) for pair in pairs]
 
@@ -181,8 +199,6 @@ def message_pair(trials: int, shift: float, dimension: int, *, attained: bool = 
         return np.maximum(mass, 0.0)  # the transform leaves -1e-17 where there is nothing; FLOAT_CHARGE pays for it
 
     halves: dict[tuple[int, int], Floats] = {}
-    # The claims are proven for a symmetric law, and the sampler's is not quite ("The mechanism and its law").
-    uneven = 4 * dimension * mirror_distance(trials)
 
     def block_pair(k1: int, k2: int) -> Pair:
         """P-masses at losses >= 0 and Q-masses below; the latter are the P-masses of the mirrored block."""

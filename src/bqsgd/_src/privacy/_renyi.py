@@ -23,7 +23,8 @@ import numpy.typing as npt
 from scipy.special import gammaln, logsumexp
 
 from bqsgd._src.errors import AccountingError
-from bqsgd._src.noise import ROUNDING_SLACK_STEPS, binomial_pmf, mirror_distance
+from bqsgd._src.laws import NoiseLaw, mirror_distance
+from bqsgd._src.noise import ROUNDING_SLACK_STEPS
 from bqsgd._src.privacy._pairs import Floats
 from bqsgd._src.release import Relation, Release, Scheme, Spent
 
@@ -76,14 +77,14 @@ class _Window:
     left_out: float
 
     @classmethod
-    def of(cls, trials: int, largest: float, tail: float, *, triple: bool) -> _Window:
-        law = binomial_pmf(trials).pmf
+    def of(cls, noise: NoiseLaw, largest: float, tail: float, *, triple: bool) -> _Window:
+        law = noise.pmf
         reach = math.ceil(largest)
         more = reach if triple else 0
         below = np.cumsum(law)
         cut = max(reach, int(np.searchsorted(below, tail / 2, side="right")) - 1 - more)
         if 2 * (cut + more) >= law.size:
-            raise AccountingError(f"a shift of {largest:.3g} steps leaves nothing of {trials} trials to account in L2")
+            raise AccountingError(f"a shift of {largest:.3g} steps leaves nothing of {noise} to account in L2")
         return cls(law=law, reach=reach, cut=cut, left_out=2 * float(below[cut + more]))
 
     @property
@@ -206,7 +207,7 @@ def _third_and_fourth(breaks: Floats, log_ratio: Floats, base: Floats, score: Fl
 
 
 @lru_cache(maxsize=256)
-def moment_rates(trials: int, largest: float, tail: float, *, triple: bool = False) -> MomentRates:
+def moment_rates(noise: NoiseLaw, largest: float, tail: float, *, triple: bool = False) -> MomentRates:
     """Bounds for every order in ORDERS and every shift in (0, largest], certified on intervals.
 
     Raises:
@@ -214,7 +215,7 @@ def moment_rates(trials: int, largest: float, tail: float, *, triple: bool = Fal
     """
     if not largest < MOST_STEPS:
         raise AccountingError(f"a shift of {largest:.3g} steps is too large to account in L2")
-    window = _Window.of(trials, largest, tail, triple=triple)
+    window = _Window.of(noise, largest, tail, triple=triple)
     base = window.base
     breaks = _intervals(largest, RATIO)
     orders = ORDERS
@@ -222,7 +223,7 @@ def moment_rates(trials: int, largest: float, tail: float, *, triple: bool = Fal
         breaks, orders = _intervals(largest, COARSE_RATIO), THIN_ORDERS
     # Checked before the arrays of this size are made: the settings of a run must not exhaust a client's memory.
     if breaks.size * base.size > MOST_CELLS:
-        raise AccountingError(f"a shift of {largest:.3g} steps with {trials} trials takes too long to account in L2")
+        raise AccountingError(f"a shift of {largest:.3g} steps with {noise} takes too long to account in L2")
     log_ratio = _log_ratio(window.moved(breaks), base)
     unit = min(1.0, largest)
     score = (window.moved(np.array([unit]))[0] / base - 1.0) / unit
@@ -284,7 +285,7 @@ def _message_log_moments(release: Release, rates: MomentRates) -> tuple[Floats, 
     length = release.shift_l2 + spread * ROUNDING_SLACK_STEPS
     drift = rates.drift * spread * length
     # The law is symmetric but for a relative `uneven`, which moves a moment by (1 + uneven)^(2k) per coordinate.
-    uneven = mirror_distance(release.mechanism.trials) * release.terms.dimension
+    uneven = mirror_distance(release.mechanism.law) * release.terms.dimension
     with np.errstate(over="ignore", invalid="ignore"):
         known = rates.per_square * length**2 + ORDERS * (drift + 2 * uneven)
     # M_0 = Q(kept) and M_1 = P(kept) are at most 1.
@@ -373,7 +374,7 @@ def _log_moments(release: Release, tail: float) -> tuple[Floats, float]:
     # Fixed-size batches need the third law, with and without sampling.
     triple = release.terms.sensitivity.relation is Relation.REPLACE
     try:
-        rates = moment_rates(release.mechanism.trials, release.shift + ROUNDING_SLACK_STEPS, tail, triple=triple)
+        rates = moment_rates(release.mechanism.law, release.shift + ROUNDING_SLACK_STEPS, tail, triple=triple)
     except AccountingError:
         return nothing_proven
     rate = release.terms.sampling.rate

@@ -18,7 +18,7 @@ import numpy as np
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.noise import ROUNDING_SLACK_STEPS
-from bqsgd._src.privacy._message import NOTHING_HIDDEN, coordinate_atoms, message_pair, shortened
+from bqsgd._src.privacy._message import NOTHING_HIDDEN, coordinate_atoms, message_pair, shortened, through_the_ends
 from bqsgd._src.privacy._pairs import FLOAT_CHARGE, MASS_TOLERANCE, Atoms, Floats, Pair
 from bqsgd._src.privacy._shapes import shaped_pair
 from bqsgd._src.privacy.guarantee import MEANINGLESS_EPSILON
@@ -119,16 +119,16 @@ def sampled_message(release: Release, *, attained: int = 0) -> Atoms:
     With `attained` it is instead the pair of the data that `homogeneous` describes with that spread: what is accounted
     from it is a lower bound on the truth.
     """
-    trials, dimension = release.mechanism.trials, release.terms.dimension
+    noise, dimension = release.mechanism.law, release.terms.dimension
     largest = release.shift + ROUNDING_SLACK_STEPS
     if attained:
         shift, copies = homogeneous(release, attained)
-        pair = message_pair(trials, shortened(trials, shift, copies), copies, attained=True)
+        pair = message_pair(noise, shortened(noise, shift, copies), copies, attained=True)
     elif l2_binds(release):
         length = release.shift_l2 + math.sqrt(dimension) * ROUNDING_SLACK_STEPS
-        pair = shaped_pair(trials, largest, length, dimension)
+        pair = shaped_pair(noise, largest, length, dimension)
     else:
-        pair = message_pair(trials, largest, dimension)
+        pair = message_pair(noise, largest, dimension)
     # The symmetric curve of fixed-size batches is an upper bound; data attain one half of it at a time. So the lower
     # bound composes "remove" and "add" as for Poisson sampling.
     if release.terms.sampling.scheme is Scheme.FIXED_SIZE and not attained:
@@ -146,7 +146,7 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
     if release.mechanism.trials == 0:
         return True
     shift, copies = homogeneous(release)
-    atoms = coordinate_atoms(release.mechanism.trials, shift + ROUNDING_SLACK_STEPS)
+    atoms = coordinate_atoms(release.mechanism.law, shift + ROUNDING_SLACK_STEPS)
     if atoms.loss.size == 0:
         return True
     drawn = -math.expm1(rounds * math.log1p(-release.terms.sampling.rate)) if release.terms.sampling.rate < 1 else 1.0
@@ -210,6 +210,8 @@ def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     step = min(GRID_FRACTION * math.sqrt(variance / count), spread / FINE_POINTS)
     extent = max(float(x.loss[-1] - x.loss[0]) for x, _ in messages)
     step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS) or 1.0  # 0: all losses are 0, any step will do
+    if len(messages) == 1 and spent[0][0].terms.dimension == 1:
+        step = through_the_ends(step, messages[0][0])
     grids = [(message.on_grid(step), rounds) for message, rounds in messages]
     # dp-accounting tries orders that overflow, and skips them.
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import AccountingError
-from bqsgd._src.noise import binomial_pmf, mirror_distance
+from bqsgd._src.laws import NoiseLaw, mirror_distance
 from bqsgd._src.privacy._message import shifted_laws
 from bqsgd._src.privacy._pairs import Atoms, Floats, Pair, charged
 
@@ -85,9 +85,9 @@ class _Ratio:
     q: Floats
 
 
-def _orders(trials: int, shift: float) -> tuple[_Ratio, _Ratio]:
+def _orders(noise: NoiseLaw, shift: float) -> tuple[_Ratio, _Ratio]:
     """A = (P(shift), P(0)) and B = (P(0), P(shift)) on the outcomes that either can produce."""
-    law = binomial_pmf(trials).pmf
+    law = noise.pmf
     whole = math.ceil(shift) - 1  # a whole shift counts as the upper end of its cell
     moved, still = shifted_laws(law, whole, shift - whole)
     both = (moved > 0) & (still > 0)
@@ -135,17 +135,17 @@ def _few_atoms(excess: Floats, q: Floats) -> tuple[Floats, Floats]:
     return np.concatenate([loss[~near], pair.loss[used]]), np.concatenate([q[~near], pair.q[used]])
 
 
-def _corners(trials: int, largest: float, length: float, dimension: int) -> _Corners:
-    mu = length / math.sqrt(trials / 4)
+def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> _Corners:
+    mu = length / math.sqrt(noise.variance)
     sum_of_shifts = math.sqrt(dimension) * length
     first = min(largest, SERIES_FRACTION * length, mu, 0.5)
     shifts = _grid(first, largest, length)
     linear = TAIL / (4 * sum_of_shifts)
-    score, score_mass, moved = _capped(_orders(trials, 1.0)[0], linear)
+    score, score_mass, moved = _capped(_orders(noise, 1.0)[0], linear)
     linear, square = max(linear, moved / (1 - first)), 0.0
     losses, masses = [], []
     for u in shifts.tolist():
-        for pair in _orders(trials, u):
+        for pair in _orders(noise, u):
             excess, q, moved = _capped(pair, linear * u + TAIL / 4 * (u / length) ** 2)
             square = max(square, (moved - linear * u) / u**2)
             loss, q = _few_atoms(excess, q)
@@ -314,17 +314,17 @@ def _symmetric(step: float, heights: Floats) -> Pair:
 
 
 @lru_cache(maxsize=64)
-def shaped_pair(trials: int, largest: float, length: float, dimension: int) -> Pair:
+def shaped_pair(noise: NoiseLaw, largest: float, length: float, dimension: int) -> Pair:
     """The pair that dominates a message whose shift vector has norm `length` and coordinates up to `largest` steps.
 
     Raises:
         AccountingError: the shift is too long for this route, or the caps would move too much mass.
     """
     largest = min(largest, length)
-    if largest > min(MOST_STEPS, binomial_pmf(trials).pmf.size - 1):
-        raise AccountingError(f"a shift of {largest:.3g} steps is too long for {trials} trials in L2")
-    variance = trials / 4
-    corners = _corners(trials, largest, length, dimension)
+    if largest > min(MOST_STEPS, noise.pmf.size - 1):
+        raise AccountingError(f"a shift of {largest:.3g} steps is too long for {noise} in L2")
+    variance = noise.variance
+    corners = _corners(noise, largest, length, dimension)
     mu = math.sqrt(corners.spent / variance)
     t = np.arange(0.0, LINE_END, LINE_STEP) / mu
     step = CURVE_STEP * mu
@@ -338,5 +338,5 @@ def shaped_pair(trials: int, largest: float, length: float, dimension: int) -> P
             for smoothing in SMOOTHINGS:
                 heights = np.fmin(heights, _heights(line, log_z, turns, smoothing * mu**2) + corners.moved)
     # The claims are proven for a symmetric law, and the sampler's is not quite ("The mechanism and its law").
-    uneven = 4 * dimension * mirror_distance(trials)
+    uneven = 4 * dimension * mirror_distance(noise)
     return charged(_symmetric(step, np.minimum.accumulate(heights)), uneven)

@@ -15,7 +15,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from bqsgd._src.errors import AccountingError, InvalidParameter
-from bqsgd._src.noise import CUT_LAW, TAIL_BITS
+from bqsgd._src.laws import TAIL_BITS, Binomial, NoiseLaw
+from bqsgd._src.noise import CUT_LAW
 from bqsgd._src.params import check_delta, check_int
 from bqsgd._src.privacy import _renyi, _rounds
 from bqsgd._src.privacy.guarantee import Guarantee
@@ -261,16 +262,22 @@ def _sum_charge(spent: Spent, epsilon: float) -> float:
 
     The noise of a sum is drawn in parts, by different clients, and each part is cut and rounded by itself. Parts of up
     to 64 trials are exact, so at most m / 65 + 1 parts of a sum of m trials are not. Each of these is off by CUT_LAW in
-    total variation, under both neighbours; in the denominator that counts e^epsilon times. The probability that a round
+    total variation, under both neighbours; in the denominator that counts e^epsilon times. The sum of draws of another
+    law is accounted as it was computed, which is `distance` off. The probability that a round
     reveals more than its sum (`failure`) does not depend on the data, so it counts once.
     """
     failed = sum(rounds * release.terms.failure for release, rounds in spent)
-    laws = sum(
-        rounds * release.terms.dimension * (release.mechanism.trials // (TAIL_BITS + 1) + 1)
+    apart = sum(
+        rounds * release.terms.dimension * _apart(release.mechanism.law)
         for release, rounds in spent
         if release.terms.trust is Trust.SUMS_ONLY
     )
-    return failed + (laws * CUT_LAW * (1 + math.exp(min(epsilon, 700.0))) if laws else 0.0)
+    return failed + (apart * (1 + math.exp(min(epsilon, 700.0))) if apart else 0.0)
+
+
+def _apart(law: NoiseLaw) -> float:
+    """How far the law of a sum is from the law that is accounted for it, in total variation for one coordinate."""
+    return (law.trials // (TAIL_BITS + 1) + 1) * CUT_LAW if isinstance(law, Binomial) else law.distance
 
 
 def _l2_decides(spent: Spent) -> bool:

@@ -324,6 +324,8 @@ class Private:
             return None
         if fixed is None:
             return plan_sum(self.budget.privacy, self._terms(), rule, rounds=self.rounds)
+        if fixed.noise is not None:
+            raise InvalidParameter(f"secure sums share binomial noise between the clients, got {fixed.noise}")
         width = width_of(rule, fixed.levels, fixed.trials)
         return SumPlan(rule=rule, levels=fixed.levels, trials=fixed.trials, width=width)
 
@@ -617,7 +619,8 @@ class Private:
         """
         assert self._settings is not None
         sizes = [
-            header_bytes(self._kept) + FixedWidth(mechanism.code_count).payload_bytes(self._objective.dimension)
+            header_bytes(self._kept, mechanism.noise)
+            + FixedWidth(mechanism.code_count).payload_bytes(self._objective.dimension)
             for mechanism, _ in self._settings
         ]
         # Zeros stand for a rank that sends nothing, because every rank must take part in the gathering.

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import BadPayload, CodeOutOfRange, InvalidParameter
-from bqsgd._src.params import MAX_LEVELS, MAX_TRIALS, Codes, check_int, code_dtype
+from bqsgd._src.laws import MAX_TRIALS
+from bqsgd._src.params import MAX_LEVELS, Codes, check_int, code_dtype
 from bqsgd._src.wire import _bits
 
 MAX_CODE_COUNT = 2 * MAX_LEVELS + MAX_TRIALS + 1

@@ -18,6 +18,7 @@ import xxhash
 
 from bqsgd._src import errors
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.laws import PACKED, NoiseLaw, law_of_bytes
 from bqsgd._src.params import DIGEST_BYTES, Coarsening, Kept, Mechanism, Range, check_int, parameters_digest
 from bqsgd._src.wire.fixed import Payload, layout
 
@@ -29,7 +30,7 @@ _ENTROPY_SLACK_BYTES = 16
 """An entropy-coded payload is at most this many bytes longer than the fixed-width payload of the same codes."""
 _CHECKSUM = struct.Struct("<Q")
 CHECKED_HEADER_BYTES = HEADER_BYTES - _CHECKSUM.size
-_SEEDED, _SUBSET = 1, 2
+_SEEDED, _SUBSET, _LAW = 1, 2, 4
 _KEPT = struct.Struct("<IIQ")
 """Follows the header of a frame that carries a subset of the coordinates: one_in, rotated, model_dimension."""
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
@@ -37,9 +38,9 @@ _UNSTATED_MAX_DIMENSION = 1 << 24
 """The most codes of an entropy-coded frame if the caller states no dimension: a few bytes may expand to many codes."""
 
 
-def header_bytes(kept: Kept | None) -> int:
+def header_bytes(kept: Kept | None, noise: NoiseLaw | None = None) -> int:
     """Bytes before the payload of a frame."""
-    return HEADER_BYTES + (0 if kept is None else _KEPT.size)
+    return HEADER_BYTES + (0 if kept is None else _KEPT.size) + (0 if noise is None else PACKED.size)
 
 
 class Coding(IntEnum):
@@ -85,11 +86,13 @@ class Header:
             raise InvalidParameter(f"digest must be {DIGEST_BYTES} bytes, got {len(self.digest)}")
         if self.kept is not None and self.kept.dimension != self.dimension:
             raise InvalidParameter(f"{self.kept} has {self.kept.dimension} coordinates, the frame {self.dimension}")
+        if self.mechanism.noise is not None:
+            self.mechanism.noise.to_bytes()  # raises if no frame can carry this law
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the payload."""
-        return header_bytes(self.kept)
+        return header_bytes(self.kept, self.mechanism.noise)
 
     @property
     def payload_limits(self) -> tuple[int, int]:
@@ -121,7 +124,8 @@ def _read_header(view: memoryview) -> Header:
     if version != _VERSION:
         raise errors.UnsupportedVersion(f"this reader knows frame version {_VERSION}, got {version}")
     # Length before checksum: the checksum reads the whole buffer, which must not be longer than the frame.
-    header_bytes = HEADER_BYTES + (_KEPT.size if flags & _SUBSET else 0)
+    before_law = HEADER_BYTES + (_KEPT.size if flags & _SUBSET else 0)
+    header_bytes = before_law + (PACKED.size if flags & _LAW else 0)
     expected = header_bytes + payload_bytes
     if len(view) < expected:
         raise errors.TruncatedFrame(f"the header announces a frame of {expected} bytes, got {len(view)}")
@@ -131,12 +135,13 @@ def _read_header(view: memoryview) -> Header:
         raise errors.ChecksumMismatch(f"the header states checksum {stated:016x}, the bytes give {actual:016x}")
     if coding not in (Coding.FIXED, Coding.ENTROPY):
         raise errors.BadHeader(f"coding must be 1 (fixed width) or 2 (entropy), got {coding}")
-    if flags & ~(_SEEDED | _SUBSET):
+    if flags & ~(_SEEDED | _SUBSET | _LAW):
         raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
     try:
         # Points and width are both 0 if the codes are not coarsened, as in all older frames.
         coarsening = Coarsening(points=points, width=width) if points or width else None
         kept = _read_kept(view) if flags & _SUBSET else None
+        noise = law_of_bytes(view[before_law:header_bytes]) if flags & _LAW else None
         return Header(
             coding=Coding(coding),
             seeded=bool(flags & _SEEDED),
@@ -144,7 +149,7 @@ def _read_header(view: memoryview) -> Header:
             client=client,
             round=round_,
             dimension=dimension,
-            mechanism=Mechanism(levels=levels, trials=trials, coarsening=coarsening),
+            mechanism=Mechanism(levels=levels, trials=trials, coarsening=coarsening, noise=noise),
             kept=kept,
             payload_bytes=payload_bytes,
         )
@@ -250,10 +255,13 @@ class FrameWriter:
         parameters = (mechanism.levels, mechanism.trials, header.payload_bytes)
         coarse = (0, 0) if mechanism.coarsening is None else (mechanism.coarsening.points, mechanism.coarsening.width)
         flags = (_SEEDED if header.seeded else 0) | (0 if header.kept is None else _SUBSET)
+        flags |= 0 if mechanism.noise is None else _LAW
         _HEADER.pack_into(self._buffer, 0, _MAGIC, _VERSION, header.coding, flags, *names, *parameters, *coarse, 0)
         if header.kept is not None:
             kept = header.kept
             _KEPT.pack_into(self._buffer, HEADER_BYTES, kept.one_in, kept.rotated, kept.model_dimension)
+        if mechanism.noise is not None:
+            self._buffer[header.header_bytes - PACKED.size : header.header_bytes] = mechanism.noise.to_bytes()
         # Last, because it covers all other bytes of the frame.
         _CHECKSUM.pack_into(self._buffer, CHECKED_HEADER_BYTES, checksum(memoryview(self._buffer)))
         return self._buffer
