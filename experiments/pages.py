@@ -33,6 +33,7 @@ _SECTIONS = {
     "audit_faults": "experiments.assurance.audit_faults:section",
     "faults": "experiments.assurance.faults:section",
     "l2_accounting": "experiments.assurance.l2_accounting:section",
+    "mechanisms": "experiments.assurance.mechanisms:section",
     "outlook": "experiments.assurance.outlook:section",
     "liars": "experiments.assurance.liars:section",
     "house": "experiments.assurance.house:section",

@@ -103,7 +103,6 @@ def test_bad_input_is_one_line_and_exit_code_2(bqsgd, arguments, says):
     [
         (["tradeoffs", "--out", "x"], "bqsgd paper tradeoffs"),
         (["reproduce", "table2"], "python -m experiments.reproduce"),
-        (["compare"], "python -m experiments.reproduce compare"),
         (["plan", "--dim", 3], "--dimension"),
         (["plan", "--batch", 3], "--batch-size"),
         (["plan", "--method", "paper"], "bqsgd paper plan"),

@@ -290,7 +290,7 @@ def account(
     check_delta("delta", delta)
     check_int("rounds", rounds, 1, 2**53)
     mechanism = Mechanism(levels=levels, trials=trials)
-    terms = _terms(
+    terms = terms_of(
         dimension=dimension,
         batch_size=batch_size,
         dataset_size=dataset_size,
@@ -428,11 +428,11 @@ def _proposed(
 ) -> tuple[Terms, int, Proposal | None]:
     """A client's terms and rounds. If batch size or rounds are left out, both are proposed together with the clip.
 
-    client: the other arguments of `_terms`.
+    client: the other arguments of `terms_of`.
     """
     if batch_size is not None and rounds is not None:
         check_int("rounds", rounds, 1, 2**53)
-        return _terms(dimension=federation.dimension, batch_size=batch_size, **client), rounds, None
+        return terms_of(dimension=federation.dimension, batch_size=batch_size, **client), rounds, None
     if client["sampling"] != "poisson" or client["linf"] is not None or client["l2"] is not None:
         raise InvalidParameter(
             "batch size and rounds can be proposed only for Poisson batches, and together with linf and l2: give both, "
@@ -441,10 +441,10 @@ def _proposed(
     proposal = propose(budget, federation, batch_size=batch_size, rounds=rounds)
     client |= {"batch_size": proposal.batch_size, "linf": proposal.linf, "l2": proposal.l2}
     kept = math.ceil(federation.dimension / proposal.one_in)
-    return _terms(dimension=kept, **client), proposal.rounds, proposal
+    return terms_of(dimension=kept, **client), proposal.rounds, proposal
 
 
-def _terms(*, sampling: str, relation: str | None, **client: Any) -> Terms:
+def terms_of(*, sampling: str, relation: str | None, **client: Any) -> Terms:
     if sampling not in SAMPLINGS:
         raise InvalidParameter(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
     if relation is not None and relation not in RELATIONS:

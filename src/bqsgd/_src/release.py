@@ -227,10 +227,8 @@ class Release:
         fine ones.
         """
         check_int("honest_clients", honest_clients, 1, 2**53)
-        if self.mechanism.coarsening is not None:
-            raise InvalidParameter("a coarsened mechanism cannot be accounted as a sum over clients")
-        noise = self.mechanism.law.summed(honest_clients)
-        mechanism = Mechanism.of(levels=self.mechanism.levels, noise=noise)
+        noise = Mechanism.of(levels=self.mechanism.levels, noise=self.mechanism.law.summed(honest_clients))
+        mechanism = replace(noise, coarsening=self.mechanism.coarsening)  # which the release refuses
         return Release(mechanism=mechanism, terms=replace(self.terms, trust=Trust.SUMS_ONLY, colluders=colluders))
 
     def to_dict(self) -> dict[str, Any]:

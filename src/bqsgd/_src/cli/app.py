@@ -18,6 +18,7 @@ import typer.core
 from bqsgd import __version__
 from bqsgd._src.cli.audit import audit
 from bqsgd._src.cli.check import check
+from bqsgd._src.cli.compare import compare
 from bqsgd._src.cli.flower import flower
 from bqsgd._src.cli.ledger import ledger
 from bqsgd._src.cli.paper import paper
@@ -33,7 +34,6 @@ _DIMENSION_AND_BATCH = {"--dim": "--dimension", "--batch": "--batch-size"}
 _COMMANDS = {
     "tradeoffs": "`bqsgd paper tradeoffs`",
     "reproduce": "`python -m experiments.reproduce`, run in a checkout of the repository",
-    "compare": "`python -m experiments.reproduce compare`, run in a checkout of the repository",
 }
 """Old command -> what replaced it."""
 OPTIONS = {
@@ -128,6 +128,7 @@ app.command()(plan)
 app.command()(account)
 app.command()(audit)
 app.command()(check)
+app.add_typer(compare, name="compare")
 app.add_typer(ledger, name="ledger")
 app.add_typer(flower, name="flower")
 app.command()(report)

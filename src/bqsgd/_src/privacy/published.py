@@ -30,11 +30,12 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Norms:
-    """How far one record moves a message of integers."""
+    """How far one record moves a message of so many integers."""
 
     l1: float
     l2: float
     linf: float
+    dimension: int = 1
 
 
 def rounded_norms(release: Release) -> Norms:
@@ -49,20 +50,20 @@ def rounded_norms(release: Release) -> Norms:
     root = math.sqrt(d)
     square = length**2 + d / 4 + math.sqrt(2 * math.log(1 / _BIAS)) * (length + root / 2)
     square = min(square, (length + root) ** 2)
-    return Norms(min(math.sqrt(d * square), square), math.sqrt(square), math.floor(largest) + 1)
+    return Norms(min(math.sqrt(d * square), square), math.sqrt(square), math.floor(largest) + 1, d)
 
 
-def binomial_epsilon(trials: int, norms: Norms, dimension: int, delta: float) -> float:
+def binomial_epsilon(trials: int, norms: Norms, delta: float) -> float:
     """cpSGD, Theorem 1 with p = 1/2 and unit scale; infinite if its condition on the trials fails."""
     variance = trials / 4
     # With p = 1/2: b_p = 1/3, c_p = sqrt(2) (3/8 + 3/8 + 1), d_p = 2/3.
     b, c, d = 1 / 3, math.sqrt(2) * 1.75, 2 / 3
-    if variance < max(23 * math.log(10 * dimension / delta), 2 * norms.linf):
+    if variance < max(23 * math.log(10 * norms.dimension / delta), 2 * norms.linf):
         return math.inf
     first = norms.l2 * math.sqrt(2 * math.log(1.25 / delta)) / math.sqrt(variance)
     second = (norms.l2 * c * math.sqrt(math.log(10 / delta)) + norms.l1 * b) / (variance * (1 - delta / 10))
     third = norms.linf * math.log(1.25 / delta) * 2 / 3
-    third += norms.linf * d * math.log(20 * dimension / delta) * math.log(10 / delta)
+    third += norms.linf * d * math.log(20 * norms.dimension / delta) * math.log(10 / delta)
     return first + second + third / variance
 
 
@@ -82,15 +83,15 @@ def renyi(law: NoiseLaw, norms: Norms, orders: np.ndarray) -> np.ndarray:
     # A sum of discrete Gaussians is near one (Kairouz, Liu and Steinke 2021, Proposition 14), tau per coordinate.
     k = np.arange(1, parties)
     tau = 10 * float(np.sum(np.exp(-2 * math.pi**2 * one.sigma**2 * k / (k + 1))))
-    root = np.sqrt(norms.l2**2 / (one.sigma**2 * parties) + 0 * orders)
-    dimension = norms.l1**2 / norms.l2**2  # at most d
-    return np.asarray(orders / 2 * np.minimum(root**2 + 2 * tau * dimension, (root + tau * math.sqrt(dimension)) ** 2))
+    square = norms.l2**2 / (one.sigma**2 * parties)
+    root = math.sqrt(square) + tau * math.sqrt(norms.dimension)
+    return np.asarray(orders / 2 * min(square + tau * norms.dimension / 2, root**2))
 
 
 def _sampled(divergence: np.ndarray, rate: float) -> np.ndarray:
-    """Zhu and Wang 2019, Theorem 5: the divergence at _ORDERS of a Poisson-sampled message; `divergence` at 2, 3, ..."""
+    """Zhu and Wang 2019, Theorem 5: a Poisson-sampled message at _ORDERS, from the divergence at 2, 3, ... ."""
     if rate == 1:
-        return divergence[_ORDERS - 2]
+        return np.asarray(divergence[_ORDERS - 2])
     result = np.empty(_ORDERS.size)
     for row, order in enumerate(_ORDERS.tolist()):
         k = np.arange(2, order + 1)
@@ -128,7 +129,7 @@ def _amplified(epsilon: float, rate: float) -> float:
 def epsilon(release: Release, rounds: int, delta: float) -> float:
     """The epsilon at `delta` by the papers of this noise; infinite where their conditions fail."""
     law, norms, rate = release.mechanism.law, rounded_norms(release), release.terms.sampling.rate
-    one, parties = (law.law, law.parties) if isinstance(law, Sum) else (law, 1)
+    one = law.law if isinstance(law, Sum) else law
     if isinstance(one, (DiscreteGaussian, Skellam)):
         every = np.arange(2, int(_ORDERS[-1]) + 1, dtype=np.float64)
         return _from_renyi(rounds * _sampled(renyi(law, norms, every), rate), delta)
@@ -137,5 +138,5 @@ def epsilon(release: Release, rounds: int, delta: float) -> float:
         return _composed(_amplified(-math.log(one.alpha) * norms.l1, rate), rounds, delta)
     assert isinstance(one, Binomial)
     # Half of delta for the messages, half for their composition.
-    message = binomial_epsilon(one.trials, norms, release.terms.dimension, min(delta / (2 * rounds * rate), 0.5))
+    message = binomial_epsilon(one.trials, norms, min(delta / (2 * rounds * rate), 0.5))
     return _composed(_amplified(message, rate), rounds, delta / 2)
