@@ -48,7 +48,7 @@ PACKED = struct.Struct("<B7xd")
 _KINDS: dict[str, type[NoiseLaw]] = {}
 """Kind -> class; a class enters itself."""
 
-Floats = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class NoiseLaw:
         return exact(self)[0]
 
     @property
-    def pmf(self) -> Floats:
+    def pmf(self) -> _Floats:
         """The probability of each value, correctly rounded."""
         return _pmf(self)
 
@@ -210,8 +210,8 @@ class Sum(NoiseLaw):
     A convolution of symmetric, log-concave laws is one itself. It is rounded while it is computed; `distance` says how
     far that takes it from the exact sum, and the accountant charges it.
 
-    >>> Sum(Geometric(0.5), 3).variance
-    12.0...
+    >>> round(Sum(Geometric(0.5), 3).variance, 6)
+    12.0
     """
 
     law: NoiseLaw
@@ -317,7 +317,7 @@ def exact(law: NoiseLaw) -> tuple[int, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
-def _pmf(law: NoiseLaw) -> Floats:
+def _pmf(law: NoiseLaw) -> _Floats:
     pmf = np.array([mass / (1 << WHOLE_BITS) for mass in law.masses])
     pmf.setflags(write=False)
     return pmf

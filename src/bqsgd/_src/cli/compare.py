@@ -47,8 +47,9 @@ def mechanisms(
     prove for the same noise.
 
     Example:
-      bqsgd compare mechanisms --epsilon 3 --delta 1e-5 --bits 8 --dimension 1985 \
-        --batch-size 2048 --dataset-size 15000 --rounds 300 --linf 0.0546 --l2 0.0546
+      bqsgd compare mechanisms --epsilon 3 --delta 1e-5 --bits 8 \
+        --dimension 1985 --batch-size 2048 --dataset-size 15000 \
+        --rounds 300 --linf 0.0546 --l2 0.0546
     """
     from dataclasses import replace
 

@@ -29,7 +29,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True)
-class Norms:
+class IntegerNorms:
     """How far one record moves a message of so many integers."""
 
     l1: float
@@ -38,7 +38,7 @@ class Norms:
     dimension: int = 1
 
 
-def rounded_norms(release: Release) -> Norms:
+def rounded_norms(release: Release) -> IntegerNorms:
     """The norms after stochastic rounding (Kairouz, Liu and Steinke 2021, Section 4; exact if all moves are whole).
 
     The squared norm is at most min(D2^2 + d/4 + sqrt(2 log(1/beta)) (D2 + sqrt(d)/2), (D2 + sqrt d)^2). l1 is at most
@@ -46,14 +46,14 @@ def rounded_norms(release: Release) -> Norms:
     """
     length, largest, d = release.shift_l2, release.shift, release.terms.dimension
     if d == 1 and largest == round(largest):
-        return Norms(largest, largest, largest)
+        return IntegerNorms(largest, largest, largest)
     root = math.sqrt(d)
     square = length**2 + d / 4 + math.sqrt(2 * math.log(1 / _BIAS)) * (length + root / 2)
     square = min(square, (length + root) ** 2)
-    return Norms(min(math.sqrt(d * square), square), math.sqrt(square), math.floor(largest) + 1, d)
+    return IntegerNorms(min(math.sqrt(d * square), square), math.sqrt(square), math.floor(largest) + 1, d)
 
 
-def binomial_epsilon(trials: int, norms: Norms, delta: float) -> float:
+def binomial_epsilon(trials: int, norms: IntegerNorms, delta: float) -> float:
     """cpSGD, Theorem 1 with p = 1/2 and unit scale; infinite if its condition on the trials fails."""
     variance = trials / 4
     # With p = 1/2: b_p = 1/3, c_p = sqrt(2) (3/8 + 3/8 + 1), d_p = 2/3.
@@ -67,7 +67,7 @@ def binomial_epsilon(trials: int, norms: Norms, delta: float) -> float:
     return first + second + third / variance
 
 
-def renyi(law: NoiseLaw, norms: Norms, orders: np.ndarray) -> np.ndarray:
+def renyi(law: NoiseLaw, norms: IntegerNorms, orders: np.ndarray) -> np.ndarray:
     """The papers' Renyi divergence of one message, for discrete Gaussian and Skellam noise and sums of them."""
     one, parties = (law.law, law.parties) if isinstance(law, Sum) else (law, 1)
     if isinstance(one, Skellam):  # a sum of Skellam variables is one

@@ -1,0 +1,89 @@
+"""Laws of noise side by side: each within the budget, and none where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.laws import Binomial, DiscreteGaussian, Geometric, Skellam
+from bqsgd._src.ledger import PrivacyBudget
+from bqsgd._src.planner.compare import LAWS, compare
+from bqsgd._src.privacy import published
+from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.published import IntegerNorms
+from bqsgd._src.release import Release, Terms, Trust
+
+BUDGET = PrivacyBudget(epsilon=2.0, delta=1e-5)
+TERMS = Terms.of_batch(dimension=1, batch_size=50, dataset_size=500, scheme="no sampling")
+
+
+def test_every_law_is_found_within_its_budget_and_its_bits():
+    rows = dict(compare(BUDGET, TERMS, rounds=2, bits=9))
+    assert list(rows) == list(LAWS)
+    for row in rows.values():
+        assert row is not None
+        assert row.mechanism.code_count <= 512
+        release = Release(mechanism=row.mechanism, terms=TERMS)
+        assert Accountant().compose(release, 2).epsilon(1e-5) == row.guarantee.epsilon <= 2.0
+        assert row.guarantee.epsilon > 1.97  # no more noise than is needed
+        assert row.published > row.guarantee.epsilon
+    assert rows["geometric"].error < 0.6 * rows["discrete gaussian"].error  # of one number, seen twice
+
+
+def test_a_sum_counts_the_noise_of_all_clients_and_never_wraps():
+    terms = replace(TERMS, trust=Trust.SUMS_ONLY)
+    for name, row in compare(BUDGET, terms, rounds=1, bits=10, clients=10):
+        assert row is not None, name
+        assert 2 * 10 * row.mechanism.levels + row.mechanism.trials + 1 <= 1024
+        whole = row.mechanism.law.variance
+        assert whole == pytest.approx(10 * row.law.variance, rel=0.05), name
+        assert row.guarantee.trust is Trust.SUMS_ONLY
+    assert all(row is None for _, row in compare(BUDGET, terms, rounds=1, bits=3, clients=10))
+
+
+def test_bits_and_clients_out_of_range_are_refused():
+    for wrong in ({"bits": 1}, {"bits": 17}, {"bits": 8, "clients": 0}):
+        with pytest.raises(InvalidParameter):
+            compare(BUDGET, TERMS, rounds=1, **wrong)
+
+
+def test_the_bounds_of_the_papers_are_theirs():
+    one = IntegerNorms(1, 1, 1)
+    # cpSGD asks for a variance of 23 log(10 / delta): the draft for MPC noise takes 1,482 trials.
+    assert published.binomial_epsilon(1482, one, 1e-6) == math.inf
+    assert published.binomial_epsilon(1483, one, 1e-6) < 1
+    # A discrete Gaussian is concentrated as a Gaussian is, and so is a Skellam variable of large variance.
+    terms = Terms.of_batch(dimension=1, batch_size=1, dataset_size=1, scheme="no sampling", linf=1.0)
+    of = {
+        law: published.epsilon(Release(mechanism=mechanism(law), terms=terms), 1, 1e-5)
+        for law in (DiscreteGaussian(5.0), Skellam(25.0), Geometric(math.exp(-0.3)), Binomial(100))
+    }
+    figures = list(of.values())
+    exact = Accountant().compose(Release(mechanism=mechanism(DiscreteGaussian(5.0)), terms=terms)).epsilon(1e-5)
+    assert exact < figures[0] < 1.15 * exact
+    assert figures[0] < figures[1] < 1.1 * figures[0]
+    assert figures[2] == pytest.approx(0.3)
+    assert figures[3] == math.inf
+
+
+def mechanism(law):
+    from bqsgd._src.params import Mechanism
+
+    return Mechanism.of(levels=1, noise=law)
+
+
+def test_the_command_prints_a_line_for_each_law(capsys):
+    from bqsgd._src.cli import app
+
+    words = "--epsilon 2 --delta 1e-5 --bits 8 --dimension 1 --batch-size 50 --dataset-size 500 --rounds 1"
+    options = words.split(" ")
+    assert app.main(["compare", "mechanisms", *options, "--sampling", "none", "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert set(fields["laws"]) == set(LAWS)
+    assert fields["laws"]["skellam"]["guarantee"]["epsilon"] <= 2
+    assert app.main(["compare", "mechanisms", *options, "--sampling", "none"]) == 0
+    assert "proven epsilon" in capsys.readouterr().out
