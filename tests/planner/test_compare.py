@@ -40,7 +40,7 @@ def test_a_sum_counts_the_noise_of_all_clients_and_never_wraps():
         assert row is not None, name
         assert 2 * 10 * row.mechanism.levels + row.mechanism.trials + 1 <= 1024
         whole = row.mechanism.law.variance
-        assert whole == pytest.approx(10 * row.law.variance, rel=0.05), name
+        assert whole <= 10 * row.law.variance * (1 + 1e-9) < whole + 10, name
         assert row.guarantee.trust is Trust.SUMS_ONLY
     assert all(row is None for _, row in compare(BUDGET, terms, rounds=1, bits=3, clients=10))
 
