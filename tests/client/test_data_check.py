@@ -90,3 +90,17 @@ def test_the_command_names_the_faults_and_exits_with_1(tmp_path, monkeypatch, ca
     out, err = capsys.readouterr()
     assert [line[:15] for line in json.loads(out)["clients"]["client 0"]] == ["1 of 40 samples", "1 of 40 labels "]
     assert "private" in err
+
+
+def test_the_command_is_brief_about_sound_clients_and_refuses_a_delta_that_is_none(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sound_task.py").write_text(
+        "import bqsgd, numpy as np\nfrom torch import nn\n"
+        "held = [(np.eye(3, dtype=np.float32) + n, np.arange(3) % 2) for n in range(200)]\n"
+        "task = bqsgd.Task(make_model=lambda: nn.Linear(3, 2), shares=held)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "sound_task:task"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1:] == ["  result  nothing found in the data of 200 of 200 clients"]
+    assert main(["check", "sound_task:task", "--delta", "3"]) == 2
+    assert "delta must be above 0 and below 1" in capsys.readouterr().err

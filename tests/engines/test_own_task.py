@@ -122,10 +122,12 @@ def test_the_hint_after_an_interrupt_works_as_printed(train, capsys):
 
 
 def test_a_run_whose_clients_have_spent_their_budgets_ends_at_once_with_a_code_of_its_own(train, tmp_path):
-    code, _, err = train("--task", "mine_alone:task", *QUICK, "--epsilon", 1e-3, "--out", "spent")
+    code, out, _ = train("--task", "mine_alone:task", *QUICK, "--epsilon", 1e-3, "--out", "spent")
     assert code == 3
-    assert "stopped after round 1: 2 of 2 clients have no privacy budget left" in " ".join(err.split())
-    assert "Start a run with a larger epsilon than 0.001" in " ".join(err.split())
+    said = " ".join(out.split())
+    assert said.count("2 of 2 clients have no privacy budget left") == 1
+    assert "Start a run with a larger epsilon than 0.001" in said
+    assert "2 of 2 clients have no privacy budget left" in (tmp_path / "spent" / "report.html").read_text()
     assert len((tmp_path / "spent" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
@@ -140,7 +142,7 @@ def test_a_run_whose_clients_have_spent_their_budgets_ends_at_once_with_a_code_o
         (["--task", "mine_alone:fails"], "no such disk"),
         (["--task", "mine_alone:task", "--dataset", "digits"], "leave out dataset"),
         (["--task", "mine_alone:task", "--preset", "mnist-eps3"], "leave out"),
-        (["--task", "mine_alone:task", "--clients", 5], "2 shares of data"),
+        (["--task", "mine_alone:task", "--clients", 5], "data for 2"),
         (["--task", "mine_alone:task", "--engine", "flower"], "bqsgd flower init"),
     ],
 )

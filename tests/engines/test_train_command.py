@@ -178,7 +178,7 @@ def test_ctrl_c_stops_after_the_round_with_a_checkpoint(somewhere, capsys):
         os.kill(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=500)
     assert process.returncode == 130, error
-    assert "stopped after round" in error
+    assert "continue with:" in error
     _, state = load_checkpoint(somewhere / "one")
     records = list(read_rounds(somewhere / "one"))
     assert state["round"] == len(records) > 0

@@ -36,9 +36,20 @@ def test_a_second_run_is_refused_with_what_is_spent_by_whom_and_what_to_do(priva
     assert "load_state_dict" in text
     assert "raise the budget" in text
     assert "A fresh ledger is right only for other data." in text
-    assert any("is already spent" in record.message for record in caplog.records), "said before planning"
+    assert "which is too little for " in text
     second.close()
     assert recorded(path) == before
+
+
+def test_with_next_to_nothing_left_it_is_refused_before_planning(private, spent, monkeypatch):
+    """Planning for so little takes most of a minute, and only to be refused."""
+    path, epsilon = spent
+    with bqsgd.Ledger(path) as ledger:
+        ledger.change_budget(epsilon=1.001 * epsilon, delta=1e-5, reason="a test")
+    monkeypatch.setattr("bqsgd._src.private.loop.plan_release", None)
+    second = private(epsilon=1.001 * epsilon, mechanism=None, range=None)
+    with pytest.raises(bqsgd.CannotLearn, match=r"With what is left, the mean .*will not learn .*Nothing was spent"):
+        second.plan  # noqa: B018
 
 
 @pytest.mark.slow  # plans on top of earlier spends

@@ -116,6 +116,15 @@ def test_a_resumed_run_drops_what_the_checkpoint_does_not_know(synthetic_run) ->
     assert [record.round for record in read_rounds(path)] == [1, 2, 3, 4, 5]
 
 
+def test_the_summary_of_an_earlier_stop_is_gone_once_a_resumed_run_has_a_round(synthetic_run) -> None:
+    path = synthetic_run(rounds=9)
+    assert (path / "summary.json").exists()
+    with RunWriter(path, keep_through=9) as run:
+        assert (path / "summary.json").exists(), "a resume that fails before its first round leaves it"
+        run.append(RoundRecord.from_dict({"round": 10, "bytes_up": 1}))
+    assert read_history(path).summary is None
+
+
 def test_a_round_run_again_replaces_the_earlier_one_and_is_counted(synthetic_run) -> None:
     path = synthetic_run(rounds=6, finished=False)
     with RunWriter(path) as run:

@@ -15,6 +15,7 @@ import pytest
 from bqsgd._src.cli.app import main
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.reports.live import LivePage, watching
+from bqsgd._src.storage import has_writer, one_writer
 
 
 @contextmanager
@@ -60,13 +61,21 @@ def test_a_run_that_goes_on_is_shown_and_refreshes_until_it_has_ended(synthetic_
             assert words in body, words
         assert "Privacy guarantee" in body
         assert "ε = 2.913" not in body  # nothing is claimed before the run has ended
+        assert "Not running" in body, "no process writes the folder"
+        with one_writer(folder):
+            body = asked(port)[1]
+            assert "<b>Running</b>" in body
+            assert "no process" not in body
+        (folder / ".lock").write_text("999999999\n")  # left by a process that was killed
+        body = asked(port)[1]
+        assert "the run was killed" in body
         again = asked(port, host=f"localhost:{port}")[1]
         assert again == body
         shutil.copy(synthetic_run("ended", rounds=40) / "summary.json", folder)
         answer, body = asked(port)
         assert answer.getheader("Refresh") is None
         assert "ε = 2.913" in body
-        assert "Running" not in body
+        assert "unning" not in body
 
 
 def test_a_folder_without_a_run_waits_for_one(tmp_path):
@@ -208,3 +217,12 @@ def test_ctrl_c_ends_the_command_without_a_word(tmp_path):
     finally:
         process.kill()
     assert (process.returncode, rest, errors) == (0, "", "")
+
+
+@pytest.mark.parametrize("content", [b"", b"-1", b"0", b"9" * 32, b"9" * 99, b"one", b"\xff"])
+def test_a_lock_file_that_names_no_process_is_nobody(tmp_path, content):
+    (tmp_path / ".lock").write_bytes(content)
+    assert not has_writer(tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to("/proc/self/stat")
+    assert not has_writer(tmp_path)

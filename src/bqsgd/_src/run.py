@@ -214,7 +214,10 @@ class Run:
                 path.mkdir(parents=True, exist_ok=True)
                 resources.enter_context(one_writer(path))
                 if (path / CONFIG).exists() or load_checkpoint(path) is not None:
-                    raise CheckpointError(f"{path} contains a run already; resume it or name another folder")
+                    raise CheckpointError(
+                        f"{path} contains a run already; continue it with Run.resume(task, folder=...), or name "
+                        "another folder"
+                    )
             run = cls(
                 task,
                 named(config),
@@ -372,15 +375,13 @@ class Run:
             self._note_spent(record)
             if left - len(self._spent - set(self.engine.lost)) < needed <= left:
                 self.out_of_budget = self._budget_text(needed)
-                _log.warning("stopping after round %d: %s", record.round, self.out_of_budget)
+                _log.warning("stopping after %d rounds: %s", self.round, self.out_of_budget)
                 return
             if left < needed:
                 _log.warning("%d clients are left and a round needs %d frames: stopping", left, needed)
                 return
             if self.stalled:
-                _log.warning(
-                    "the model has not moved for %d rounds: stopping after round %d", self._still, record.round
-                )
+                _log.warning("stopping after %d rounds: %s", self.round, self.ended_early)
                 return
 
     def _note_spent(self, record: RoundRecord) -> None:
@@ -434,6 +435,17 @@ class Run:
             f"{taken}, with the noise planned for all, and the rest of the budget is unspent. Epsilon counts the "
             "rounds taken; the whole budget holds whenever a run stops"
         )
+
+    @property
+    def ended_early(self) -> str | None:
+        """Why the run ended by itself before its last round, or None: by the test data, for want of budget, stalled."""
+        if self.stopped is not None or self.out_of_budget is not None:
+            return self.stopped or self.out_of_budget
+        if not self.stalled or self.round >= self.config.run.rounds:
+            return None
+        if self._still >= STILL_ROUNDS:
+            return f"no round has moved the model in the last {self._still}; rounds.jsonl says why"
+        return "too many secure sums in a row were lost; rounds.jsonl says why"
 
     @property
     def _fewest_frames(self) -> int:
@@ -540,7 +552,7 @@ class Run:
             figures["best_model"] = BEST
         return Summary(
             **figures,
-            stopped=self.stopped,
+            stopped=self.ended_early,
             rounds=self.round,
             guarantee=None if guarantee is None else self._stated(guarantee),
             guarantee_client=client,

@@ -22,6 +22,7 @@ from bqsgd._src.errors import FolderInUse, InvalidParameter, NotWritten, UnsafeF
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Do not follow a link, do not wait for the other end of a pipe, do not pass the file on to child processes."""
 _LOCK = ".lock"
+_MOST_NUMBER_BYTES = 32
 """The file that the one writer of a folder holds locked; it contains the number of the process."""
 
 
@@ -233,6 +234,23 @@ def one_writer(folder: Path) -> Iterator[None]:
         yield
     finally:
         _unlock(handle, path)
+
+
+def has_writer(folder: Path) -> bool:
+    """Whether the process that last locked this folder with `one_writer` is still there, on this machine.
+
+    It takes no lock, so that looking on never keeps a writer out; the number of a dead process may be in use again.
+    """
+    try:
+        with open_regular(folder / _LOCK, limit=_MOST_NUMBER_BYTES) or contextlib.nullcontext() as file:
+            number = 0 if file is None else int(file.read())
+        if number > 0:
+            os.kill(number, 0)
+    except PermissionError:
+        return True  # another user's process
+    except (OSError, ValueError, OverflowError, UnsafeFile):
+        return False
+    return number > 0
 
 
 @contextlib.contextmanager

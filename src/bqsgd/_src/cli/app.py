@@ -99,7 +99,12 @@ def _in_settings_file(option: str) -> str | None:
 
 # Typer would format a traceback with the values of local variables, which may be private data.
 app = typer.Typer(
-    name="bqsgd", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="bqsgd",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    suggest_commands=False,  # click suggests too
 )
 
 

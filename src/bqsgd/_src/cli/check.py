@@ -32,8 +32,10 @@ def check(
     from bqsgd._src.client.least_squares import objective_of
     from bqsgd._src.client.samples import reader_of
     from bqsgd._src.errors import InvalidParameter
+    from bqsgd._src.params import check_delta
     from bqsgd._src.tasks.resolve import resolve
 
+    check_delta("delta", delta)
     resolved = resolve({"task": data} if ":" in data else {"dataset": data})
     task = resolved.make_task()
     if not task.shares:
@@ -43,8 +45,11 @@ def check(
     for number, share in enumerate(task.shares):
         samples = reader_of(share, task.sample)
         found[f"client {number}"] = list(findings(samples, objective, form=samples.form(), delta=delta))
-    lines = {client: "; ".join(sentences) or "nothing found" for client, sentences in found.items()}
-    answer(f"Check of {data}, {len(task.shares)} clients", lines, {"clients": found}, json=json)
+    lines = {client: "; ".join(sentences) for client, sentences in found.items() if sentences}
+    sound = len(found) - len(lines)
+    if sound:
+        lines["the others" if lines else "result"] = f"nothing found in the data of {sound} of {len(found)} clients"
+    answer(f"Check of {data}", lines, {"clients": found}, json=json)
     print("these findings are private: they come from the data without noise", file=sys.stderr)
     if any(found.values()):
         raise typer.Exit(1)

@@ -58,7 +58,7 @@ def to_json(fields: Mapping[str, Any]) -> str:
 
 
 def summary_lines(summary: Summary) -> dict[str, str]:
-    """A run's result in words: the model on the test data, the guarantee, and the bytes that the clients sent."""
+    """A run's result in words: the model on the test data, the guarantee, and the bytes that were sent."""
     from bqsgd._src.answers import guarantee_lines
 
     after = f"on the test data, after {summary.rounds} rounds"
@@ -78,9 +78,31 @@ def summary_lines(summary: Summary) -> dict[str, str]:
         lines["guarantee"] = "nothing private was sent"
     else:
         lines |= guarantee_lines(summary.guarantee)
-    saved = "" if summary.saving is None else f", {summary.saving:.2f} times less than float32"
     bits = "" if summary.bits_per_coordinate is None else f", {summary.bits_per_coordinate:.2f} bits per coordinate"
-    return lines | {"sent up": f"{summary.bytes_up / 1e6:.2f} MB{saved}{bits}"}
+    return lines | {
+        "sent up": f"{volume(summary.bytes_up)}{_beside_float32(summary.saving)}{bits}",
+        "sent down": f"{volume(summary.bytes_down)}{_beside_float32(summary.saving_down)}",
+    }
+
+
+def volume(sent: int) -> str:
+    """A number of bytes in words.
+
+    >>> volume(579_123), volume(0)
+    ('579 kB', '0 B')
+    """
+    from bqsgd._src.reports._chart import Quantity, short
+
+    return short(sent, Quantity.BYTES)
+
+
+def _beside_float32(saving: float | None) -> str:
+    """How many times fewer bytes than as float32, or how many times more; nothing if it makes no difference."""
+    if saving is None or 0.99 <= saving <= 1.01:
+        return ""
+    if saving > 1:
+        return f", {saving:.2f} times less than float32"
+    return f", {1 / saving:.2f} times as much as float32: headers and keys outweigh so small a model"
 
 
 def _console() -> Console:
@@ -128,7 +150,7 @@ def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -
             done, sent = record.round + 1, sent + record.bytes_up
             if record.test_loss is not None:
                 figures = _figures(record, config)
-            line = f"{figures}{sent / 1e6:.1f} MB up"
+            line = f"{figures}{volume(sent)} up"
             bar.update(task, completed=done, description=line)
             # A line per evaluation, not per round, so that logs stay short.
             if console.quiet and record.test_loss is not None:

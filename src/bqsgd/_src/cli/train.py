@@ -269,9 +269,10 @@ def _resumed(folder: Path, options: dict[str, Any]) -> Resolved:
     # A resumed run keeps its settings: its ledgers and plans were made for them.
     for name, value in options.items():
         if stored.get(name) != value:
+            how = f"with --task {stored[name]}" if name == "task" and name in stored else "without that option"
             raise InvalidParameter(
-                f"{folder} was started with {name}={stored.get(name)!r}, not {value!r}; resume it without that option "
-                "or start a new run in another folder"
+                f"{folder} was started with {name}={stored.get(name)!r}, not {value!r}; resume it {how}, or start a "
+                "new run in another folder"
             )
     return Resolved(source=source, config=config)
 
@@ -345,21 +346,16 @@ def _lead(
     summary = run.close()
     _print(summary, folder=folder, config=config, json=request.json)
     if run.out_of_budget is not None:
-        print(f"bqsgd: stopped after round {summary.rounds}: {run.out_of_budget}", file=sys.stderr)
         raise typer.Exit(BUDGET_SPENT)
     if run.steps == 0 and summary.rounds:
         print("bqsgd: nothing was learnt, because no round moved the model; rounds.jsonl says why", file=sys.stderr)
         raise typer.Exit(1)
     if run.stalled:
-        print(
-            f"bqsgd: stopped after round {summary.rounds}: the model no longer moved, or secure sums were lost",
-            file=sys.stderr,
-        )
         raise typer.Exit(1)
     if summary.rounds < config.run.rounds and summary.stopped is None:
         # A rank is started by torchrun, with arguments that only its caller knows.
         how = _resume_command(request, folder) if client is None else "the same torchrun command and --resume"
-        print(f"stopped after round {summary.rounds}; continue with: {how}", file=sys.stderr)
+        print(f"stopped after {summary.rounds} rounds; continue with: {how}", file=sys.stderr)
         raise typer.Exit(130)
 
 
@@ -401,10 +397,7 @@ def _print(summary: Summary, *, folder: Path, config: Config, json: bool) -> Non
     """Print the result in a few lines; with --json, all of summary.json."""
     lines = summary_lines(summary)
     if summary.guarantee is not None:
-        lines["not charged"] = "the search for hyper-parameters"
-    lines["sent down"] = f"{summary.bytes_down / 1e6:.2f} MB"
-    if summary.saving_down is not None and summary.saving_down > 1.01:
-        lines["sent down"] += f", {summary.saving_down:.2f} times less than float32"
+        lines["not charged"] = "other runs on the same data, the search for settings among them"
     if config.privacy.private_metrics:
         lines["private metrics"] = "outside the guarantee; they stay in the clients' own files"
     report = {"report": str(folder / "report.html")}

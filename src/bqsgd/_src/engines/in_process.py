@@ -35,9 +35,7 @@ def in_process(setup: Setup) -> InProcess:
     config, task = setup.config, setup.task
     count = config.clients.count
     if len(task.shares) != count:
-        raise InvalidParameter(
-            f"clients={count}, but the task has {len(task.shares)} shares of data: one share per client"
-        )
+        raise InvalidParameter(f"clients={count}, but the task has data for {len(task.shares)}: leave it out")
     if setup.sums is not None and not setup.sums.simulated:
         raise InvalidParameter(
             "roster and identity are for clients in processes of their own; in one process the keys are made when they "

@@ -67,9 +67,9 @@ class Earlier:
             f"({runs}{f'; and {more} earlier runs' * (more > 0)})"
         )
 
-    def times_the_noise(self, release: Release) -> float:
-        """How much more noise a message of `release` has than the first message did, for the same sensitivity."""
-        return _noise_multiplier(release) / _noise_multiplier(self.first)
+    def times_the_noise(self, shift: float) -> float:
+        """How much more noise than the first a message has that one record moves by `shift` standard deviations."""
+        return shift_of(self.first) / max(shift, 1e-300)
 
 
 def _runs(entries: Iterable[LedgerEntry]) -> Iterable[EarlierRun]:
@@ -81,7 +81,6 @@ def _runs(entries: Iterable[LedgerEntry]) -> Iterable[EarlierRun]:
         yield EarlierRun(name=name, rounds=rounds, began=own[0].time, ended=own[-1].time)
 
 
-def _noise_multiplier(release: Release) -> float:
-    """The standard deviation of the noise over what one record can move the message: comparable across ranges."""
-    variance = noise_variance(release.mechanism)
-    return math.sqrt(variance) * release.mechanism.levels / max(release.shift_l2, 1e-300)
+def shift_of(release: Release) -> float:
+    """How far one record can move the message, in standard deviations of its noise: comparable across ranges."""
+    return release.shift_l2 / (math.sqrt(noise_variance(release.mechanism)) * release.mechanism.levels)

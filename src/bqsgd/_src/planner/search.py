@@ -190,9 +190,15 @@ def total_shift(budget: Budget | PrivacyBudget) -> float:
     return float(brentq(excess, least, most))
 
 
-def shift_per_round(budget: Budget | PrivacyBudget, *, rate: float, rounds: int) -> float:
-    """The shift in standard deviations that each of T rounds may make: sqrt(log(1 + mu^2 / (q^2 T))), q the rate."""
-    return math.sqrt(math.log1p(total_shift(budget) ** 2 / (rate**2 * rounds)))
+def shift_per_round(budget: Budget | PrivacyBudget, *, rate: float, rounds: int, spent: float = 0.0) -> float:
+    """The shift in standard deviations that each of T rounds may make: sqrt(log(1 + mu^2 / (q^2 T))), q the rate.
+
+    spent: epsilon, at the budget's delta, of earlier messages; their mu^2 is taken off. 0 if nothing is left.
+    """
+    square = total_shift(budget) ** 2
+    if spent > 0:
+        square -= total_shift(PrivacyBudget(epsilon=spent, delta=budget.delta)) ** 2
+    return math.sqrt(math.log1p(max(0.0, square) / (rate**2 * rounds)))
 
 
 def trials_per_square(budget: Budget | PrivacyBudget, terms: Terms, *, rounds: int) -> float:

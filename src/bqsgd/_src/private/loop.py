@@ -37,7 +37,7 @@ from bqsgd._src.errors import (
     SecureSumError,
 )
 from bqsgd._src.ledger import Ledger
-from bqsgd._src.ledger.history import Earlier
+from bqsgd._src.ledger.history import Earlier, shift_of
 from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.models import trainable
@@ -46,6 +46,7 @@ from bqsgd._src.persample.clips import L2, Dual
 from bqsgd._src.persample.program import Forward, LossFunction, refuse_mixing
 from bqsgd._src.planner.plan import Budget, Plan
 from bqsgd._src.planner.recipe import fitting_range
+from bqsgd._src.planner.search import shift_per_round
 from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum, width_of
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.private._batches import Batch, PoissonLoader
@@ -347,6 +348,7 @@ class Private:
     def _planned(self) -> Plan:
         spent, earlier = self._sender.spending.tally, Earlier.of(self._ledger)
         if earlier is not None:
+            self._refuse_hopeless(self._glance(earlier), earlier)
             _log.warning("%s: %s. %s", self._ledger_name, earlier, _WITH_EARLIER_SPENDS)
         chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
         if chosen is None:
@@ -369,8 +371,28 @@ class Private:
             variance=noise_variance(release.mechanism),
             guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
         )
-        self._check_forecast(self._forecast(plan), earlier, plan.release)
+        forecast, compared = self._forecast(plan), ""
+        if earlier is not None:
+            more = earlier.times_the_noise(shift_of(release))
+            compared = f"a step now has {more:.2g} times the noise of a step of the first run; "
+        self._refuse_hopeless(forecast, earlier)
+        quiet = forecast.verdict is Verdict.WELL or self._mechanism is not None
+        _log.log(logging.INFO if quiet else logging.WARNING, "%s%s", compared, "; ".join(forecast.lines()))
         return plan
+
+    def _glance(self, earlier: Earlier) -> Forecast | None:
+        """The forecast with Gaussian noise for what is left of the budget: nearly the same, and there at once.
+
+        Little left takes the planner long, and a script that is run twice should not wait for its refusal. None if
+        only the planner knows: other ranks, or a secure sum, have a say in the noise.
+        """
+        if self._peers.size > 1 or self._secure is not None:
+            return None
+        terms = self._terms()
+        rate, spent = terms.sampling.rate, earlier.guarantee.epsilon
+        shift = shift_per_round(self.budget, rate=rate, rounds=self.rounds, spent=spent)
+        # With nothing left the planner says so at once.
+        return None if shift == 0 else self._forecast_of(terms.shift_l2(1) * self.range / shift)
 
     @property
     def forecast(self) -> Forecast:
@@ -378,34 +400,32 @@ class Private:
         return self._forecast(self.plan)
 
     def _forecast(self, plan: Plan) -> Forecast:
-        subsets = self._objective.subsets
-        one_in = 1 if subsets is None else subsets.one_in
         if self.sum_plan is None:
             # Each rank adds noise of its own; ranks with other settings are taken to be like this one.
             variance = variance_of_message(plan.mechanism) / self._peers.size
         else:
             variance = self.sum_plan.variance()
+        return self._forecast_of(self.range * math.sqrt(variance))
+
+    def _forecast_of(self, noise: float) -> Forecast:
+        """The forecast if the mean of all ranks has this much noise in a coordinate that it carries."""
+        subsets = self._objective.subsets
+        one_in = 1 if subsets is None else subsets.one_in
         longest = min(self._clip_norm * math.sqrt(one_in), self.range * math.sqrt(self.dimension))
         # A kept coordinate is multiplied by one_in, and one in one_in is kept.
-        noise = self.range * math.sqrt(variance * one_in)
-        return Forecast(noise=noise, learnt=self.dimension, signal=longest, rounds=plan.rounds)
+        return Forecast(noise=noise * math.sqrt(one_in), learnt=self.dimension, signal=longest, rounds=self.rounds)
 
-    def _check_forecast(self, forecast: Forecast, earlier: Earlier | None, release: Release) -> None:
-        """Say what the noise leaves to be learnt. Raises CannotLearn if that is nothing, unless it is forced."""
-        text = "; ".join(forecast.lines())
-        if earlier is not None:
-            more = earlier.times_the_noise(release)
-            text = f"a step now has {more:.2g} times the noise of a step of the first run; {text}"
+    def _refuse_hopeless(self, forecast: Forecast | None, earlier: Earlier | None) -> None:
+        """Raises CannotLearn if the noise leaves nothing to be learnt, unless it is forced."""
         # A mechanism that was given is the user's own choice, and so is its noise.
-        if forecast.verdict is Verdict.NOTHING and self._mechanism is None and not self._force:
-            remedy = (
-                "Use more data, a smaller model, a larger epsilon or more epochs; force=True trains it anyway"
-                if earlier is None
-                else f"{self._ledger_name}: {earlier}. {_WITH_EARLIER_SPENDS} force=True trains it anyway"
-            )
-            raise CannotLearn(f"{text}. {remedy}. Nothing was spent.")
-        quiet = forecast.verdict is Verdict.WELL or self._mechanism is not None
-        _log.log(logging.INFO if quiet else logging.WARNING, text)
+        if forecast is None or forecast.verdict is not Verdict.NOTHING or self._mechanism is not None or self._force:
+            return
+        because, remedy = "", "Use more data, a smaller model, a larger epsilon or more epochs."
+        if earlier is not None:
+            because, remedy = f"{self._ledger_name}: {earlier}. With what is left, ", _WITH_EARLIER_SPENDS
+        raise CannotLearn(
+            f"{because}{'; '.join(forecast.lines())}. Nothing was spent. {remedy} force=True trains it anyway."
+        )
 
     @property
     def _ledger_name(self) -> str:

@@ -44,6 +44,7 @@ class RunWriter(Closing):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._rounds = Appended(self.folder / ROUNDS, mode=SHOWN)
+        self._summary_is_gone = False
         try:
             # Before the first append: a new line after a half-written one would make both unreadable.
             _trim(self._rounds, keep_through)
@@ -58,7 +59,13 @@ class RunWriter(Closing):
         write_atomic(self.folder / CONFIG, tomli_w.dumps(settings).encode(), mode=SHOWN)
 
     def append(self, record: RoundRecord) -> None:
-        """Append one round. When this returns, the operating system has it: it survives the death of the process."""
+        """Append one round. When this returns, the operating system has it: it survives the death of the process.
+
+        A summary that an earlier stop has left is removed: it no longer says what the clients have spent.
+        """
+        if not self._summary_is_gone:
+            (self.folder / SUMMARY).unlink(missing_ok=True)
+            self._summary_is_gone = True
         self._rounds.append(json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n")
 
     def summary(self, summary: Summary) -> None:

@@ -224,7 +224,7 @@ class Summary:
     guarantee: that of the client with the largest epsilon (`guarantee_client`); None if nothing private was sent.
     config: the run's settings, a table per group.
     one_liar: how far one lying client can move the aggregate, in words.
-    stopped: why the run stopped early by its results on the public test data, if it did.
+    stopped: why the run ended by itself before its last round, if it did.
     best_rounds: with `patience`, the rounds done when the test data gave the best result, best_value of best_metric;
         the model of then is in the file best_model.
     """

@@ -61,7 +61,7 @@ def short(value: float | None, unit: Quantity = Quantity.NUMBER, digits: int = 3
             return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
         return _scaled(value, digits, ((1, "s"), (1e-3, "ms"), (1e-6, "µs")))
     if unit is Quantity.COUNT:
-        return f"{round(value):,}".replace(",", "\u202f")
+        return f"{round(value):,}"
     return _trimmed(value, digits)
 
 

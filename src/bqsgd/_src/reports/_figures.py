@@ -30,6 +30,7 @@ _FRAMES: dict[str, dict[str, Any]] = {
     | {"title": "Accuracy for the bytes sent", "x_label": "bytes up so far", "x_unit": Quantity.BYTES, "log_x": True},
     "accuracy-epsilon": _ACCURACY
     | {"title": "Accuracy for the privacy spent", "x_label": "proven epsilon so far", "x_unit": Quantity.EPSILON},
+    "metric": _BY_ROUND | {"title": "Test metric", "y_label": "metric"},
     "loss": _BY_ROUND | {"title": "Test loss", "y_label": "loss"},
     "epsilon": _BY_ROUND
     | {"title": "Privacy spent", "y_label": "epsilon of the client that spent most", "y_unit": Quantity.EPSILON},
@@ -52,7 +53,7 @@ def framed(key: str, note: str, *series: Series) -> Chart:
 
 def run_figures(run: History) -> list[Chart]:
     """The charts of a run, in reading order, as far as its records have the figures."""
-    return [accuracy(run), loss(run), epsilon(run), traffic(run), *stages(run), *noise(run)]
+    return [result(run), loss(run), epsilon(run), traffic(run), *stages(run), *noise(run)]
 
 
 def measured(rounds: Iterable[RoundRecord], name: str) -> list[Point]:
@@ -66,8 +67,13 @@ def running_total(rounds: Sequence[RoundRecord], name: str) -> list[Point]:
     return [(float(r.round), float(total)) for r, total in zip(rounds, totals, strict=True)]
 
 
-def accuracy(run: History) -> Chart:
-    """Test accuracy against rounds."""
+def result(run: History) -> Chart:
+    """Test accuracy against rounds, or the task's own metric."""
+    points = measured(run.rounds, "test_metric")
+    if points:
+        name = run.figures.metric_name or "metric"
+        note = f"{name}, on the public test split."
+        return framed("metric", note, Series(label=name, points=points, colour=0))
     points = measured(run.rounds, "test_accuracy")
     best = max((y for _, y in points if math.isfinite(y)), default=None)
     note = "On the public test split." + ("" if best is None else f" Best {short(best, Quantity.PERCENT, 4)}.")
@@ -92,7 +98,11 @@ def epsilon(run: History) -> Chart:
 
 def traffic(run: History) -> Chart:
     """Bytes sent up so far, and the size of the same updates as 32-bit floats."""
-    saved = "" if run.figures.saving is None else f" {short(run.figures.saving)} times fewer than as 32-bit floats."
+    saving, saved = run.figures.saving, ""
+    if saving is not None and saving >= 1:
+        saved = f" {short(saving)} times fewer than as 32-bit floats."
+    elif saving is not None:
+        saved = f" {short(1 / saving)} times as many as 32-bit floats: headers and keys outweigh so small a model."
     plain = running_total(run.rounds, "bytes_up_float32")
     return framed(
         "bytes",
@@ -140,7 +150,7 @@ def noise(run: History) -> list[Chart]:
 
 
 def noise_chart(mechanism: Mechanism) -> Chart:
-    """The noise of one coordinate in units of the range C. The server cannot remove it."""
+    """The noise of one coordinate in units of the range R. The server cannot remove it."""
     import numpy as np
 
     from bqsgd._src.mechanism.properties import noise_density, noise_variance
@@ -164,8 +174,8 @@ def noise_chart(mechanism: Mechanism) -> Chart:
         key="noise",
         title="Noise on one coordinate",
         note=f"BQ with {s} levels and {m} trials: rounding and binomial noise in one integer step. "
-        f"Standard deviation {short(deviation)} C. What hides a sample is this noise and the sampling together.",
-        x_label="noise, in units of the clip C",
+        f"Standard deviation {short(deviation)} R. What hides a sample is this noise and the sampling together.",
+        x_label="noise, in units of the range R",
         y_label="density",
         ends=False,
         series=[

@@ -24,6 +24,7 @@ from bqsgd._src.privacy.guarantee import as_given, rounded_up
 from bqsgd._src.records.folder import CONFIG, ROUNDS, SUMMARY, History
 from bqsgd._src.records.record import Status
 from bqsgd._src.reports.page import flatten, message_page, read_run, run_page
+from bqsgd._src.storage import has_writer
 
 _log = logging.getLogger("bqsgd.watch")
 LOOPBACK = "127.0.0.1"
@@ -53,7 +54,7 @@ class LivePage:
     def now(self) -> tuple[bytes, bool]:
         """The page, and whether the run has ended, after which it needs no refresh."""
         with self._lock:
-            seen = tuple(_stamp(self.folder / name) for name in (CONFIG, ROUNDS, SUMMARY))
+            seen = (*(_stamp(self.folder / name) for name in (CONFIG, ROUNDS, SUMMARY)), has_writer(self.folder))
             if seen != self._seen or not self._page:
                 page, self._finished = self._render()
                 self._page, self._seen = page.encode(), seen
@@ -71,8 +72,11 @@ class LivePage:
             return message_page(name, "This run folder cannot be shown", str(error)), False
 
 
-def progress(run: History, folder: Path) -> str | None:
-    """Where a run that has not ended is: its rounds, the epsilon spent, and who answered last. None if it has ended."""
+def progress(run: History, folder: Path) -> tuple[str, str] | None:
+    """Where a run that has not ended is: its rounds, the epsilon spent, and who answered last. None if it has ended.
+
+    The title says whether there is a process that goes on with it.
+    """
     last = run.last
     if run.summary is not None or last is None:
         return None
@@ -96,7 +100,10 @@ def progress(run: History, folder: Path) -> str | None:
     named = [f"client {entry.client} {entry.status}" for entry in silent[:_MOST_NAMED] if entry.client is not None]
     if named:
         sentences.append(", ".join(named) + (f" and {len(silent) - len(named)} more" * (len(silent) > len(named))))
-    return "; ".join(sentences) + "."
+    if has_writer(folder):
+        return "Running", "; ".join(sentences) + "."
+    stopped = "no process of this machine writes this folder: the run was killed, or has not begun again"
+    return "Not running", "; ".join([*sentences, stopped]) + "."
 
 
 def _is_number(text: str) -> bool:

@@ -43,8 +43,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     return target
 
 
-def run_page(run: History, *, live: str | None = None) -> str:
-    """The report of `run` as HTML. live: where the run is, if it is going on."""
+def run_page(run: History, *, live: tuple[str, str] | None = None) -> str:
+    """The report of `run` as HTML. live: where the run is, as a title and a text, if it has not ended."""
     statuses: Counter[Status] = Counter()
     for tally in run.clients:
         statuses.update(tally.counts)
@@ -53,7 +53,7 @@ def run_page(run: History, *, live: str | None = None) -> str:
         title=run.name,
         run=run,
         lead=_lead(run),
-        notices=([("Running", _cut(live, limit=_MAX_NOTICE))] if live else []) + _notices(run),
+        notices=([(live[0], _cut(live[1], limit=_MAX_NOTICE))] if live else []) + _notices(run),
         statuses=statuses,
         charts=run_figures(run),
         clients=_client_rows(run.clients),
@@ -77,7 +77,7 @@ def epsilon_text(claim: Guarantee) -> str:
 def _claim_terms(claim: Guarantee) -> list[tuple[str, str]]:
     """(name, value) of everything that must be stated beside an epsilon."""
     terms = {
-        "neighbours": claim.relation,
+        "neighbours": claim.neighbours,
         "unit": claim.unit,
         "trust": claim.trust_text,
         "sampling": claim.sampling,
@@ -115,7 +115,7 @@ def _environment() -> Environment:
 
 
 def _lead(run: History) -> str:
-    """Data set, model, aggregation and optimiser in one line, as far as the settings name them; then widths of sums."""
+    """Data set, model, aggregation and optimizer in one line, as far as the settings name them; then widths of sums."""
     settings = dict(flatten(run.config))
     named = []
     for word in ("dataset", "model", "aggregation", "optimiser"):
@@ -123,7 +123,7 @@ def _lead(run: History) -> str:
             (v for key, v in settings.items() if key.endswith((f".{word}", f"{word}.name"))), None
         )
         if value:
-            named.append(f"{word} {value}")
+            named.append(f"{word.replace('optimiser', 'optimizer')} {value}")  # files write it the other way
     widths = sorted({record.sum_width for record in run.rounds if record.sum_width})
     if widths:
         least, most = widths[0], widths[-1]
@@ -227,6 +227,7 @@ _COMPARED: dict[str, tuple[str, Callable[[History], list[Point]]]] = {
         f"Further left is more private. {_TERMS}",
         lambda run: _accuracy_for(measured(run.rounds, "epsilon_max"), run),
     ),
+    "metric": ("On the public test split.", lambda run: measured(run.rounds, "test_metric")),
     "loss": ("On the public test split.", lambda run: measured(run.rounds, "test_loss")),
     "epsilon": (_TERMS, lambda run: measured(run.rounds, "epsilon_max")),
     "bytes": (
@@ -265,6 +266,10 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
 
     From the ninth run on, colours repeat and curves are dashed.
     """
+    # Runs of regression have a metric of their own and no accuracy.
+    metric_only = not any(measured(run.rounds, "test_accuracy") for run in runs) and any(
+        measured(run.rounds, "test_metric") for run in runs
+    )
     return [
         framed(
             key,
@@ -275,6 +280,7 @@ def comparison_figures(runs: Sequence[History]) -> list[Chart]:
             ),
         )
         for key, (note, points) in _COMPARED.items()
+        if not key.startswith("accuracy" if metric_only else "metric")
     ]
 
 

@@ -35,9 +35,11 @@ from bqsgd._src.settings.config import Config
 
 WELL, NOTHING = 0.15, 1.0
 """A run with at most the first noise to signal learns well; one with more than the second learns next to nothing."""
+_FEW_ROUNDS = 20
+"""The verdict is about noise; its table comes from runs of 60 rounds and more."""
 _MOST_SUGGESTIONS = 3
-_MOST_EPSILON = 100.0
-"""A larger epsilon is not worth suggesting."""
+_MOST_EPSILON = 20.0
+"""A larger epsilon is not worth suggesting: it protects next to nothing."""
 _AIM = 0.7
 """Suggestions aim at this fraction of NOTHING, so that a small difference to the plan does not make them useless."""
 _STEPS = range(1, 40)
@@ -104,6 +106,8 @@ class Forecast:
             f"over {self.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest signal: the model "
             f"{self.verdict} (well up to {WELL:g}, next to nothing above {NOTHING:g})"
         )
+        if self.rounds < _FEW_ROUNDS and self.verdict is not Verdict.NOTHING:
+            yield f"{self.rounds} rounds are few: the model may learn little for want of steps, whatever the noise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +247,7 @@ def check_outlook(outlook: Outlook) -> None:
         # The reason for no plan names the least epsilon that has one; that much is not enough to learn.
         what = "work" if outlook.noise is not None else "have a plan and also learn something"
         advice = f"Settings that {what}: {'; or '.join(nearest)}."
-    raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force runs it anyway.")
+    raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force (in Python force=True) runs it anyway.")
 
 
 def nearest_settings(outlook: Outlook) -> Iterator[dict[str, float | int]]:

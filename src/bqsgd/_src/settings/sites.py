@@ -21,6 +21,7 @@ from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.fit import Sizes, fit
 from bqsgd._src.settings.outlook import NOTHING, WELL, Outlook, Verdict, verdict_of, with_gaussian_noise
+from bqsgd._src.text import one_line
 
 _LEFT_OUT = 4.5
 """|S|^2 over E / (n T), of which `Federation.one_in` says that runs have 3 to 6: what leaving out coordinates adds."""
@@ -226,17 +227,26 @@ def _trusts(asked: SitesAnswer) -> tuple[bool, ...]:
 
 
 def read_sites(path: Path) -> list[int]:
-    """The sizes in a CSV file: the last number of each line; lines without one, such as a heading, are skipped.
+    """The sizes in a CSV file: the last field of each line. The first line may be a heading; empty lines are skipped.
 
     Raises:
-        InvalidParameter: the file cannot be read, or holds no size.
+        InvalidParameter: the file cannot be read, or a line does not end with a size. No site is passed over: the
+            answer would be for another federation.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameter(f"{path} cannot be read as a list of sites: {error}") from error
-    last = (line.replace(";", ",").split(",")[-1].strip().replace("_", "") for line in lines)
-    sizes = [int(word) for word in last if word.isdecimal()]
+    sizes = list[int]()
+    for number, line in enumerate(lines):
+        fields = [field.strip() for field in line.replace(";", ",").replace("\t", ",").split(",")]
+        if fields[-1].replace("_", "").isdecimal():
+            sizes.append(int(fields[-1].replace("_", "")))
+        elif any(fields) and (number > 0 or any(sign.isdigit() for sign in fields[-1])):
+            raise InvalidParameter(
+                f"line {number + 1} of {path} is {one_line(line, limit=60)!r}; end each line with the site's number "
+                "of samples, in digits alone"
+            )
     if not sizes:
         raise InvalidParameter(f"{path} holds no size: write one line per site, with its number of samples at the end")
     return sizes

@@ -110,7 +110,9 @@ class Task:
         """
         shares = len(self.shares)
         if settings.setdefault("clients", shares) != shares:
-            raise InvalidParameter(f"clients={settings['clients']}, but the task holds {shares} shares of data")
+            raise InvalidParameter(
+                f"clients={settings['clients']}, but the task has data for {shares}: leave clients out"
+            )
         return fit(settings, self.sizes(settings.get("method", "sgd")))
 
     def sizes(self, method: str = "sgd") -> Sizes:
