@@ -1,10 +1,12 @@
 """Flower's own quickstart shape behind the gate: FedAvg as it is, mods on the nodes, real Flower messages."""
 
 import json
+from copy import copy
 
 import numpy as np
 import pytest
 import torch
+from flower_cases import GATE, SECRET, app_of, model, run, spent, two_nodes
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
@@ -15,63 +17,10 @@ import bqsgd
 from bqsgd.integrations.flower import OpenUpdates, PrivateUpdates, ThinUpdates
 from loop_grid import LoopGrid
 
-GATE = {"study": "trial-7", "rounds": 2, "epsilon": 50.0, "delta": 1e-5, "clip_norm": 1.0}
-SECRET = "patient 17 has"
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-
-
-def app_of(*mods, moved=0.1, fails=None):
-    """A ClientApp as in Flower's quickstarts: it loads the state, changes it and returns state and metrics."""
-    app = ClientApp(mods=list(mods))
-
-    @app.train()
-    def train(message, context):
-        if fails is not None:
-            raise fails
-        net = model()
-        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter += moved
-        net[1].num_batches_tracked += 17
-        metrics = MetricRecord({"train_loss": 0.123, "num-examples": 512})
-        extra = ConfigRecord({"note": SECRET})
-        return Message(
-            RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics, "extra": extra}), reply_to=message
-        )
-
-    @app.evaluate()
-    def evaluate(message, context):
-        return Message(RecordDict({"metrics": MetricRecord({"eval_acc": 0.5, "num-examples": 512})}), reply_to=message)
-
-    return app
-
 
 @pytest.fixture
 def nodes(tmp_path):
-    return [
-        {"client": n, "ledger-folder": str(tmp_path / f"site-{n}"), "epsilon": 60.0, "units": "client"} for n in (0, 1)
-    ]
-
-
-def run(app, nodes, rounds, *, largest=10.0, evaluated=0.0, tamper=None, strategy=None):
-    grid = LoopGrid(app, {}, nodes, tamper)
-    inner = FedAvg(fraction_evaluate=evaluated, min_available_nodes=2) if strategy is None else strategy
-    start = ArrayRecord(model().state_dict())
-    result = OpenUpdates(inner, largest_range=largest).start(grid, start, num_rounds=rounds, timeout=60)
-    return grid, result
-
-
-def spent(nodes):
-    counted = []
-    for node in nodes:
-        with bqsgd.Ledger(f"{node['ledger-folder']}/client-{node['client']:04}.ledger") as ledger:
-            counted.append((ledger.spent_rounds, ledger.guarantee()))
-    return counted
+    return two_nodes(tmp_path)
 
 
 def test_two_rounds_behind_the_gate_are_counted_and_the_third_is_declined(nodes, caplog):
@@ -93,7 +42,7 @@ def test_only_the_frame_and_public_figures_leave(nodes):
         assert records == {
             "bqsgd.frame.v1": ["bqsgd.frame.v1"],
             "fields": [],
-            "update": ["ranges", "record"],
+            "update": ["delta", "epsilon", "following", "ranges"],
             "metrics": ["epsilon", "num-examples"],
         }
         assert reply.content["metrics"]["num-examples"] == 1
@@ -122,7 +71,7 @@ def test_errors_and_evaluation_tell_the_server_nothing(nodes, mod):
     replies = []
     run(
         app_of(mod, fails=ValueError(SECRET)), nodes, 1, evaluated=1.0,
-        tamper=lambda n, message, reply: replies.append(reply) or reply,
+        tamper=lambda n, message, reply: replies.append(copy(reply)) or reply,
     )  # fmt: skip
     assert len(replies) == 4
     assert SECRET not in "".join(str(r.error.reason if r.has_error() else r.content) for r in replies)
@@ -174,8 +123,8 @@ def test_hostile_replies_are_left_out(nodes):
 
 @pytest.mark.parametrize(
     "broken",
-    [{}, {"record": 5}, {"ranges": "x"}, {"ranges": []}, {"ranges": [0.0]}],
-    ids=["missing", "record", "text", "none", "zero"],
+    [{}, {"ranges": "x"}, {"ranges": []}, {"ranges": [0.0]}],
+    ids=["missing", "text", "none", "zero"],
 )
 def test_replies_of_another_form_are_left_out(nodes, broken):
     def tamper(n, message, reply):
@@ -186,6 +135,84 @@ def test_replies_of_another_form_are_left_out(nodes, broken):
 
     _, result = run(app_of(PrivateUpdates(**GATE)), nodes, 1, tamper=tamper)
     assert not result.train_metrics_clientapp
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"num-examples": float("nan")},
+        {"num-examples": -1},
+        {"num-examples": 0},
+        {"num-examples": [1, 2]},
+        {"epsilon": float("inf")},
+        {"other": 1.0},
+    ],
+    ids=str,
+)
+def test_one_node_with_odd_metrics_cannot_end_the_run(nodes, metrics):
+    """FedAvg raises an error if metrics differ from node to node, and a weight of NaN would make the model NaN."""
+    nodes = [*nodes, nodes[1] | {"client": 2}]
+
+    def tamper(n, message, reply):
+        if n == 2:
+            content = reply.content
+            content["metrics"] = MetricRecord(dict(content["metrics"]) | metrics)
+            reply.content = content
+        return reply
+
+    _, result = run(app_of(PrivateUpdates(**GATE)), nodes, 1, tamper=tamper)
+    assert set(result.train_metrics_clientapp[1]) == {"epsilon"}
+    assert all(np.isfinite(values).all() for values in result.arrays.to_numpy_ndarrays())
+
+
+def outer(message, context, call_next):
+    """A mod around the gate, with the app's own message and context in hand."""
+    message.content["mine"] = ConfigRecord({"note": SECRET})
+    reply = call_next(message, context)
+    assert SECRET not in str(reply.content)
+    return reply
+
+
+def inner(message, context, call_next):
+    """A mod between the gate and the app, which adds to the reply."""
+    reply = call_next(message, context)
+    content = reply.content
+    content["more"] = MetricRecord({"mean-of-the-data": 0.123})
+    reply.content = content
+    return reply
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["outside", "inside"])
+def test_another_mod_gets_nothing_past_the_gate(nodes, order):
+    mods = [(outer, PrivateUpdates(**GATE)), (PrivateUpdates(**GATE), inner)][order[0]]
+    replies = []
+    run(app_of(*mods), nodes, 1, tamper=lambda n, message, reply: replies.append(copy(reply)) or reply)
+    for reply in replies:
+        assert sorted(reply.content) == ["bqsgd.frame.v1", "fields", "metrics", "update"]
+    assert [rounds for rounds, _ in spent(nodes)] == [1, 1]
+
+
+def test_a_mod_that_calls_the_app_twice_gets_two_counted_updates(nodes):
+    def twice(message, context, call_next):
+        call_next(message, context)
+        return call_next(message, context)
+
+    run(app_of(twice, PrivateUpdates(**GATE)), nodes, 1)
+    assert [rounds for rounds, _ in spent(nodes)] == [2, 2]
+
+
+def test_an_app_that_changes_the_message_it_was_sent_does_not_change_what_its_update_is(nodes):
+    """The model before is read before the app runs: else `after - before` could be anything, though it is clipped."""
+
+    def changing(message, context, call_next):
+        reply = call_next(message, context)
+        message.content["arrays"] = ArrayRecord()
+        return reply
+
+    _, result = run(app_of(PrivateUpdates(**GATE), changing), nodes, 1)
+    assert not np.array_equal(
+        result.arrays.to_numpy_ndarrays()[0], ArrayRecord(model().state_dict()).to_numpy_ndarrays()[0]
+    )
 
 
 def trained_app(tmp_path, *, epochs):

@@ -35,7 +35,20 @@ def test_what_jobs_sites_and_servers_may_do(tmp_path):
 
 def test_the_example_counts_each_round_and_stops_when_the_study_ends(tmp_path):
     job = ROOT / "examples" / "nvflare_gate" / "job.py"
-    _, printed = run(job, "--private", "--planned", "1", "--rounds", "2", "--folder", tmp_path / "run", folder=tmp_path)
+    _, printed = run(
+        job,
+        "--private",
+        "updates",
+        "--epsilon",
+        "50",
+        "--planned",
+        "1",
+        "--rounds",
+        "2",
+        "--folder",
+        tmp_path / "run",
+        folder=tmp_path,
+    )
     for site in ("site-1", "site-2"):
         with bqsgd.Ledger(tmp_path / "run" / f"{site}.ledger") as ledger:
             assert ledger.spent_rounds == 1, printed[-4000:]

@@ -166,13 +166,15 @@ def supernode(context: typer.Context) -> None:
     r"""Run Flower's SuperNode with client apps that start in a fraction of the time.
 
     It takes the options of flower-supernode. A message still has a process
-    of its own, forked from one that has torch and bqsgd loaded.
+    of its own, forked from one that has torch and bqsgd loaded. With
+    gate-study, gate-rounds, gate-epsilon, gate-delta and gate-clip-norm in
+    its node configuration, every app answers behind the node's own gate.
 
     Example:
       bqsgd flower supernode --superlink fl.example.org:9092 \
         --root-certificates ca.crt --node-config 'client=3'
     """
-    from bqsgd._src.flower.supernode import supernode as serve
+    from bqsgd._src.integrations.flower_node import supernode as serve
 
     serve(context.args)
 

@@ -12,7 +12,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
@@ -39,16 +40,16 @@ _POLL_SECONDS = "0.25"
 class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
     """Starts client apps by fork, and everything else as Flower does."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_LOADED)
+    def __init__(self, answer: Callable[[ExecutionSpec], None]) -> None:
+        self._context, self._answer = multiprocessing.get_context("forkserver"), answer
+        self._context.set_forkserver_preload([*_LOADED, answer.__module__])
         self._running: list[BaseProcess] = []
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start the process of one message."""
         if spec.task_type != TaskType.CLIENT_APP:
             return super().launch(spec)
-        process = self._context.Process(target=answer, args=(spec,))
+        process = self._context.Process(target=self._answer, args=(spec,))
         process.start()
         self._running.append(process)
         return LaunchResult.accepted()
@@ -78,8 +79,11 @@ def answer(spec: ExecutionSpec) -> None:
     )
 
 
-def superexec(options: Sequence[str]) -> None:
-    """Run `flower-superexec` with these options, in this process, with a ForkingExecutor."""
+def superexec(options: Sequence[str], *, answer: Callable[[ExecutionSpec], None] = answer) -> None:
+    """Run `flower-superexec` with these options, in this process, with a ForkingExecutor.
+
+    answer: answers one message in a process of its own; a function of a module, since its name is all that travels.
+    """
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.superexec import run_superexec
 
@@ -88,27 +92,30 @@ def superexec(options: Sequence[str]) -> None:
     chosen = module.get_executor
 
     def get_executor(kind: str, **settings: Any) -> Any:
-        return ForkingExecutor() if kind == "subprocess" else chosen(kind, **settings)
+        return ForkingExecutor(answer) if kind == "subprocess" else chosen(kind, **settings)
 
     module.get_executor = get_executor
     sys.argv = ["flower-superexec", *options]
     flower_superexec()
 
 
-def supernode(options: Sequence[str]) -> None:
-    """Run `flower-supernode` with these options, in this process, until it is stopped."""
+def supernode(options: Sequence[str], *, program: str = __name__) -> None:
+    """Run `flower-supernode` with these options, in this process, until it is stopped.
+
+    program: the module whose `superexec` starts the client apps.
+    """
     from flwr.supernode import start_client_internal
     from flwr.supernode.cli import flower_supernode
 
     os.umask(0o077)  # for what it installs and logs, which it would leave readable to all users
     module: Any = start_client_internal
-    module.subprocess = SimpleNamespace(Popen=_start_superexec)
+    module.subprocess = SimpleNamespace(Popen=partial(_start_superexec, program))
     sys.argv = ["flower-supernode", *options]
     flower_supernode()
 
 
-def _start_superexec(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In place of `flower-superexec`, the one program that a SuperNode starts: this module."""
+def _start_superexec(program: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """In place of `flower-superexec`, the one program that a SuperNode starts: that module."""
     # -P: a folder in which a SuperNode is started must not replace modules.
-    program = f"from {__name__} import superexec; superexec({list(command[1:])!r})"
-    return subprocess.Popen([sys.executable, "-P", "-c", program])
+    code = f"from {program} import superexec; superexec({list(command[1:])!r})"
+    return subprocess.Popen([sys.executable, "-P", "-c", code])

@@ -15,20 +15,38 @@ runs the mods that the app names, so a node is protected only if it runs apps th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import Strategy
 
 from bqsgd._src.errors import BqsgdError, BudgetExhausted, FrameError, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, data_of, pack
 from bqsgd._src.flower.settings import Node
+from bqsgd._src.integrations.flower_accountant import SiteAccountant, Statement, stated_by
+from bqsgd._src.integrations.flower_arrays import (
+    ARRAYS,
+    EXAMPLES,
+    METRICS,
+    UPDATE,
+    Arrays,
+    Wrapped,
+    arrays_of,
+    flat_of,
+    floating_in,
+    moved_by,
+)
 from bqsgd._src.ledger import Ledger, PrivacyBudget
 from bqsgd._src.ledger.register import ledger_path, open_ledger
 from bqsgd._src.params import check_positive
@@ -42,8 +60,6 @@ logger = logging.getLogger("flwr.bqsgd")
 SPENT = "declined: the privacy budget of this node is spent"
 REFUSED = "declined; the log of this node says why"
 ONLY_TRAINING = "declined: only training passes the privacy gate of this node"
-_UPDATE, _EXAMPLES = "update", "num-examples"
-_Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class _Gate:
@@ -51,19 +67,11 @@ class _Gate:
 
     def __call__(self, message: Message, context: Any, call_next: ClientAppCallable) -> Message:
         """Flower calls this in the place of the app."""
-        try:
-            if message.metadata.message_type.split(".")[0] != "train":
-                return _declined(ONLY_TRAINING, message)
-            return Message(self.released(message, context, call_next), reply_to=message)
-        except BudgetExhausted as error:
-            logger.error("%s", one_line(error))
-            return _declined(SPENT, message)
-        except Exception as error:  # Flower would send its text, which may hold private values
-            if isinstance(error, BqsgdError):
-                logger.error("refused by this node: %s", one_line(error))
-            else:
-                logger.exception("this node failed")
-            return _declined(REFUSED, message)
+        if message.metadata.message_type.split(".")[0] != "train":
+            return _declined(ONLY_TRAINING, message)
+        with declining(message) as answer:
+            answer.append(Message(self.released(message, context, call_next), reply_to=message))
+        return answer[0]
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
         """What may leave the node."""
@@ -82,27 +90,45 @@ class PrivateUpdates(_Gate):
     def __init__(
         self, *, study: str, rounds: int, epsilon: float, delta: float, clip_norm: float, bits: int = 8
     ) -> None:
-        self._study = safe_name("study", study)
+        self._study, self._rounds = safe_name("study", study), rounds
         self._settings: dict[str, Any] = {"study": study, "rounds": rounds, "epsilon": epsilon, "delta": delta}
         self._settings["bits"] = bits
         self._settings["clip_norm"] = check_positive("clip_norm", clip_norm)
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
         """One frame; whatever the app does, it is sent once it is counted."""
-        node, (key, before) = Node.of(context.node_config), _arrays_of(message)
-        flat = _flat(before)
-        _check_limits(node.limits, flat.size, self._settings)
+        node, before = Node.of(context.node_config), arrays_of(message)
+        dimension = flat_of(before).size
+        self.check_limits(node.limits, dimension)
         with self._ledger(node) as ledger, UpdateGate(ledger, **self._settings) as gate:
+            frame = gate.send(self.update_of(message, context, call_next, before), dimension=dimension)
+            logger.info("study %s: update %d of %d; %s", self._study, gate.sent, self._rounds, gate.guarantee())
+            stated = stated_by(gate)
+            return _packed(frame, [gate.range], {EXAMPLES: 1, "epsilon": stated.epsilon}, **asdict(stated))
 
-            def update() -> npt.NDArray[np.float64]:
-                _, after = _arrays_of(call_next(message, context))
-                return _flat({name: after[name] for name in before}) - flat
+    def check_limits(self, limits: NodeLimits, dimension: int) -> None:
+        """Raise InvalidParameter if the node's operator does not agree."""
+        if Unit.CLIENT.value not in limits.units:
+            raise InvalidParameter(
+                'this node allows no updates of whole clients: add units="client" to its configuration'
+            )
+        refusal = limits.model_refusal(dimension)
+        if refusal is not None:
+            raise InvalidParameter(refusal)
+        if not limits.least_clip <= self._settings["clip_norm"] <= limits.largest_clip:
+            raise InvalidParameter(f"clip_norm={self._settings['clip_norm']:g} is outside the limits of this node")
 
-            frame = gate.send(update, dimension=flat.size)
-            guarantee = gate.guarantee()
-            logger.info("study %s: update %d of %d; %s", self._study, gate.sent, self._settings["rounds"], guarantee)
-            epsilon = 0.0 if guarantee is None else guarantee.epsilon
-            return _packed(frame, [gate.range], key, {_EXAMPLES: 1, "epsilon": epsilon})
+    def update_of(
+        self, message: Message, context: Any, call_next: ClientAppCallable, before: Arrays
+    ) -> Callable[[], npt.NDArray[np.float64]]:
+        """What lets the app train, and returns what it has changed in the model."""
+        start = flat_of(before)  # a copy: the app could change the message
+
+        def update() -> npt.NDArray[np.float64]:
+            after = arrays_of(call_next(message, context))
+            return flat_of({name: after[name] for name in before}) - start
+
+        return update
 
     def _ledger(self, node: Node) -> Ledger:
         """The node's own ledger. Its budget is the node's; in a simulation it is the study's."""
@@ -124,17 +150,15 @@ class ThinUpdates(_Gate):
     from the data, such as a training loss.
     """
 
-    def __init__(self, *, bits: int = 8, public: Iterable[str] = (_EXAMPLES,)) -> None:
+    def __init__(self, *, bits: int = 8, public: Iterable[str] = (EXAMPLES,)) -> None:
         self._bits, self._public = bits, frozenset(public)
         thin_update([np.zeros(1)], bits=bits)  # an invalid number of bits is refused now
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
         """One frame with a range for each array."""
-        key, before = _arrays_of(message)
+        before = arrays_of(message)
         reply = call_next(message, context)
-        if reply.has_error():
-            raise InvalidParameter("the app replied with an error")
-        _, after = _arrays_of(reply)
+        after = arrays_of(reply)
         frame, ranges = thin_update([after[name].astype(np.float64) - before[name] for name in before], bits=self._bits)
         metrics = {
             name: value
@@ -142,119 +166,123 @@ class ThinUpdates(_Gate):
             for name, value in record.items()
             if name in self._public
         }
-        return _packed(frame, ranges, key, metrics)
+        return _packed(frame, ranges, metrics)
 
 
-class OpenUpdates(Strategy):
+class OpenUpdates(Wrapped):
     """A strategy whose nodes send through a mod of this module: it opens what they send for the strategy inside.
 
     Args:
         strategy: any strategy that aggregates the models of its clients.
         largest_range: a frame with a larger range is left out: the clip norm of the nodes, or the largest change of a
             parameter in one round.
+        accountant: ends the run with Flower's `PrivacyBudgetExhausted` before a round that takes a node beyond its
+            limit, and when no node has room for another; every node must send through `PrivateUpdates`.
     """
 
-    def __init__(self, strategy: Strategy, *, largest_range: float) -> None:
-        self._inner, self._largest = strategy, check_positive("largest_range", largest_range)
-        self._arrays = ArrayRecord()
+    def __init__(self, strategy: Strategy, *, largest_range: float, accountant: SiteAccountant | None = None) -> None:
+        super().__init__(strategy)
+        self._largest, self._accountant = check_positive("largest_range", largest_range), accountant
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the strategy inside; remembers the model, to which the updates are added."""
-        self._arrays = arrays
-        return self._inner.configure_train(server_round, arrays, config, grid)
+        """As the strategy inside."""
+        if self._accountant is not None and self._accountant.would_exceed():
+            spent = self._accountant.get_privacy_spent()
+            raise PrivacyBudgetExhausted(
+                f"the nodes' ledgers hold up to epsilon {spent.epsilon:.4g} at delta {spent.delta:g}, and another "
+                "round would exceed the limit, or no node has room for one"
+            )
+        return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Open every update, then aggregate as the strategy inside."""
         opened = [reply for each in replies if (reply := self._opened(each))]
-        arrays, metrics = self._inner.aggregate_train(server_round, opened)
-        if arrays is None:
-            return None, metrics
-        # A mean makes floats of integers, such as the counters of BatchNorm. No update changes those.
-        whole = {name: array for name, array in self._arrays.items() if name not in _floating(self._arrays)}
-        return ArrayRecord({name: whole.get(name, array) for name, array in arrays.items()}), metrics
+        arrays, metrics = super().aggregate_train(server_round, _alike(opened))
+        counted = getattr(self._inner, "accountant", None) is not None
+        if arrays is not None and self._accountant is not None and not counted:
+            self._accountant.compose()
+        return arrays, metrics
 
     def _opened(self, reply: Message) -> Message | None:
         if reply.has_error():
             logger.warning("node %d: %s", reply.metadata.src_node_id, one_line(reply.error.reason))
             return reply
         try:
-            key, arrays = _moved(reply, self._arrays, largest=self._largest)
+            arrays, metrics = _moved(reply, self._arrays, largest=self._largest), _public(reply)
+            if self._accountant is not None:
+                self._accountant.note(reply.metadata.src_node_id, _stated(reply))
         except (BqsgdError, TypeError, ValueError, KeyError) as error:
             logger.warning("node %d sent no valid update, left out: %s", reply.metadata.src_node_id, one_line(error))
             return None
-        reply.content = RecordDict({key: arrays, **reply.content.metric_records})
+        reply.content = RecordDict({ARRAYS: arrays, METRICS: metrics})
         return reply
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """As the strategy inside. Nodes behind a gate decline to evaluate: use its `fraction_evaluate=0`."""
-        return self._inner.configure_evaluate(server_round, arrays, config, grid)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """As the strategy inside."""
-        return self._inner.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        """As the strategy inside."""
-        self._inner.summary()
+@contextmanager
+def declining(message: Message) -> Iterator[list[Message]]:
+    """If the block raises an error, the list holds a refusal that tells the server nothing; the node's log says why."""
+    answer: list[Message] = []
+    try:
+        yield answer
+    except BudgetExhausted as error:
+        logger.error("%s", one_line(error))
+        answer[:] = [_declined(SPENT, message)]
+    except Exception as error:  # Flower would send its text, which may hold private values
+        if isinstance(error, BqsgdError):
+            logger.error("refused by this node: %s", one_line(error))
+        else:
+            logger.exception("this node failed")
+        answer[:] = [_declined(REFUSED, message)]
 
 
 def _declined(reason: str, message: Message) -> Message:
     return Message(Error(code=ErrorCode.MOD_FAILED_PRECONDITION, reason=reason), reply_to=message)
 
 
-def _check_limits(limits: NodeLimits, dimension: int, settings: Mapping[str, Any]) -> None:
-    """Raise InvalidParameter if the node's operator does not agree."""
-    if Unit.CLIENT.value not in limits.units:
-        raise InvalidParameter('this node allows no updates of whole clients: add units="client" to its configuration')
-    refusal = limits.model_refusal(dimension)
-    if refusal is not None:
-        raise InvalidParameter(refusal)
-    if not limits.least_clip <= settings["clip_norm"] <= limits.largest_clip:
-        raise InvalidParameter(f"clip_norm={settings['clip_norm']:g} is outside the limits of this node")
-
-
-def _arrays_of(message: Message) -> tuple[str, dict[str, npt.NDArray[Any]]]:
-    """The name of the one record of arrays in a message, and its arrays of floating point. Others never change."""
-    if message.has_error() or len(message.content.array_records) != 1:
-        raise InvalidParameter("the gate needs messages with one ArrayRecord")
-    key, record = next(iter(message.content.array_records.items()))
-    return key, _floating(record)
-
-
-def _floating(record: ArrayRecord) -> dict[str, npt.NDArray[Any]]:
-    arrays = {name: array.numpy() for name, array in record.items()}
-    return {name: values for name, values in arrays.items() if np.issubdtype(values.dtype, np.floating)}
-
-
-def _flat(arrays: _Arrays) -> npt.NDArray[np.float64]:
-    return np.concatenate([np.zeros(0), *(values.astype(np.float64).ravel() for values in arrays.values())])
-
-
-def _packed(frame: bytes, ranges: list[float], key: str, metrics: Mapping[str, Any]) -> RecordDict:
+def _packed(frame: bytes, ranges: list[float], metrics: Mapping[str, Any], **stated: float) -> RecordDict:
     content = pack(frame, kind=FRAME)
-    content[_UPDATE] = ConfigRecord({"ranges": ranges, "record": key})
-    content["metrics"] = MetricRecord(dict(metrics))
+    content[UPDATE] = ConfigRecord({"ranges": ranges, **stated})
+    content[METRICS] = MetricRecord(dict(metrics))
     return content
 
 
-def _moved(reply: Message, held: ArrayRecord, *, largest: float) -> tuple[str, ArrayRecord]:
-    """The record that the node's app made, as far as the frame tells: the server's model, and the update added."""
-    stated, arrays = reply.content.config_records[_UPDATE], _floating(held)
-    key, ranges = stated["record"], stated["ranges"]
-    if not isinstance(key, str) or not isinstance(ranges, list):
-        raise FrameError("the update states no record and ranges")
-    sizes = [values.size for values in arrays.values()]
+def _moved(reply: Message, held: ArrayRecord, *, largest: float) -> ArrayRecord:
+    """The model that the node's app made, as far as the frame tells: the server's, and the update added."""
+    ranges, sizes = reply.content.config_records[UPDATE]["ranges"], [v.size for v in floating_in(held).values()]
+    if not isinstance(ranges, list):
+        raise FrameError("the update states no ranges")
     frame, floats = data_of(reply, kind=FRAME), [float(reach) for reach in ranges]
-    update = open_update(frame, ranges=floats, sizes=sizes, largest_range=largest)
-    moved, start = dict(held), 0
-    for name, values in arrays.items():
-        part = update[start : start + values.size].reshape(values.shape)
-        moved[name] = Array((values + part).astype(values.dtype))
-        start += values.size
-    return key, ArrayRecord(moved)
+    return moved_by(held, open_update(frame, ranges=floats, sizes=sizes, largest_range=largest))
+
+
+def _stated(reply: Message) -> Statement:
+    """What the node says about its ledger."""
+    stated = reply.content.config_records[UPDATE]
+    return Statement(**{field.name: stated[field.name] for field in fields(Statement)})  # type: ignore[arg-type]
+
+
+def _public(reply: Message) -> MetricRecord:
+    """The metrics of a reply; FrameError unless they are plain finite numbers, `num-examples` a positive one."""
+    metrics = reply.content.metric_records[METRICS]
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in metrics.values()):
+        raise FrameError("a metric is not a finite number")
+    if not float(metrics.get(EXAMPLES, 1)) > 0:  # type: ignore[arg-type]
+        raise FrameError(f"{EXAMPLES} is not positive")
+    return metrics
+
+
+def _alike(replies: list[Message]) -> list[Message]:
+    """The replies whose metrics have the names that most have: a strategy ends the run if they differ."""
+    names = Counter(frozenset(reply.content[METRICS]) for reply in replies if not reply.has_error())
+    usual = names.most_common(1)[0][0] if names else frozenset()
+    kept = []
+    for reply in replies:
+        if reply.has_error() or frozenset(reply.content[METRICS]) == usual:
+            kept.append(reply)
+        else:
+            logger.warning("node %d has other metrics than most, left out", reply.metadata.src_node_id)
+    return kept

@@ -11,6 +11,7 @@ frames, without noise. Nothing is counted, because only the released model goes 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.client.draws import Sources
-from bqsgd._src.client.sender import Sender
+from bqsgd._src.client.sender import Outlet, Sender
 from bqsgd._src.client.values import clip_update
 from bqsgd._src.codec import decode_frame, encode_frame
 from bqsgd._src.errors import FrameError, InvalidParameter
@@ -32,10 +33,12 @@ from bqsgd._src.params import Mechanism, check_int, check_positive
 from bqsgd._src.persample.clips import L2
 from bqsgd._src.planner.plan import MAX_BITS, Budget, Plan
 from bqsgd._src.planner.recipe import fitting_range
+from bqsgd._src.planner.sums import in_sums, plan_sum
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Release, Sampling, Scheme, Terms, Unit
 from bqsgd._src.runtime.interrupts import errors_dropped
+from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.settings.client_plan import clipped_terms, plan_release
 from bqsgd._src.settings.study import Study, check_not_lost
 from bqsgd._src.storage import Closing
@@ -66,6 +69,7 @@ class UpdateGate(Closing):
         epsilon, delta: the study's budget. The ledger's own, which counts all studies, holds as well.
         clip_norm: Euclidean bound of an update.
         bits: most bits per coordinate.
+        rule: of the secure sums that the updates go into; the noise is then that of a whole sum. None for frames.
         seed: reproducible noise, without a privacy claim.
     """
 
@@ -79,9 +83,10 @@ class UpdateGate(Closing):
         delta: float,
         clip_norm: float,
         bits: int = 8,
+        rule: Thresholds | None = None,
         seed: int | None = None,
     ) -> None:
-        self._clip, self._rounds = L2(norm=clip_norm), check_int("rounds", rounds, 1, 2**40)
+        self._clip, self._rounds, self._rule = L2(norm=clip_norm), check_int("rounds", rounds, 1, 2**40), rule
         self._budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
         self._ledger = opened_ledger(ledger, self._budget.privacy)
         # A ledger that was open already belongs to the caller, who closes it.
@@ -106,8 +111,7 @@ class UpdateGate(Closing):
         """R: a clipped update is clamped to [-R, R] and encoded there. The server must know it."""
         if self._study.plan is not None:
             return self._study.range
-        norm = self._clip.norm
-        return min(fitting_range(self._budget, clip_norm=2 * norm, batch_size=1, rate=1.0, messages=self._rounds), norm)
+        return update_range(self._budget, clip_norm=self._clip.norm, rounds=self._rounds)
 
     def plan(self, dimension: int) -> Plan:
         """The study's plan for updates of this many coordinates, made on first use.
@@ -118,7 +122,11 @@ class UpdateGate(Closing):
         """
         terms = self._terms(dimension)
         if self._study.plan is None:
-            release = plan_release(terms, self._budget, rounds=self._rounds)
+            if self._rule is None:
+                release = plan_release(terms, self._budget, rounds=self._rounds)
+            else:
+                planned = plan_sum(self._budget.privacy, terms, self._rule, rounds=self._rounds)
+                release = Release(mechanism=planned.mechanism, terms=terms)
             self._study.keep(self._planned(release), range=self.range)
         self._study.check_same(budget=self._budget, rounds=self._rounds, terms=terms)
         assert self._study.plan is not None
@@ -136,30 +144,40 @@ class UpdateGate(Closing):
         return Plan(budget=self._budget, release=release, rounds=self._rounds, variance=variance, guarantee=guarantee)
 
     def _terms(self, dimension: int) -> Terms:
-        return clipped_terms(
-            self._clip,
-            range=self.range,
-            batch_size=1,
-            sampling=Sampling(scheme=Scheme.NONE),
-            dimension=check_int("dimension", dimension, 1, 2**53),
-            unit=Unit.CLIENT,
-        )
+        return update_terms(self._clip, range=self.range, dimension=dimension, rule=self._rule)
 
-    def send(self, update: Callable[[], npt.ArrayLike], *, dimension: int) -> bytes:
+    def send(
+        self,
+        update: Callable[[], npt.ArrayLike],
+        *,
+        dimension: int,
+        round: int | None = None,
+        outlet: Outlet | None = None,
+    ) -> bytes:
         """Count one update, then make it and encode it; the frame may leave.
 
         update: trains, and returns the update as one vector. It runs after the spend, so whatever it does there is a
             frame: if it raises an error, or returns another shape or a value that is not finite, the update is zero.
+        round: of the study, for a secure sum; those that were left out cannot be sent later. Default: the next one.
+        outlet: of a secure sum; a frame by default.
 
         Raises:
             BudgetExhausted: the study's updates are all sent, or the budget is spent. Nothing was recorded.
             LedgerError: another process sends for this study at the same time. Nothing may leave.
+            InvalidParameter: the round was counted before. Nothing may leave.
         """
-        plan, round = self.plan(dimension), self._sender.next_round
+        plan, following = self.plan(dimension), self._sender.next_round
+        round = following if round is None else check_int("round", round, 0, 2**40)
+        if round < following:
+            raise InvalidParameter(
+                f"round {round} of the study {self._study.name!r} was counted before; the next is {following}"
+            )
+        if (outlet is None) != (self._rule is None):
+            raise InvalidParameter("a gate with a rule of secure sums sends into those sums, and no other gate does")
         self._study.check_left(round)
         charge = Charge(release=plan.release, round=round, last_round=round, within=self._budget.privacy)
-        outlet = partial(encode_frame, client=self._client, range=self.range)
-        return bytes(self._sender.send(charge, outlet, lambda: self._clipped(update, dimension)))
+        frames = partial(encode_frame, client=self._client, range=self.range)
+        return bytes(self._sender.send(charge, outlet or frames, lambda: self._clipped(update, dimension)))
 
     def _clipped(self, update: Callable[[], npt.ArrayLike], dimension: int) -> Update:
         with errors_dropped("the training failed; its update counts as zero"):
@@ -172,9 +190,38 @@ class UpdateGate(Closing):
         """The guarantee of everything that the ledger holds; None before the first update."""
         return self._sender.spending.guarantee(delta=self._ledger.budget.delta)
 
+    def epsilon_after_next(self) -> float:
+        """What the ledger would hold after one more update of this study; infinite if there is no room for one."""
+        plan, spending = self._study.plan, self._sender.spending
+        if plan is None:
+            raise InvalidParameter("the study has no plan yet: it is made for the first update")
+        room = self._ledger.headroom(plan.release, run=self._study.run, within=self._budget.privacy)
+        if self.sent >= plan.rounds or room < 1:
+            return math.inf
+        return spending.tally.compose(plan.release, 1).guarantee(delta=self._ledger.budget.delta).epsilon
+
     def close(self) -> None:
         """Close the ledger."""
         self._close()
+
+
+def update_range(budget: Budget, *, clip_norm: float, rounds: int) -> float:
+    """R of a study of updates."""
+    fitting = fitting_range(budget, clip_norm=2 * clip_norm, batch_size=1, rate=1.0, messages=rounds)
+    return min(fitting, clip_norm)
+
+
+def update_terms(clip: L2, *, range: float, dimension: int, rule: Thresholds | None = None) -> Terms:
+    """The terms of a study of updates; rule: of the secure sums that they go into."""
+    terms = clipped_terms(
+        clip,
+        range=range,
+        batch_size=1,
+        sampling=Sampling(scheme=Scheme.NONE),
+        dimension=check_int("dimension", dimension, 1, 2**53),
+        unit=Unit.CLIENT,
+    )
+    return terms if rule is None else in_sums(terms, rule)
 
 
 def thin_update(update: Sequence[npt.ArrayLike], *, bits: int = 8) -> tuple[bytes, list[float]]:
