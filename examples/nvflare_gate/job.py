@@ -24,7 +24,8 @@ parser.add_argument("--planned", type=int, default=5, help="rounds that the site
 parser.add_argument("--epsilon", type=float, help="3 for private training and 8 for private updates unless given")
 options = parser.parse_args()
 folder = Path(options.folder).resolve()
-ledger = str(folder / "{site}.ledger")
+ledger = str(folder / "ledgers" / "{site}.ledger")  # in a deployment: on each site's own disk, never in the workspace
+(folder / "ledgers").mkdir(parents=True, exist_ok=True)
 epsilon = options.epsilon or {None: 0.0, "training": 3.0, "updates": 8.0}[options.private]
 
 recipe = FedAvgRecipe(
@@ -47,6 +48,6 @@ if options.private:
         )
     recipe.add_client_output_filter(gate, tasks=["train"])
     recipe.add_server_input_filter(OpenUpdatesFilter(largest_range=1.0), tasks=["train"])
-run = recipe.execute(SimEnv(clients=["site-1", "site-2"], num_threads=2, workspace_root=str(folder)))
+run = recipe.execute(SimEnv(clients=["site-1", "site-2"], num_threads=2, workspace_root=str(folder / "workspace")))
 print("status:", run.get_status())
 print("result:", run.get_result())

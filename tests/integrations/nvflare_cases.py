@@ -1,6 +1,8 @@
 """What a job, a site and a server may do to the filters; test_nvflare.py runs this in NVFlare's own environment."""
 
 import json
+from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.utils.task_utils import apply_filters
-from nvflare.private.privacy_manager import PrivacyManager, Scope
+from nvflare.apis.workspace import Workspace
+from nvflare.app_common.filters.exclude_vars import ExcludeVars
+from nvflare.private.fed.app.fl_conf import create_privacy_manager
+from nvflare.private.privacy_manager import PrivacyManager, PrivacyService, Scope
 
 import bqsgd
 from bqsgd.integrations.nvflare import OpenUpdatesFilter, PrivateUpdatesFilter, ThinUpdatesFilter
@@ -145,6 +150,53 @@ def test_a_job_cannot_leave_out_the_filter_of_the_sites_scope(tmp_path):
     context.set_prop(FLContextKey.SCOPE_OBJECT, manager.get_scope(None), private=True, sticky=False)
     left = apply_filters(Scope.TASK_RESULT_FILTERS_NAME, update(), context, {}, "train", FilterKey.OUT)
     assert sorted(from_shareable(left).data) == ["bqsgd.frame"]
+    assert counted(tmp_path) == 1
+
+
+def page_policy():
+    """The policy that the page prints."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")
+    return json.loads(page.split("```json\n")[1].split("```")[0])
+
+
+def test_the_policy_of_the_page_is_read_by_nvflare_and_is_the_sites_only_scope(tmp_path):
+    policy = page_policy()
+    policy["scopes"][0]["task_result_filters"][0]["args"]["ledger"] = str(tmp_path / "site.ledger")
+    for name in ("local", "startup"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "local" / "privacy.json").write_text(json.dumps(policy))
+    PrivacyService.initialize(create_privacy_manager(Workspace(str(tmp_path), "site-1"), names_only=False))
+    assert PrivacyService.is_scope_allowed("")
+    assert not PrivacyService.is_scope_allowed("public"), "a job cannot choose another scope"
+    context = FLContext()
+    context.set_prop(FLContextKey.SCOPE_OBJECT, PrivacyService.get_scope(""), private=True, sticky=False)
+    job = {"train-out": [ExcludeVars("w")]}
+    left = apply_filters(Scope.TASK_RESULT_FILTERS_NAME, update(), context, job, "train", FilterKey.OUT)
+    assert sorted(from_shareable(left).data) == ["bqsgd.frame"], "a filter of the job comes after the site's"
+    assert counted(tmp_path) == 1
+    for task in ("validate", "submit_model", "anything"):
+        with pytest.raises(Exception, match="DIFF"):
+            apply_filters(
+                Scope.TASK_RESULT_FILTERS_NAME, update(kind=DataKind.WEIGHTS), context, {}, task, FilterKey.OUT
+            )
+
+
+def test_two_jobs_at_once_never_count_one_update_for_two(tmp_path):
+    one, other = gate(tmp_path), gate(tmp_path)
+    frames = []
+    for site in (one, other):
+        frames.append(from_shareable(site.process(update(), FLContext())).data["bqsgd.frame"].tobytes())
+    assert counted(tmp_path) == 2
+    assert len(set(frames)) == 2
+    with pytest.raises((bqsgd.BudgetExhausted, bqsgd.Infeasible)):
+        gate(tmp_path, study="another", rounds=1).process(update(), FLContext())
+
+
+def test_a_replayed_result_is_no_new_release_and_cannot_be_opened_as_another(tmp_path):
+    """What the server has, it has: opening a frame twice gives the same values, and counts nothing."""
+    left = gate(tmp_path).process(update(), FLContext())
+    first, again = (from_shareable(OpenUpdatesFilter(1.0).process(deepcopy(left), FLContext())) for _ in range(2))
+    assert np.array_equal(first.data["w"], again.data["w"])
     assert counted(tmp_path) == 1
 
 

@@ -50,7 +50,7 @@ def test_the_example_counts_each_round_and_stops_when_the_study_ends(tmp_path):
         folder=tmp_path,
     )
     for site in ("site-1", "site-2"):
-        with bqsgd.Ledger(tmp_path / "run" / f"{site}.ledger") as ledger:
+        with bqsgd.Ledger(tmp_path / "run" / "ledgers" / f"{site}.ledger") as ledger:
             assert ledger.spent_rounds == 1, printed[-4000:]
             assert ledger.guarantee().unit == "client"
             assert ledger.guarantee().epsilon <= 50

@@ -1,0 +1,232 @@
+"""Flower's and NVFlare's quickstarts, as they are and private: accuracy and epsilon per round, kill -9, bytes, logs.
+
+python -m experiments.assurance.gates            # what is missing of it, then the tables of docs/gate.md
+python -m experiments.assurance.gates --only flower-training
+
+Both examples of `examples/` with two sites, five rounds and scikit-learn's digits, real processes on one machine. The
+private ones are asked for a sixth round, and site 1 is killed (kill -9, with all of its processes) when the third round
+begins, and started again; NVFlare's simulator is killed as a whole and the job started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+
+import bqsgd
+from bqsgd._src.flower.federation import SUPERNODE, free_port
+from bqsgd._src.flower.processes import Processes
+from experiments import lab, pages
+
+PATH = lab.RESULTS / "gates.json"
+ROUNDS, KILLED = 5, 3
+FLOWER, NVFLARE = lab.ROOT / "examples" / "flower_gate", lab.ROOT / "examples" / "nvflare_gate"
+PYTHON = lab.ROOT / ".venv-nvflare" / "bin" / "python"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_STUDY = 'gate-study="trial-7" gate-rounds=5 gate-epsilon=8.0 gate-delta=1e-5 gate-clip-norm=1.0'
+_TOLD = re.compile(r"study |declined|refused|spent|all are taken|budget|killed|PrivacyBudget|update \d")
+
+
+def told(text: str, most: int = 8) -> list[str]:
+    """The lines of a log that are about privacy, without colours and repetitions."""
+    lines = [_COLOURS.sub("", line).strip()[:300] for line in text.splitlines() if _TOLD.search(line)]
+    return list(dict.fromkeys(lines))[:most]
+
+
+def ledger_of(path: Path) -> dict[str, Any] | None:
+    """What a site's ledger holds at the end."""
+    if not path.exists():
+        return None
+    with bqsgd.Ledger(path) as ledger:
+        guarantee = ledger.guarantee()
+        return {
+            "messages": ledger.spent_rounds,
+            "epsilon": None if guarantee is None else guarantee.epsilon,
+            "guarantee": str(guarantee),
+        }
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """kill -9 a process and all below it."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in family:
+        child.kill()
+    process.wait()
+
+
+def flower(kind: str, folder: Path) -> dict[str, Any]:
+    """One deployment: a SuperLink, two SuperNodes, and the app with or without a diff."""
+    app = folder / "app"
+    shutil.copytree(FLOWER, app, ignore=shutil.ignore_patterns("*.diff", "__pycache__"))
+    if kind in ("updates", "training", "node"):
+        diff = FLOWER / f"private_{'updates' if kind == 'node' else kind}.diff"
+        subprocess.run(["patch", "-s", "-p1", "-i", diff], cwd=app, check=True)
+    if kind == "node":  # the client's half of the app stays as Flower's quickstart has it
+        shutil.copy(FLOWER / "quickstart" / "client_app.py", app / "quickstart" / "client_app.py")
+    rounds = ROUNDS if kind == "unchanged" else ROUNDS + 1
+    with Processes(folder / "run") as processes:
+        port = free_port()
+        place = ("--host", "127.0.0.1", "--port", str(port))
+        processes.start(
+            "superlink", "flower-superlink", "--insecure", "--disable-runtime-dependency-installation", *place
+        )
+        processes.wait_for("superlink", "running on http", seconds=300)
+        (processes.folder / "flwr-home" / "config.toml").write_text(
+            tomli_w.dumps(
+                {"superlink": {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}}
+            )
+        )
+
+        def start(site: int, name: str) -> None:
+            ledgers = folder / f"site-{site}"
+            ledgers.mkdir(exist_ok=True)
+            config = f'client={site} units="client" epsilon=10.0 ledger-folder="{ledgers}" '
+            config += f'partition-id={site} num-partitions=2 ledger="{ledgers}/train.ledger"'
+            config += f" {_STUDY}" if kind == "node" else ""
+            options = ("--insecure", "--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1")
+            processes.start(name, *SUPERNODE, *options, "--port", str(free_port()), "--node-config", config)
+
+        for site in (0, 1):
+            start(site, f"site-{site}")
+        began, killed = time.monotonic(), list[float]()
+        settings = f"num-server-rounds={rounds}"
+        processes.start("run", "flwr", "run", str(app), "here", "--stream", "--run-config", settings)
+
+        def heard(line: str) -> None:
+            if kind in ("updates", "training") and not killed and f"[ROUND {KILLED}/" in line:
+                kill(processes.running["site-1"])
+                start(1, "site-1-again")
+                killed.append(round(time.monotonic() - began, 1))
+
+        log = _COLOURS.sub("", processes.finish("run", seconds=1500, heard=heard))
+        nodes = {
+            name: processes.text(name) for name in ("site-0", "site-1", "site-1-again") if name in _logs(processes)
+        }
+    name = "train.ledger" if kind == "training" else "client-000{}.ledger"
+    return {
+        "accuracy": [float(value) for value in re.findall(r"'accuracy': ([0-9.e-]+)", log)][: rounds + 1],
+        "epsilon": [float(value) for value in re.findall(r"Aggregated MetricRecord: .*'epsilon': ([0-9.e-]+)", log)],
+        "killed_after_seconds": killed,
+        "seconds": round(time.monotonic() - began, 1),
+        "ledgers": [ledger_of(folder / f"site-{site}" / name.format(site)) for site in (0, 1)],
+        "server_log": told(log),
+        "node_logs": {node: told(text) for node, text in nodes.items()},
+    }
+
+
+def _logs(processes: Processes) -> set[str]:
+    return {path.stem for path in (processes.folder / "logs").iterdir()}
+
+
+def nvflare(kind: str, folder: Path) -> dict[str, Any]:
+    """The simulator with two sites; the private job is killed when the third round begins, and started again."""
+    logs, killed = list[str](), list[float]()
+    rounds = ROUNDS if kind == "unchanged" else ROUNDS + 1
+    private = [] if kind == "unchanged" else ["--private", kind]
+    for attempt in range(1 if kind == "unchanged" else 2):
+        left = rounds if attempt == 0 else rounds - KILLED + 1
+        command = [
+            str(PYTHON),
+            str(NVFLARE / "job.py"),
+            *private,
+            "--rounds",
+            str(left),
+            "--folder",
+            str(folder / "job"),
+        ]
+        began, printed = time.monotonic(), folder / f"printed-{attempt}.txt"
+        with printed.open("wb") as stream:
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": str(lab.ROOT / "src"), "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            )  # fmt: skip
+        while process.poll() is None and time.monotonic() - began < 1500:
+            time.sleep(0.2)
+            if private and not attempt and f"Round {KILLED - 1} started" in printed.read_text(errors="replace"):
+                killed.append(round(time.monotonic() - began, 1))
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        logs.append(_COLOURS.sub("", printed.read_text(errors="replace")))
+        if killed and not attempt:
+            time.sleep(5)
+    text = "\n".join(logs)
+    return {
+        "accuracy": [float(value) for value in re.findall(r"round \d+: accuracy ([0-9.]+)", text)][::2],
+        "epsilon": [float(value) for value in re.findall(r"epsilon ([0-9.]+) at delta", text)][::2],
+        "killed_after_seconds": killed,
+        "ledgers": [ledger_of(folder / "job" / "ledgers" / f"site-{site}.ledger") for site in (1, 2)],
+        "log": told(text, most=16),
+    }
+
+
+def sizes() -> dict[str, Any]:
+    """Bytes of one update as Flower carries it: the quickstart's model and one of a million parameters."""
+    import numpy as np
+    from flwr.app import Array, ArrayRecord, RecordDict
+    from flwr.common.serde import recorddict_to_proto
+
+    from bqsgd._src.integrations.flower import _packed
+
+    result = {}
+    for dimension in (650, 1_000_000):
+        values = np.random.default_rng(0).normal(0, 0.01, dimension).astype(np.float32)
+        before = RecordDict({"arrays": ArrayRecord({"w": Array(values)})})
+        sizes = {"unchanged": recorddict_to_proto(before).ByteSize()}
+        for bits in (2, 4, 8):
+            frame, ranges = bqsgd.thin_update([values], bits=bits)
+            sizes[f"thin, {bits} bits"] = recorddict_to_proto(_packed(frame, ranges, {"num-examples": 1})).ByteSize()
+        with tempfile.TemporaryDirectory() as folder:
+            settings = {"study": "t", "rounds": 5, "epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
+            with bqsgd.UpdateGate(Path(folder) / "l", **settings) as gate:  # type: ignore[arg-type]
+                frame = gate.send(lambda values=values: values, dimension=dimension)
+                packed = _packed(frame, [gate.range], {"num-examples": 1, "epsilon": 1.0})
+                sizes["private, 8 bits"] = recorddict_to_proto(packed).ByteSize()
+        result[str(dimension)] = sizes
+    return result
+
+
+RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    **{
+        f"flower-{kind}": (lambda folder, kind=kind: flower(kind, folder))
+        for kind in ("unchanged", "training", "updates", "node")
+    },  # type: ignore[misc]
+    **{
+        f"nvflare-{kind}": (lambda folder, kind=kind: nvflare(kind, folder))
+        for kind in ("unchanged", "training", "updates")
+    },  # type: ignore[misc]
+    "sizes": lambda folder: sizes(),
+}
+
+
+def main() -> None:
+    """Make what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=RUNS, nargs="*", help="these, even if they were made before")
+    asked = parser.parse_args()
+    results = lab.read_json(PATH) if PATH.exists() else {}
+    for name in asked.only or [name for name in RUNS if name not in results]:
+        with tempfile.TemporaryDirectory() as folder:
+            made = RUNS[name](Path(folder))
+        print(name, json.dumps(made, indent=1), flush=True)
+        results = lab.read_json(PATH) if PATH.exists() else {}
+        lab.write_json(PATH, results | {name: made | {"provenance": lab.provenance()}})
+    pages.write()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
