@@ -44,11 +44,11 @@ from bqsgd._src.integrations.flower_arrays import (
     floating_in,
     moved_by,
 )
-from bqsgd._src.params import check_int, check_positive
+from bqsgd._src.params import Mechanism, check_int, check_positive
 from bqsgd._src.persample.clips import L2
 from bqsgd._src.planner.plan import Budget
-from bqsgd._src.planner.sums import SumPlan, plan_sum, width_of
-from bqsgd._src.private.gate import UpdateGate, update_range, update_terms
+from bqsgd._src.planner.sums import SumPlan, width_of
+from bqsgd._src.private.gate import UpdateGate, update_range, update_sum, update_terms
 from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.secure.state import StateFile
@@ -64,7 +64,8 @@ _TRAINING = b"train"
 """Stands for the strategy's own message of a node, which is not bytes."""
 
 
-def _agreed(rule: Thresholds, levels: int, trials: int) -> SumPlan:
+def _agreed(rule: Thresholds, mechanism: Mechanism) -> SumPlan:
+    levels, trials = mechanism.levels, mechanism.trials
     return SumPlan(rule=rule, levels=levels, trials=trials, width=width_of(rule, levels, trials))
 
 
@@ -75,6 +76,7 @@ class SummedUpdates(PrivateUpdates):
         clients: nodes in the roster, which all take part.
         dropouts: nodes that may be missing from a round.
         colluders: nodes that may tell the server all they know.
+        mechanism: levels and trials of the sum to use instead of planned ones.
 
     The node needs `roster` and `identity` in its configuration, and its limits (`fewest-in-sum`, `colluders`) hold.
     """
@@ -90,10 +92,11 @@ class SummedUpdates(PrivateUpdates):
         clients: int,
         dropouts: int = 0,
         colluders: int = 0,
+        mechanism: Mechanism | None = None,
     ) -> None:
         super().__init__(study=study, rounds=rounds, epsilon=epsilon, delta=delta, clip_norm=clip_norm)
         self._rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
-        self._settings["rule"] = self._rule
+        self._settings |= {"rule": self._rule, "mechanism": mechanism}
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
         """An answer to a step of the sums, or the masked update."""
@@ -120,7 +123,7 @@ class SummedUpdates(PrivateUpdates):
         if roster is None or identity is None:
             raise InvalidParameter("secure sums need roster and identity in the configuration of the node")
         mechanism = gate.plan(dimension).mechanism
-        plan = _agreed(self._rule, mechanism.levels, mechanism.trials)
+        plan = _agreed(self._rule, mechanism)
         return SumClient(
             plan.agreement(
                 roster_of(Path(str(roster)).expanduser(), self._rule.clients),
@@ -181,12 +184,14 @@ class OpenSums(Wrapped):
         clients: int,
         dropouts: int = 0,
         colluders: int = 0,
+        mechanism: Mechanism | None = None,
         first_round: int = 0,
         seconds: float = 3600.0,
     ) -> None:
         super().__init__(strategy)
         self._rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
         self._roster, self._run, self._rounds = roster_of(roster, clients), f"study-{study}", rounds
+        self._mechanism = mechanism
         self._budget, self._clip = Budget(bits=8, epsilon=epsilon, delta=delta), L2(norm=clip_norm)
         self._seconds, self._round = check_positive("seconds", seconds), check_int("first_round", first_round, 0, 2**40)
         self._clients: dict[int, int] = {}
@@ -238,8 +243,10 @@ class OpenSums(Wrapped):
         if self._sums is None or self._plan is None:
             self._range = update_range(self._budget, clip_norm=self._clip.norm, rounds=self._rounds)
             terms = update_terms(self._clip, range=self._range, dimension=dimension, rule=self._rule)
-            planned = plan_sum(self._budget.privacy, terms, self._rule, rounds=self._rounds)
-            self._plan = _agreed(self._rule, planned.levels, planned.trials)
+            mechanism = self._mechanism
+            if mechanism is None:
+                mechanism = update_sum(self._budget.privacy, terms, self._rule, rounds=self._rounds).mechanism
+            self._plan = _agreed(self._rule, mechanism)
             agreement = self._plan.agreement(self._roster, run=self._run, dimension=dimension, seeded=False)
             # Nodes refuse an epoch that is not larger than all before. Time keeps that over restarts, without a file.
             epochs = [int(time.time())]

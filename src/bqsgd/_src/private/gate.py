@@ -14,7 +14,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from bqsgd._src.params import Mechanism, check_int, check_positive
 from bqsgd._src.persample.clips import L2
 from bqsgd._src.planner.plan import MAX_BITS, Budget, Plan
 from bqsgd._src.planner.recipe import fitting_range
-from bqsgd._src.planner.sums import in_sums, plan_sum
+from bqsgd._src.planner.sums import SumPlan, in_sums, plan_sum
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Release, Sampling, Scheme, Terms, Unit
@@ -69,6 +69,8 @@ class UpdateGate(Closing):
         epsilon, delta: the study's budget. The ledger's own, which counts all studies, holds as well.
         clip_norm: Euclidean bound of an update.
         bits: most bits per coordinate.
+        mechanism: levels and trials to use instead of planned ones (of the whole sum, with a rule); the ledger still
+            enforces the budget.
         rule: of the secure sums that the updates go into; the noise is then that of a whole sum. None for frames.
         seed: reproducible noise, without a privacy claim.
     """
@@ -83,9 +85,11 @@ class UpdateGate(Closing):
         delta: float,
         clip_norm: float,
         bits: int = 8,
+        mechanism: Mechanism | None = None,
         rule: Thresholds | None = None,
         seed: int | None = None,
     ) -> None:
+        self._mechanism = mechanism
         self._clip, self._rounds, self._rule = L2(norm=clip_norm), check_int("rounds", rounds, 1, 2**40), rule
         self._budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
         self._ledger = opened_ledger(ledger, self._budget.privacy)
@@ -122,14 +126,20 @@ class UpdateGate(Closing):
         """
         terms = self._terms(dimension)
         if self._study.plan is None:
-            if self._rule is None:
-                release = plan_release(terms, self._budget, rounds=self._rounds)
-            else:
-                planned = plan_sum(self._budget.privacy, terms, self._rule, rounds=self._rounds)
+            if self._mechanism is not None:
+                release = Release(mechanism=self._mechanism, terms=terms)
+            elif self._rule is not None:
+                planned = update_sum(self._budget.privacy, terms, self._rule, rounds=self._rounds)
                 release = Release(mechanism=planned.mechanism, terms=terms)
+            else:
+                release = plan_release(terms, self._budget, rounds=self._rounds)
             self._study.keep(self._planned(release), range=self.range)
         self._study.check_same(budget=self._budget, rounds=self._rounds, terms=terms)
         assert self._study.plan is not None
+        if self._mechanism not in (None, self._study.plan.mechanism):
+            raise InvalidParameter(
+                f"the study {self._study.name!r} has the mechanism {self._study.plan.mechanism}, not {self._mechanism}"
+            )
         return self._study.plan
 
     def _planned(self, release: Release) -> Plan:
@@ -222,6 +232,12 @@ def update_terms(clip: L2, *, range: float, dimension: int, rule: Thresholds | N
         unit=Unit.CLIENT,
     )
     return terms if rule is None else in_sums(terms, rule)
+
+
+@lru_cache(maxsize=64)
+def update_sum(budget: PrivacyBudget, terms: Terms, rule: Thresholds, *, rounds: int) -> SumPlan:
+    """The plan of the secure sums of a study of updates; kept, since it takes seconds."""
+    return plan_sum(budget, terms, rule, rounds=rounds)
 
 
 def thin_update(update: Sequence[npt.ArrayLike], *, bits: int = 8) -> tuple[bytes, list[float]]:
