@@ -7,8 +7,7 @@ from flower_cases import GATE, SECRET, app_of, run, spent, two_nodes
 from flwr.app import ConfigRecord
 
 import bqsgd
-from bqsgd._src.integrations import flower_node
-from bqsgd._src.integrations.flower_node import gate_of, gated
+from bqsgd._src.integrations.flower_node import gate_of, gated, gated_supernode
 from bqsgd.integrations.flower import PrivateUpdates, ThinUpdates
 
 SET = {f"gate-{name.replace('_', '-')}": value for name, value in GATE.items()}
@@ -104,4 +103,4 @@ def test_without_a_gate_the_app_answers_as_it_is(tmp_path):
 
 def test_apps_that_another_program_starts_are_refused():
     with pytest.raises(bqsgd.InvalidParameter, match="isolation"):
-        flower_node.supernode(["--isolation", "process", "--node-config", 'gate-study="t"'])
+        gated_supernode(["--isolation", "process", "--node-config", 'gate-study="t"'])

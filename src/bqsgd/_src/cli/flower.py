@@ -174,9 +174,9 @@ def supernode(context: typer.Context) -> None:
       bqsgd flower supernode --superlink fl.example.org:9092 \
         --root-certificates ca.crt --node-config 'client=3'
     """
-    from bqsgd._src.integrations.flower_node import supernode as serve
+    from bqsgd._src.integrations.flower_node import gated_supernode
 
-    serve(context.args)
+    gated_supernode(context.args)
 
 
 def demo_settings(

@@ -99,23 +99,23 @@ def superexec(options: Sequence[str], *, answer: Callable[[ExecutionSpec], None]
     flower_superexec()
 
 
-def supernode(options: Sequence[str], *, program: str = __name__) -> None:
+def supernode(options: Sequence[str], *, start: Callable[[Sequence[str]], None] = superexec) -> None:
     """Run `flower-supernode` with these options, in this process, until it is stopped.
 
-    program: the module whose `superexec` starts the client apps.
+    start: starts the client apps, in a process of its own; a function of a module, like `superexec`.
     """
     from flwr.supernode import start_client_internal
     from flwr.supernode.cli import flower_supernode
 
     os.umask(0o077)  # for what it installs and logs, which it would leave readable to all users
     module: Any = start_client_internal
-    module.subprocess = SimpleNamespace(Popen=partial(_start_superexec, program))
+    module.subprocess = SimpleNamespace(Popen=partial(_start_superexec, start))
     sys.argv = ["flower-supernode", *options]
     flower_supernode()
 
 
-def _start_superexec(program: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In place of `flower-superexec`, the one program that a SuperNode starts: that module."""
+def _start_superexec(start: Callable[[Sequence[str]], None], command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """In place of `flower-superexec`, the one program that a SuperNode starts: that function."""
     # -P: a folder in which a SuperNode is started must not replace modules.
-    code = f"from {program} import superexec; superexec({list(command[1:])!r})"
-    return subprocess.Popen([sys.executable, "-P", "-c", code])
+    program = f"from {start.__module__} import {start.__name__} as start; start({list(command[1:])!r})"
+    return subprocess.Popen([sys.executable, "-P", "-c", program])

@@ -40,7 +40,7 @@ from bqsgd._src.integrations.flower_arrays import (
     EXAMPLES,
     METRICS,
     UPDATE,
-    Arrays,
+    NamedArrays,
     Wrapped,
     arrays_of,
     flat_of,
@@ -119,7 +119,7 @@ class PrivateUpdates(_Gate):
             raise InvalidParameter(f"clip_norm={self._settings['clip_norm']:g} is outside the limits of this node")
 
     def update_of(
-        self, message: Message, context: Any, call_next: ClientAppCallable, before: Arrays
+        self, message: Message, context: Any, call_next: ClientAppCallable, before: NamedArrays
     ) -> Callable[[], npt.NDArray[np.float64]]:
         """What lets the app train, and returns what it has changed in the model."""
         start = flat_of(before)  # a copy: the app could change the message

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Strategy
 from bqsgd._src.errors import InvalidParameter
 
 UPDATE, METRICS, EXAMPLES, ARRAYS = "update", "metrics", "num-examples", "arrays"
-Arrays = Mapping[str, npt.NDArray[Any]]
+NamedArrays = Mapping[str, npt.NDArray[Any]]
 
 
 def floating_in(record: ArrayRecord) -> dict[str, npt.NDArray[Any]]:
@@ -32,7 +32,7 @@ def arrays_of(message: Message) -> dict[str, npt.NDArray[Any]]:
     return floating_in(next(iter(message.content.array_records.values())))
 
 
-def flat_of(arrays: Arrays) -> npt.NDArray[np.float64]:
+def flat_of(arrays: NamedArrays) -> npt.NDArray[np.float64]:
     """All values, one array after another."""
     return np.concatenate([np.zeros(0), *(values.astype(np.float64).ravel() for values in arrays.values())])
 

@@ -65,7 +65,7 @@ def gated(load: _Load) -> _Load:
     return load_gated
 
 
-def answer(spec: ExecutionSpec) -> None:
+def answer_gated(spec: ExecutionSpec) -> None:
     """Answer one message behind the node's gate, in a process of its own."""
     from flwr.supernode.runtime import run_clientapp
 
@@ -75,12 +75,12 @@ def answer(spec: ExecutionSpec) -> None:
     program.answer(spec)
 
 
-def superexec(options: Sequence[str]) -> None:
+def gated_superexec(options: Sequence[str]) -> None:
     """Run `flower-superexec` with these options; its client apps answer behind the node's gate."""
-    program.superexec(options, answer=answer)
+    program.superexec(options, answer=answer_gated)
 
 
-def supernode(options: Sequence[str]) -> None:
+def gated_supernode(options: Sequence[str]) -> None:
     """Run `flower-supernode` with these options, in this process, until it is stopped.
 
     Raises:
@@ -90,4 +90,4 @@ def supernode(options: Sequence[str]) -> None:
         raise InvalidParameter(
             "with --isolation process another program starts the apps, without this node's gate: leave it out"
         )
-    program.supernode(options, program=__name__)
+    program.supernode(options, start=gated_superexec)
