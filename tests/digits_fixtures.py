@@ -25,8 +25,7 @@ BASE = {
 }
 
 
-@pytest.fixture(scope="session")
-def task():
+def digits_task():
     """Digits and the MLP. All shares have one size, so that the accountant is asked about one sampling rate."""
     digits = data.load("digits")
     shares = [digits.train.take(rows[:359]) for rows in rows_by_client(digits.train.labels, 4, seed=0)]
@@ -35,6 +34,12 @@ def task():
         shares=[(share.inputs, share.labels) for share in shares],
         test=(digits.test.inputs, digits.test.labels),
     )
+
+
+@pytest.fixture(scope="session")
+def task():
+    """The digits task, made once."""
+    return digits_task()
 
 
 @pytest.fixture

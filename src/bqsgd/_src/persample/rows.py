@@ -178,7 +178,7 @@ def _rows_are_apart(
     torch.manual_seed(0)  # the same draws each time
     first = run(*shared, *leaves)
     for parity in (0, 1):
-        kept = torch.arange(len(leaves[0])) % 2 == parity
+        kept = torch.arange(len(leaves[0]), device=leaves[0].device) % 2 == parity
         mixed = [leaf.clone() for leaf in leaves]
         for leaf in mixed:
             other = leaf[~kept].roll(1, 0)
