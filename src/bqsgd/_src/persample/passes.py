@@ -137,15 +137,16 @@ def _cut(values: Sequence[Tensor], samples: int) -> list[Sequence[Tensor]]:
 
 
 def made_up(node: fx.Node, rows: int, *, bounded: bool) -> Tensor:
-    """Rows over four orders of magnitude; whole numbers are zeros, which every table and loss takes.
+    """Rows over four orders of magnitude. Whole numbers are 0, which every table and loss takes; of several rows, 0 or
+    1, so that rows differ.
 
     bounded: between 0 and 1 instead, for losses that take nothing else, such as nn.BCELoss.
     """
     like: Tensor = node.meta["val"]
     shape = (rows, *like.shape)
-    if not like.is_floating_point():
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
     generator = torch.Generator().manual_seed(rows + like.numel())
+    if not like.is_floating_point():
+        return torch.randint(1 if rows == 1 else 2, shape, generator=generator).to(like.device, like.dtype)
     if bounded:
         return torch.rand(shape, generator=generator).to(like.device, like.dtype)
     scale = 10 ** (4 * torch.rand(rows, *[1] * like.dim(), generator=generator) - 2)
