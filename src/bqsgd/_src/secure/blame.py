@@ -8,7 +8,7 @@ lie close together compared with the modulus. The other one adds a second mask a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, combinations, islice
 from typing import NamedTuple
 
@@ -28,46 +28,48 @@ _MOST_EXPLANATIONS = 256
 
 class Contested(NamedTuple):
     """A mask that a survivor shares with a missing client: its key from what the survivor told, and from the missing
-    client's polynomial and corrections."""
+    client's polynomial and corrections; None if nothing follows from these."""
 
     holder: int
     told: bytes
-    derived: bytes
+    derived: bytes | None
 
 
 def settle(
-    contested: Mapping[int, Iterable[Contested]], lanes: Lanes, *, width: int, most: int, known: Collection[int]
+    contested: Mapping[int, Sequence[Contested]], lanes: Lanes, *, width: int, most: int, known: Collection[int]
 ) -> frozenset[int]:
     """The missing clients that gave false corrections. The masks that their holders told are removed from the sum, in
     the place of those that follow from the corrections.
 
     Args:
         contested: by missing client, the masks that it and a survivor state differently.
-        lanes: the sum, without the masks that the missing clients state; changed in place.
+        lanes: the sum, without the masks that the missing clients state, or told if they state none; changed in place.
         most: with too few coordinates to tell, a client has lied that more holders than this contradict.
         known: holders that have lied for certain, and do not count.
 
     Raises:
         BadShares: whoever lied, what is left is no sum.
     """
-    moved = {client: np.zeros_like(lanes[:_TESTED]) for client in contested}
+    stating = {client: pairs for client, pairs in contested.items() if all(pair.derived for pair in pairs)}
+    moved = {client: np.zeros_like(lanes[:_TESTED]) for client in stating}
     for client, part in moved.items():
-        _exchange_masks(client, contested[client], part)
+        _exchange_masks(client, stating[client], part)
     liars = who_lied(lanes[:_TESTED], moved, width=width)
-    if liars is None and len(lanes) >= _ENOUGH:
+    if liars is None and (len(lanes) >= _ENOUGH or stating.keys() < contested.keys()):
         raise BadShares("whoever lied about shares, what is left is no sum; the round is lost")
     if liars is None:
-        holders = {client: {pair.holder for pair in pairs}.difference(known) for client, pairs in contested.items()}
-        liars = frozenset(client for client in contested if len(holders[client]) > most)
+        holders = {client: {pair.holder for pair in pairs}.difference(known) for client, pairs in stating.items()}
+        liars = frozenset(client for client in stating if len(holders[client]) > most)
     for client in liars:
-        _exchange_masks(client, contested[client], lanes)
-    return liars
+        _exchange_masks(client, stating[client], lanes)
+    return liars | contested.keys() - stating.keys()
 
 
 def _exchange_masks(client: int, pairs: Iterable[Contested], lanes: Lanes) -> None:
     """Remove the masks that holders told, and put back those that follow from the missing client's corrections."""
     scratch = scratch_for(lanes)
     for pair in pairs:
+        assert pair.derived is not None
         # The lower client of a pair added their mask, the higher one subtracted it.
         add_mask(lanes, pair.derived, scratch=scratch, subtract=pair.holder > client)
         add_mask(lanes, pair.told, scratch=scratch, subtract=pair.holder < client)

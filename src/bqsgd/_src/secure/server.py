@@ -484,7 +484,18 @@ class SumServer:
         batch, current = self._current(), self._open()
         agreed, shares = batch.agreement, batch.shares[client]
         said = shares.corrections(agreed, current.number)
-        opened, wrong = self._opened(client, current.unmaskings, masks=True)
+        try:
+            opened, wrong = self._opened(client, current.unmaskings, masks=True)
+        except BadShares:
+            told = {other: said.parts[client] for other, said in current.unmaskings.items() if client in said.parts}
+            if agreed.rule.sparse is not None or not told.keys() >= set(affected):
+                raise
+            # Nothing follows from what it said. Each survivor's share is the secret of their mask.
+            pairs = []
+            for other, key in zip(affected, self._pair_keys([told[other] for other in affected]), strict=True):
+                add_mask(lanes, key, scratch=scratch, subtract=other < client)
+                pairs.append(blame.Contested(other, told=key, derived=None))
+            return pairs
         if agreed.rule.sparse is None:
             points, nothing = agreed.graph.points(client), bytes(SHARE_BYTES)
             true = extend(opened, [points[other] for other in affected])
@@ -499,12 +510,9 @@ class SumServer:
         for other, key in keys.items():
             # The lower client of a pair added their mask, the higher one subtracted it.
             add_mask(lanes, key, scratch=scratch, subtract=other < client)
-        told = self._pair_keys([current.unmaskings[other].parts[client] for other in wrong])
-        return [
-            blame.Contested(other, told=key, derived=keys[other])
-            for other, key in zip(wrong, told, strict=True)
-            if other in keys
-        ]
+        wrong = [other for other in wrong if other in keys]
+        stated = self._pair_keys([current.unmaskings[other].parts[client] for other in wrong])
+        return [blame.Contested(other, told=key, derived=keys[other]) for other, key in zip(wrong, stated, strict=True)]
 
     def _settle(self, contested: Mapping[int, list[blame.Contested]], lanes: Lanes) -> None:
         """Find out who lied about masks that are stated differently, and remove the true ones from the sum.
@@ -559,7 +567,13 @@ class SumServer:
         }
         base = base_points(points.values(), threshold, with_secret=not masks)
         about = batch.about("mask-check" if masks else "self-check", client=client, round=current.number)
-        good = good_shares(came, threshold=threshold, points=base, check=check, about=about)
+        try:
+            good = good_shares(came, threshold=threshold, points=base, check=check, about=about)
+        except BadShares:
+            # As many holders as may lie would have been found, so the client's own corrections or checks are false.
+            if len(came) - threshold >= 2 * agreed.rule.liars:
+                current.blame(client, client)
+            raise
         true = extend(good, list(came))
         wrong = [holders[point] for (point, share), value in zip(came.items(), true, strict=True) if share != value]
         return good, wrong
