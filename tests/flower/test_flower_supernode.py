@@ -85,7 +85,7 @@ def test_a_node_starts_this_superexec_with_the_options_of_flowers(monkeypatch):
     supernode.supernode(["--superlink", "here:1"])
     assert sys.argv == ["flower-supernode", "--superlink", "here:1"]
     assert started[0][:3] == [sys.executable, "-P", "-c"]
-    assert started[0][3].endswith("superexec(['--x'])")
+    assert started[0][3] == "from bqsgd._src.flower.supernode import superexec as start; start(['--x'])"
     monkeypatch.setattr("flwr.supercore.cli.flower_superexec", lambda: None)
     monkeypatch.setenv("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.5")
     supernode.superexec(["--x"])

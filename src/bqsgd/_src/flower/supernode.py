@@ -37,10 +37,25 @@ _POLL_SECONDS = "0.25"
 """SuperExec looks for a message this often; by default once a second, which short messages would mostly wait for."""
 
 
+def answer(spec: ExecutionSpec) -> None:
+    """Answer one message, in a process of its own, as `flwr-clientapp` does."""
+    from flwr.supercore.tls import validate_and_resolve_root_certificates
+    from flwr.supernode.runtime.run_clientapp import run_clientapp
+
+    run_clientapp(
+        runtime_api_address=spec.runtime_api_address,
+        token=spec.token,
+        insecure=spec.insecure,
+        certificates=validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
+        parent_pid=spec.parent_pid,
+        runtime_dependency_install=spec.runtime_dependency_install,
+    )
+
+
 class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
     """Starts client apps by fork, and everything else as Flower does."""
 
-    def __init__(self, answer: Callable[[ExecutionSpec], None]) -> None:
+    def __init__(self, answer: Callable[[ExecutionSpec], None] = answer) -> None:
         self._context, self._answer = multiprocessing.get_context("forkserver"), answer
         self._context.set_forkserver_preload([*_LOADED, answer.__module__])
         self._running: list[BaseProcess] = []
@@ -62,21 +77,6 @@ class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
         """End what still runs; the messages get no answer."""
         for process in self._running:
             process.terminate()
-
-
-def answer(spec: ExecutionSpec) -> None:
-    """Answer one message, in a process of its own, as `flwr-clientapp` does."""
-    from flwr.supercore.tls import validate_and_resolve_root_certificates
-    from flwr.supernode.runtime.run_clientapp import run_clientapp
-
-    run_clientapp(
-        runtime_api_address=spec.runtime_api_address,
-        token=spec.token,
-        insecure=spec.insecure,
-        certificates=validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
-        parent_pid=spec.parent_pid,
-        runtime_dependency_install=spec.runtime_dependency_install,
-    )
 
 
 def superexec(options: Sequence[str], *, answer: Callable[[ExecutionSpec], None] = answer) -> None:
