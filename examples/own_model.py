@@ -33,4 +33,4 @@ with Run.resume(task, folder=folder) if begun else Run.start(task, config, folde
     for record in run.rounds():
         if record.test_accuracy is not None:
             print(f"round {record.round + 1}: accuracy {record.test_accuracy:.1%}")
-print(run.summary.guarantee)
+print(f"accuracy {run.summary.accuracy:.1%}, {run.summary.guarantee}")

@@ -30,7 +30,9 @@ def test_both_trust_models_stay_within_the_upload_and_say_what_they_cost(answer)
     assert (str(separate.verdict), str(secure.verdict)) == ("learns something", "learns well")
     text = str(answer)
     assert "use secure sums: with one noise for all sites the model learns well" in text
-    assert "parameters or fewer to learn well" in text
+    assert "train fewer parameters to learn well (about 600,000 without secure sums)" in text
+    assert text.count("well up to 0.15") == 1
+    assert "add/remove one sample" in text
     assert "[some]" in text, "the point asked for is marked on the map"
 
 
@@ -52,6 +54,21 @@ def test_a_smaller_model_or_a_larger_epsilon_is_never_worse(answer):
         for (other_epsilon, other_parameters, other_secure), other in answer.map.items():
             if secure == other_secure and other_epsilon >= epsilon and other_parameters <= parameters:
                 assert ranks.index(other) >= ranks.index(verdict)
+
+
+def test_sites_from_which_nothing_can_be_learnt_get_no_settings_and_no_tiny_model():
+    text = str(plan_sites(sites=[5, 5, 5], parameters=10**4, epsilon=0.5))
+    assert "will not learn" in text
+    assert "--rounds" not in text
+    assert "train fewer" not in text
+    assert "more samples help most" in text
+    assert "delta" not in text.split("\n", 1)[1]
+
+
+def test_a_delta_above_one_in_the_largest_site_is_said():
+    text = str(plan_sites(sites=[300_000], parameters=1000, epsilon=1.0))
+    assert text.startswith("Plan for 1 site with 300,000 samples")
+    assert "1e-05 is above 1/n of the largest site" in text
 
 
 def test_an_upload_too_small_for_any_message_says_so():

@@ -17,3 +17,14 @@ def one_line(words: object, *, limit: int | None = 300) -> str:
     shown = text if limit is None else text[: limit + 1]
     line = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in shown)
     return line if limit is None or len(line) <= limit else line[: limit - 3] + "..."
+
+
+def volume(count: float) -> str:
+    """A number of bytes, to four digits.
+
+    >>> volume(579_123), volume(1.2e9), volume(0)
+    ('579.1 kB', '1.2 GB', '0 B')
+    """
+    steps = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    size, name = next((step for step in steps if count >= step[0]), (1, "B"))
+    return f"{count / size:.4g} {name}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bqsgd._src.text import one_line
+from bqsgd._src.text import one_line, volume
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,17 +83,6 @@ def summary_lines(summary: Summary) -> dict[str, str]:
         "sent up": f"{volume(summary.bytes_up)}{_beside_float32(summary.saving)}{bits}",
         "sent down": f"{volume(summary.bytes_down)}{_beside_float32(summary.saving_down)}",
     }
-
-
-def volume(sent: int) -> str:
-    """A number of bytes in words.
-
-    >>> volume(579_123), volume(0)
-    ('579 kB', '0 B')
-    """
-    from bqsgd._src.reports._chart import Quantity, short
-
-    return short(sent, Quantity.BYTES)
 
 
 def _beside_float32(saving: float | None) -> str:

@@ -66,6 +66,15 @@ def verdict_of(noise_to_signal: float) -> Verdict:
     return Verdict.SOMETHING if noise_to_signal <= NOTHING else Verdict.NOTHING
 
 
+def figure(value: float) -> str:
+    """A length or a ratio to two digits, large ones in full.
+
+    >>> figure(0.0123), figure(231.7), figure(2.0)
+    ('0.012', '232', '2')
+    """
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.2g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """The noise and the signal of the mean of a round, and the number of rounds.
@@ -99,12 +108,12 @@ class Forecast:
     def lines(self) -> Iterator[str]:
         """The figures and the verdict in sentences."""
         yield (
-            f"the mean of a round carries noise of {self.noise:.2g} per coordinate, {self.noise_length:.2g} in length; "
-            f"the signal is at most {self.signal:.2g} long"
+            f"the mean of a round carries noise of {figure(self.noise)} per coordinate, {figure(self.noise_length)} in "
+            f"length; the signal is at most {figure(self.signal)} long"
         )
         yield (
-            f"over {self.rounds} rounds the noise is {self.noise_to_signal:.2g} times the longest signal: the model "
-            f"{self.verdict} (well up to {WELL:g}, next to nothing above {NOTHING:g})"
+            f"over {self.rounds} rounds the noise is {figure(self.noise_to_signal)} times the longest signal: the "
+            f"model {self.verdict} (well up to {WELL:g}, next to nothing above {NOTHING:g})"
         )
         if self.rounds < _FEW_ROUNDS and self.verdict is not Verdict.NOTHING:
             yield f"{self.rounds} rounds are few: the model may learn little for want of steps, whatever the noise"

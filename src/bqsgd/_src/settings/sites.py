@@ -20,12 +20,14 @@ from bqsgd._src.planner.recipe import rounds_for
 from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.fit import Sizes, fit
-from bqsgd._src.settings.outlook import NOTHING, WELL, Outlook, Verdict, verdict_of, with_gaussian_noise
-from bqsgd._src.text import one_line
+from bqsgd._src.settings.outlook import NOTHING, WELL, Outlook, Verdict, figure, verdict_of, with_gaussian_noise
+from bqsgd._src.text import one_line, volume
 
 _LEFT_OUT = 4.5
 """|S|^2 over E / (n T), of which `Federation.one_in` says that runs have 3 to 6: what leaving out coordinates adds."""
 _FEWEST_ROUNDS = 10
+_FEWEST_PARAMETERS = 50
+"""A smaller model is no advice."""
 _CLOSE = 1.15
 _HEADER_BYTES = 100
 """More than the header of any frame or masked vector."""
@@ -80,12 +82,13 @@ class SitesAnswer:
     @property
     def title(self) -> str:
         """The question in one line."""
-        few, many, upload = min(self.sites), max(self.sites), ""
-        if self.upload is not None:
-            upload = f", {self.upload / 1e6:g} MB up per site"
+        few, many = min(self.sites), max(self.sites)
+        sites = f"{len(self.sites)} sites" if len(self.sites) > 1 else "1 site"
+        samples = f"{few:,} to {many:,}" if few < many else f"{few:,}"
+        upload = "" if self.upload is None else f", {volume(self.upload)} up per site"
         return (
-            f"Plan for {len(self.sites)} sites with {few:,} to {many:,} samples, {self.parameters:,} parameters, "
-            f"epsilon {as_given(self.epsilon)} at delta {self.delta:g}{upload}"
+            f"Plan for {sites} with {samples} samples, {self.parameters:,} parameters, epsilon "
+            f"{as_given(self.epsilon)} at delta {self.delta:g}{upload}"
         )
 
     @property
@@ -95,21 +98,31 @@ class SitesAnswer:
         for option in self.options:
             name = "secure sums" if option.secure else "each message seen"
             lines[name] = (
-                f"the model {option.verdict} (noise to signal {option.noise_to_signal:.2g}; well up to {WELL:g}, next "
-                f"to nothing above {NOTHING:g}); {option.rounds} rounds, at most {option.bytes_up / 1e6:.1f} MB "
-                f"up and {option.bytes_down / 1e6:.0f} MB down per site"
+                f"the model {option.verdict} (noise to signal {figure(option.noise_to_signal)}); {option.rounds} "
+                f"rounds, at most {volume(option.bytes_up)} up and {volume(option.bytes_down)} down per site"
             )
-            secure = " --secure" if option.secure else ""
-            lines[f"{name}: set"] = (
-                f"--clients {len(self.sites)} --epsilon {as_given(self.epsilon)} --delta {as_given(self.delta)} "
-                f"--rounds {option.rounds} --batch-size {option.batch_size} --one-in {option.one_in}{secure}, and "
-                f"rate = {option.rate:.3g} in the settings file"
-            )
-        if not self.options:
+            if option.verdict is not Verdict.NOTHING:
+                # Two rows of one name would be one: the second has a blank more, as on the maps.
+                lines[f"  settings{' ' * option.secure}"] = (
+                    f"--clients {len(self.sites)} --epsilon {as_given(self.epsilon)} --delta {as_given(self.delta)} "
+                    f"--rounds {option.rounds} --batch-size {option.batch_size} --one-in {option.one_in}"
+                    f"{' --secure' * option.secure}; over Flower also rate={option.rate:.3g}"
+                )
+        if self.options:
+            lines["noise to signal"] = f"well up to {WELL:g}, next to nothing above {NOTHING:g}"
+        else:
             lines["result"] = "no message fits: allow more bytes or a smaller model"
+        if self.delta > 1 / max(self.sites):
+            lines["delta"] = (
+                f"{self.delta:g} is above 1/n of the largest site: a method that publishes one sample in full would "
+                "meet it; use a smaller delta"
+            )
         lines |= {f"advice {number}": text for number, text in enumerate(self._advice(), start=1)}
         lines |= dict(self._map_lines())
-        lines["estimated"] = "with Gaussian noise; bqsgd train plans exactly and proves the guarantee"
+        lines["epsilon"] = (
+            "of one site, total over all rounds (add/remove one sample); an estimate with Gaussian noise. bqsgd train "
+            "plans exactly and proves the guarantee"
+        )
         return lines
 
     def _advice(self) -> Iterator[str]:
@@ -117,15 +130,23 @@ class SitesAnswer:
         separate, secure = by_trust.get(False), by_trust.get(True)
         if separate and secure and secure.verdict is not separate.verdict:
             yield f"use secure sums: with one noise for all sites the model {secure.verdict}"
-        worst = separate or secure
-        if worst is not None and worst.verdict is not Verdict.WELL:
-            # Noise to signal grows like the root of the number of parameters.
-            fewer = float(f"{self.parameters * (WELL / worst.noise_to_signal) ** 2:.1g}")
+        # Noise to signal grows like the root of the number of parameters.
+        fewer = {
+            option.secure: float(f"{self.parameters * (WELL / option.noise_to_signal) ** 2:.1g}")
+            for option in self.options
+            if option.verdict is not Verdict.WELL
+        }
+        useful = [
+            f"about {count:,.0f} {'with' if secure else 'without'} secure sums"
+            for secure, count in fewer.items()
+            if count >= _FEWEST_PARAMETERS
+        ]
+        if useful:
             yield (
-                f"without secure sums, train about {max(1.0, fewer):,.0f} parameters or fewer to learn well: a smaller "
-                "model, a linear model on fixed features (--features), or only the adapters of a pretrained one"
+                f"train fewer parameters to learn well ({', '.join(useful)}): a smaller model, a linear model on fixed "
+                "features (--features), or only the adapters of a pretrained one"
             )
-        if worst is not None and worst.verdict is Verdict.NOTHING:
+        if fewer and (not useful or any(option.verdict is Verdict.NOTHING for option in self.options)):
             yield "more samples help most: noise to signal falls in proportion to the samples of all sites"
 
     def _map_lines(self) -> Iterator[tuple[str, str]]:
@@ -144,7 +165,7 @@ class SitesAnswer:
                     asked = (epsilon, size) == (self.epsilon, self.parameters)
                     mark = "?" if verdict is None else _MARKS[verdict]
                     cells.append(f"{f'[{mark}]' if asked else mark:>7}")
-                # Two rows of one name would be one: the second map has a blank more.
+                # The second map has a blank more.
                 yield f"  epsilon {as_given(epsilon)}{' ' * secure}", " ".join(cells)
 
     def to_dict(self) -> dict[str, Any]:
