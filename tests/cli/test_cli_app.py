@@ -1,5 +1,7 @@
 """The command line as a whole: help, version, one line and exit code 2 on bad input."""
 
+import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,9 +9,12 @@ from collections.abc import Iterator
 import click
 import pytest
 import typer.main
+from rich.console import Console
 
-from bqsgd import __version__
+from bqsgd import Config, __version__
+from bqsgd._src.cli import output
 from bqsgd._src.cli.app import OPTIONS, app
+from bqsgd._src.records.record import RoundRecord
 
 CLIENT = ["--dimension", 3000, "--batch-size", 32, "--dataset-size", 15000]
 
@@ -26,6 +31,18 @@ def test_help_explains_every_option(bqsgd, command):
     result = bqsgd(*command, "--help")
     assert result.code == 0
     assert "Usage:" in result.out
+
+
+@pytest.mark.parametrize("command", [["flower", "superlink"], ["flower", "supernode"]])
+def test_a_command_around_flowers_own_explains_its_options_and_where_flowers_are(bqsgd, command):
+    result = bqsgd(*command, "--help")
+    assert result.code == 0
+    assert f"`flower-{command[1]} --help`" in result.out
+    assert ("--signed" in result.out) is (command[1] == "superlink")
+
+
+def test_a_misspelt_command_is_met_with_one_suggestion(bqsgd):
+    assert bqsgd("trian").err.count("Did you mean") == 1
 
 
 def commands(command: click.Command, name: str = "bqsgd") -> Iterator[tuple[str, click.Command]]:
@@ -168,3 +185,19 @@ def test_installed_command_exits_with_the_code():
     script = "import sys; from bqsgd._src.cli.app import main; sys.exit(main(['nonsense']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(("width", "clock"), [(40, False), (60, True), (80, True), (130, True)])
+def test_a_narrow_terminal_shows_the_round_and_what_fits_of_the_figures(monkeypatch, width, clock):
+    terminal = io.StringIO()
+    monkeypatch.setattr(
+        output, "_console", lambda: Console(file=terminal, force_terminal=True, width=width, color_system=None)
+    )
+    records = [{"round": 0, "bytes_up": 5000, "test_accuracy": 0.71, "test_loss": 0.6, "epsilon_max": 1.2, "time": 3.0}]
+    for _ in output.shown(map(RoundRecord.from_dict, records), config=Config.of(clients=2, rounds=300), first_round=0):
+        pass
+    last = [line for line in re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", terminal.getvalue()) if line.strip()][-1]
+    assert last.startswith("round 1/300 ")
+    assert "test accuracy 71.00%" in last
+    assert ("left" in last) is clock
+    assert len(last) <= width

@@ -135,7 +135,7 @@ def sign(
     typer.echo(to_json(fields) if json else trusted)
 
 
-@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def superlink(
     context: typer.Context,
     control_from: Annotated[
@@ -147,10 +147,10 @@ def superlink(
 ) -> None:
     r"""Run Flower's SuperLink, safe to be reached by strangers.
 
-    It takes the options of flower-superlink. From other machines it answers
-    only registered nodes; runs are started and keys registered from this
-    machine, and from each network given with --control-from. It also logs
-    failed TLS handshakes.
+    From other machines it answers only registered nodes; runs are started
+    and keys registered from this machine, and from each network given with
+    --control-from. It also logs failed TLS handshakes. All other options are
+    those of flower-superlink; `flower-superlink --help` lists them.
 
     Example:
       bqsgd flower superlink --ssl-ca-certfile ca.crt \
@@ -161,14 +161,15 @@ def superlink(
     serve(context.args, control_from=control_from or (), signed=signed or ())
 
 
-@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+@flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def supernode(context: typer.Context) -> None:
     r"""Run Flower's SuperNode with client apps that start in a fraction of the time.
 
-    It takes the options of flower-supernode. A message still has a process
-    of its own, forked from one that has torch and bqsgd loaded. With
-    gate-study, gate-rounds, gate-epsilon, gate-delta and gate-clip-norm in
-    its node configuration, every app answers behind the node's own gate.
+    A message still has a process of its own, forked from one that has torch
+    and bqsgd loaded. With gate-study, gate-rounds, gate-epsilon, gate-delta
+    and gate-clip-norm in its node configuration, every app answers behind
+    the node's own gate. The options are those of flower-supernode;
+    `flower-supernode --help` lists them.
 
     Example:
       bqsgd flower supernode --superlink fl.example.org:9092 \
@@ -260,6 +261,8 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
             "clients": clients,
             "bytes_up": summary["bytes_up"],
             "bytes_up_float32": summary["bytes_up_float32"],
+            "bytes_down": summary["bytes_down"],
+            "bytes_down_float32": summary["bytes_down_float32"],
             "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
             "rounds_in_ledgers": _ledgers(folder / "nodes"),
             "processes_left": len(processes.left_over()),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from bqsgd._src.settings.config import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure in full.")]
+_NARROW, _WIDE = 60, 120
+"""Columns of a terminal from which on the progress line has a clock, and a bar."""
 _SECONDS_BETWEEN_LINES = 5.0
 """Where there is no terminal, planning prints at most one line in this time."""
 
@@ -122,18 +124,18 @@ def planning() -> Iterator[Callable[[int, int], None]]:
 
 def shown(records: Iterable[RoundRecord], *, config: Config, first_round: int) -> Iterator[RoundRecord]:
     """Pass the records on; on stderr show round, test accuracy and loss, epsilon, bytes and the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (
-        "round",
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        "{task.description}",
-        TimeElapsedColumn(),
-        "left",
-    )
     console, rounds, sent, figures = _console(), config.run.rounds, 0, ""
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    # The figures get what room the others leave, and are cut to it: a narrow terminal has no bar and no clock.
+    figures_column = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns: list[str | ProgressColumn] = ["round {task.completed}/{task.total}", figures_column]
+    if console.width >= _WIDE:
+        columns = [columns[0], BarColumn(bar_width=24), figures_column, TimeElapsedColumn()]
+    if console.width >= _NARROW:
+        columns += ["left", TimeRemainingColumn()]
+    with Progress(*columns, console=console, expand=True) as bar:
         task = bar.add_task("planning and compiling", total=rounds, completed=first_round)
         for record in records:
             done, sent = record.round + 1, sent + record.bytes_up

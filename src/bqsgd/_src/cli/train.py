@@ -223,6 +223,8 @@ def _resolved(request: _Request, *, resuming: bool, **defaults: Any) -> Resolved
     if resuming and request.out is not None:
         return _resumed(request.out, request.options)
     resolved = resolve(defaults | request.options, preset=request.preset, file=request.file)
+    if request.out is not None and request.out.exists() and not request.out.is_dir():
+        raise InvalidParameter(f"{request.out} is a file; name a folder for the run")
     if request.out is not None and (request.out / "config.toml").exists():
         raise InvalidParameter(
             f"{request.out} holds a run already; add --resume to continue it, or name another folder"
