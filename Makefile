@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NVFLARE := .venv-nvflare
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What does not wait for something else runs beside it: mypy, the linters, NVFlare's environment.
+MAKEFLAGS += --jobs=3
 export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: install requirements demo test test-all lint types layers bench docs docs-serve notebooks dist release clean

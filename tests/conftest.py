@@ -5,9 +5,11 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before the first backward of the process: torch then asks which accelerators there are, and never again.
 import sim_device
+
+# A ledger has the disk confirm every spend, some thousand times in a test run; memory confirms at once.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Tests start some hundred processes, and each would compile the package's sources again if none kept the result.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

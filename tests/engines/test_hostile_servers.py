@@ -273,14 +273,15 @@ def test_flower_carries_a_frame(unit, clip, tmp_path):
             assert ledger.spent_rounds == len(finite_models(8))
 
 
-def test_torch_distributed_carries_a_frame(tmp_path):
-    ended = run_ranks(tmp_path, {**BASE, "clients": 2}, script=WORKER)
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few clips", "all clips"])
+def test_torch_distributed_carries_a_frame(tmp_path, few):
+    ended = run_ranks(tmp_path, {**BASE, "clients": 2, "few": few}, script=WORKER)
     assert [code for code, _ in ended] == [0, 0], ended
     kind, reason = json.loads((tmp_path / "declined.json").read_text())
     assert kind == "REFUSAL"
     assert reason == "the run asks for unit client, this node allows units='sample'"
     found = json.loads((tmp_path / "seen.json").read_text())
-    assert len(found) == len(UNITS_AND_CLIPS) * len(few_data_sets())
+    assert len(found) == len(UNITS_AND_CLIPS[::4] if few else UNITS_AND_CLIPS) * len(few_data_sets())
     finite, refused = len(finite_models(8)), len(NOT_FINITE)
     frame = found[0]["answers"][0]
     assert frame[0] == "FRAME"

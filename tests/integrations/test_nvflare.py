@@ -33,6 +33,7 @@ def test_what_jobs_sites_and_servers_may_do(tmp_path):
     assert " passed" in printed
 
 
+@pytest.mark.slow
 def test_the_example_counts_each_round_and_stops_when_the_study_ends(tmp_path):
     job = ROOT / "examples" / "nvflare_gate" / "job.py"
     _, printed = run(
