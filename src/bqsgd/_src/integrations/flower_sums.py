@@ -249,7 +249,7 @@ class OpenSums(Wrapped):
             self._plan = _agreed(self._rule, mechanism)
             agreement = self._plan.agreement(self._roster, run=self._run, dimension=dimension, seeded=False)
             # Nodes refuse an epoch that is not larger than all before. Time keeps that over restarts, without a file.
-            epochs = [int(time.time())]
+            epochs = [time.time_ns()]
             self._sums = SumRounds(
                 agreement,
                 rounds=self._rounds,
