@@ -28,6 +28,7 @@ _SECTIONS = {
     "paper_subsets": "experiments.paper.subsets:section",
     "frontier": f"{_FRONTIER}:table",
     "frontier_search": f"{_FRONTIER}:search",
+    "frontier_own_clients": "experiments.frontier.own_clients:section",
     "sums_gain": f"{_FRONTIER}:sums_gain",
     "digits_range": "experiments.frontier.digits_range:section",
     "audit_faults": "experiments.assurance.audit_faults:section",

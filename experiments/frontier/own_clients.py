@@ -167,6 +167,11 @@ def gathered() -> dict[str, Any]:
     return {"rows": rows, "search": read_json(RUNS / "search.json")}
 
 
+def reference_of(row: dict[str, Any]) -> float:
+    """The accuracy that the target of a row counts from: the best without noise."""
+    return max(float(one) for one in row["without"].values())
+
+
 def section(fields: dict[str, Any]) -> str:
     """The table, and what was tried."""
     lines = [
@@ -176,10 +181,9 @@ def section(fields: dict[str, Any]) -> str:
     ]
     for row in fields["rows"]:
         mean, without = statistics.mean(row["accuracies"]), row["without"]
-        reference = without.get("without-privacy" if row["preset"].startswith("rand") else "without-noise")
         target = "" if row["below"] is None else f"at most {100 * row['below']:.0f} below"
-        if target and reference is not None:
-            target += f": {100 * (mean - reference):+.2f}"
+        if target and without:
+            target += f": {100 * (mean - reference_of(row)):+.2f}"
         beside = [f"{100 * without[kind]:.2f}" if kind in without else "" for kind in WITHOUT]
         sent = [f"{row[name] / row['clients'] / 1e6:.3g}" for name in ("bytes_up", "bytes_down")]
         lines.append(
@@ -197,10 +201,13 @@ def section(fields: dict[str, Any]) -> str:
 
 
 def _tried(row: dict[str, Any], *, first: dict[str, Any]) -> str:
-    changed = {key: value for key, value in row["varied"].items() if first["varied"].get(key) != value}
+    varied = row["varied"]
+    plain = {key for kind in WITHOUT.values() for key in kind} if "trials" in varied else set()
+    changed = {key: value for key, value in varied.items() if first["varied"].get(key) != value and key not in plain}
     told = ", ".join(
         f"{key} {as_given(value) if isinstance(value, float) else value}" for key, value in changed.items()
     )
+    told = f"without noise or clip, {told}" if plain else told
     return f"{told or 'as it is'} {100 * row['held_out_accuracy']:.2f} %"
 
 

@@ -107,6 +107,8 @@ POINTS = (
     Point(preset="cifar10-imagenet-eps1"),
     Point(preset="cifar10-imagenet-eps1-sums"),
     Point(preset="cifar10-imagenet-eps01-one-message"),
+    Point(preset="mnist-eps1-sums", target=0.985),
+    Point(preset="fashion-eps1-sums", target=0.885),
     Point(preset="mnist-eps1"),
     Point(preset="mnist-eps3-4bit"),
     *(Point(preset="cifar10-imagenet-eps1", bits=bits) for bits in (6, 4, 3, 2)),

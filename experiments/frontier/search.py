@@ -345,6 +345,14 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             MNIST | {"noise": 0.0},
         ],
     ),
+    "MNIST, scattering, epsilon 1, sums": (
+        "mnist",
+        [MNIST | {"noise": 9.7, "learning_rate": value} for value in (0.2, 0.12)],
+    ),
+    "Fashion-MNIST, scattering, epsilon 1, sums": (
+        "fashion-mnist",
+        [MNIST | {"noise": 9.7, "learning_rate": value} for value in (0.4, 0.25)],
+    ),
     "Fashion-MNIST, scattering, epsilon 3, each of four": (
         "fashion-mnist",
         [

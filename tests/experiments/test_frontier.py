@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from experiments.frontier import own_clients  # noqa: E402
 from experiments.frontier import points as frontier  # noqa: E402
 from experiments.frontier.sections import CHANGED  # noqa: E402
 from experiments.lab import Options  # noqa: E402
@@ -146,3 +147,21 @@ def test_references_state_whom_they_trust(table: dict[str, Any]) -> None:
     for one in table["references"]:
         assert one["trust"] in ("server trusted with all data", "server sees only sums")
         assert f"| {one['name']} | {one['dataset']} | {100 * one['accuracy']:.2f}" in text
+
+
+def test_clients_of_their_own_stand_beside_the_runs_without_noise() -> None:
+    fields = json.loads((RESULTS / "frontier_own_clients.json").read_text(encoding="utf-8"))
+    assert fields == json.loads(json.dumps(own_clients.gathered())), "the table is older than its runs"
+    for row in fields["rows"]:
+        for seed, _ in enumerate(row["accuracies"]):
+            run = json.loads((own_clients.RUNS / f"{row['preset']}-seed{seed}.json").read_text(encoding="utf-8"))
+            asked = json.loads(json.dumps(plain_settings(*settings_of(**preset(row["preset"])))))
+            asked |= {"init_seed": seed, "run": run["config"]["run"]}
+            recorded = json.loads(json.dumps(plain_settings(*settings_of()))) | run["config"]
+            assert asked == {name: recorded.get(name) for name in asked}, "a run of other settings than the preset's"
+            assert not run["seeded"]
+            assert run["guarantee"]["epsilon"] <= asked["epsilon"]
+        unit = "client" if row["preset"].startswith("shakespeare") else "sample"
+        assert row["guarantee"]["unit"].endswith(unit)
+        if row["below"] is not None:
+            assert statistics.mean(row["accuracies"]) >= own_clients.reference_of(row) - row["below"]
