@@ -70,8 +70,8 @@ def run(name: str, kind: str) -> None:
     if place.exists():
         return
     changes = WITHOUT[kind] if kind in WITHOUT else {"init_seed": int(kind)}
-    if name.startswith("rand") and kind == "without-privacy":
-        changes = TRAINED_OUT
+    if kind == "without-privacy":
+        changes = TRAINED_OUT if name.startswith("rand") else changes | {"learning_rate": 3.0}
     named, config = settings_of(**preset(name) | changes | {"run": place.stem})
     fields = fields_of(trained(named, config, FOLDERS / place.stem), named, config)
     if kind in WITHOUT:
