@@ -10,6 +10,8 @@ from neighbours import assert_apart, gradients_one_by_one, mean_of_clipped
 from torch import nn
 from torch.nn import functional as F
 
+from long_suite import others_slow
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -103,7 +105,7 @@ def sequences(layer):
     return model, x, torch.arange(9) % 3
 
 
-@pytest.mark.parametrize("layer", SEQUENCES)
+@pytest.mark.parametrize("layer", others_slow(SEQUENCES, SEQUENCES.keys() - {"RNN", "LSTM", "TransformerDecoderLayer"}))
 def test_layers_that_take_the_batch_second_are_accepted_with_their_own_gradients(private, layer):
     model, x, y = sequences(layer)
     expected = mean_of_clipped(gradients_one_by_one(model, x, y), batch_size=ROWS)

@@ -113,7 +113,9 @@ END_TO_END = [
 END_TO_END += ["--delta", 1e-3, "--samples", 200, "--confidence", "0.9999"]
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
+@pytest.mark.parametrize(
+    "sampling", ["poisson", *(pytest.param(how, marks=pytest.mark.slow) for how in ("fixed", "none"))]
+)
 def test_audit_runs_clients_from_end_to_end(bqsgd, sampling: str) -> None:
     pytest.importorskip("torch")
     result = bqsgd(*END_TO_END, "--sampling", sampling, "--json")

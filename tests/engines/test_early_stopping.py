@@ -18,6 +18,7 @@ from bqsgd._src.models import to_vector
 from bqsgd._src.records.record import RoundRecord, Summary
 from bqsgd._src.reports.page import read_run, run_page
 from bqsgd._src.tasks.best import Best
+from long_suite import others_slow
 from tiny_task import linear, points
 
 ROUNDS = 40
@@ -90,7 +91,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", others_slow(CASES, ["accuracy up", "own metric: loss down"]))
 def test_a_run_stops_when_its_patience_is_exhausted_and_keeps_the_best_model(case, tmp_path):
     make, changes, figure, name = CASES[case]
     task = make(**changes)
@@ -126,7 +127,7 @@ def test_the_ledgers_count_the_rounds_taken_and_the_guarantee_says_what_it_assum
     assert not (tmp_path / "whole" / "best.safetensors").exists()
 
 
-@pytest.mark.parametrize("killed_after", [3, 6, 11])
+@pytest.mark.parametrize("killed_after", others_slow([3, 6, 11], [6]))
 def test_a_killed_run_continues_its_patience_exactly(killed_after, tmp_path):
     through, seen = followed(class_task(), tmp_path / "through", patience=3)
     with pytest.raises(KeyboardInterrupt):

@@ -42,6 +42,7 @@ from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_grad
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply
 from bqsgd.distributed import BQHookState, PrivateSteps
+from long_suite import others_slow
 from tiny_task import client_of
 
 every_unit_and_clip = pytest.mark.parametrize(("unit", "clip"), UNITS_AND_CLIPS)
@@ -76,7 +77,7 @@ def told_apart(network, unit, clip, models, capfd, caplog):
 @pytest.mark.parametrize(
     ("network", "unit", "clip"),
     [
-        *(("linear", unit, clip) for unit, clip in UNITS_AND_CLIPS),
+        *others_slow([("linear", unit, clip) for unit, clip in UNITS_AND_CLIPS], [("linear", "sample", "clamp")]),
         *((network, *how) for network in ("picky", "odd") for how in (("sample", "dual"), ("client", "l2"))),
     ],
 )
@@ -226,7 +227,7 @@ def test_the_ddp_hook_refuses_a_batch_that_does_not_pair_up_before_the_spend(tmp
         assert ledger.spent_rounds == 0
 
 
-@every_unit_and_clip
+@pytest.mark.parametrize(("unit", "clip"), others_slow(UNITS_AND_CLIPS, UNITS_AND_CLIPS[::4]))
 def test_flower_carries_a_frame(unit, clip, tmp_path):
     pytest.importorskip("flwr", reason="needs the extra `flower`")
     from flwr.app import Message, MessageType

@@ -11,8 +11,8 @@ from bqsgd._src.settings.client_plan import client_terms
     "changes",
     [
         {"clip": "dual", "clip_norm": 1.0},
-        {"clip": "clamp"},
-        {"clip": "dual", "aggregation": "median"},
+        pytest.param({"clip": "clamp"}, marks=pytest.mark.slow),
+        pytest.param({"clip": "dual", "aggregation": "median"}, marks=pytest.mark.slow),
         {"clip": "dual", "secure": True, "levels": 60, "trials": 400, "rate": 0.2, "weights": "equal"},
         {"clip": "l2", "unit": "client", "local_steps": 2, "clip_norm": 0.5, "trials": 0, "levels": 100},
     ],

@@ -16,6 +16,7 @@ from bqsgd._src.server.way_down import WayDown
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.model_steps import STEPS_HEADER_BYTES, is_steps
+from long_suite import others_slow
 
 CLIENTS = 5
 BASE = {
@@ -95,10 +96,13 @@ def expected_state(config):
     return with_whole_models(config).state()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("changes", [SUMS, SUMS | {"one_in": 3}, MEDIAN], ids=["sums", "sums of subsets", "median"])
+CHANGES = {"sums": SUMS, "sums of subsets": SUMS | {"one_in": 3}, "median": MEDIAN}
+PAIRS = [(changes, optimizer) for changes in CHANGES for optimizer in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("changes", "optimizer"), others_slow(PAIRS, PAIRS[::4]))
 def test_the_same_model_as_with_whole_models(changes, optimizer):
-    config = Config.of(**{**BASE, **changes, **OPTIMIZERS[optimizer]})
+    config = Config.of(**{**BASE, **CHANGES[changes], **OPTIMIZERS[optimizer]})
     thin = Watched(config).train()
     assert all(record.used == CLIENTS for record in thin.records)
     assert thin.kinds(2) == ["w"] + ["s"] * 7
@@ -190,7 +194,7 @@ def test_a_client_too_far_behind_is_sent_the_model_and_the_memory():
     assert len(thin.down[14, 4][0]) == 32 + 12 * thin.run.server.model.size
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", others_slow(OPTIMIZERS, ["momentum, linear"]))
 def test_cohorts(optimizer):
     """Half of the clients in every round: each is a few rounds behind, and catches up."""
     changes = SUMS | {"clients": 6, "cohort": 3, "turns": 8, "one_in": 3, "dropouts": 0} | OPTIMIZERS[optimizer]
@@ -213,10 +217,9 @@ def test_clients_that_are_asked_rarely_are_sent_models():
     }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("changes", [SUMS | {"one_in": 3}, MEDIAN], ids=["sums", "median"])
+@pytest.mark.parametrize(("changes", "optimizer"), others_slow(PAIRS[3:], PAIRS[4::4]))
 def test_a_killed_run_continues_to_the_same_model(tmp_path, changes, optimizer):
-    config = Config.of(**{**BASE, **changes, **OPTIMIZERS[optimizer]})
+    config = Config.of(**{**BASE, **CHANGES[changes], **OPTIMIZERS[optimizer]})
 
     def stop(record):
         if record.round == 4:

@@ -51,6 +51,7 @@ def _reproduced() -> dict[str, Any]:
     return dict(json.loads(asked.stdout))
 
 
+@pytest.mark.slow
 def test_quick_covers_every_table_and_figure(quick: dict[str, Any]) -> None:
     assert set(quick) == {*PAPER, "compare"}
     for number in (2, 3):
@@ -63,6 +64,7 @@ def test_quick_covers_every_table_and_figure(quick: dict[str, Any]) -> None:
                 assert 0 <= clip["mean"] <= 1
 
 
+@pytest.mark.slow
 def test_measured_bits_are_the_bits_of_the_codes_and_a_small_header(quick: dict[str, Any]) -> None:
     for row in [*quick["table2"]["rows"], *quick["table3"]["rows"]]:
         for clip in row["clips"].values():
@@ -71,6 +73,7 @@ def test_measured_bits_are_the_bits_of_the_codes_and_a_small_header(quick: dict[
                 assert clip["bits_measured"] <= row["bits_asked"] + 0.02
 
 
+@pytest.mark.slow
 def test_quick_baselines_order_as_they_must(quick: dict[str, Any]) -> None:
     rows = {row["label"]: row for row in quick["compare"]["rows"]}
     assert rows["plain, float32"]["bits_measured"] > 32
@@ -80,6 +83,7 @@ def test_quick_baselines_order_as_they_must(quick: dict[str, Any]) -> None:
     assert float(alone["exact"]["epsilon"]) > float(clamp["exact"]["epsilon"])
 
 
+@pytest.mark.slow
 def test_every_quick_section_can_be_printed(quick: dict[str, Any]) -> None:
     for name, fields in quick.items():
         assert pages.section(name, fields).startswith("## ")

@@ -248,6 +248,7 @@ def test_plans_are_kept_and_within_the_budget(tmp_path):
     assert 15 < run.summary.guarantee.epsilon <= 20.0
 
 
+@pytest.mark.slow
 def test_what_a_ledger_holds_changes_no_noise_and_a_name_used_before_is_said(tmp_path, caplog):
     def run(name, epsilon):
         unseeded = {"levels": None, "trials": None, "seed": None, "evaluate_every": 4}

@@ -55,11 +55,12 @@ def lines(read_end: int) -> list[str]:
         return stream.read().splitlines()
 
 
-def test_fifty_kills_never_lose_a_sent_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kills", [10, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_kills_never_lose_a_sent_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     path, rng, sent = tmp_path / "ledger", np.random.default_rng(5), 0
     # How much a message costs has no part in this: every one costs the same, and nobody waits for an accountant.
     monkeypatch.setattr(Accountant, "epsilon", lambda self, delta: 1e-6 * sum(rounds for _, rounds in self.spent))
-    for kill in range(KILLS):
+    for kill in range(kills):
         process, pipe = start(path, run=f"run {kill}", block=int(rng.choice([1, 7])), epsilon=1e4)
         if kill % 5:  # in the middle of sending; every fifth kill comes at the start instead
             assert os.read(pipe, 5) == b"sent "
@@ -71,7 +72,7 @@ def test_fifty_kills_never_lose_a_sent_message(tmp_path: Path, monkeypatch: pyte
             with Ledger(path) as ledger:
                 assert ledger.spent_rounds >= sent, f"kill {kill}: {sent} sent, {ledger.spent_rounds} counted"
     with Ledger(path) as ledger:
-        assert ledger.spent_rounds <= sent + 8 * KILLS  # and over-count by no more than a block each
+        assert ledger.spent_rounds <= sent + 8 * kills  # and over-count by no more than a block each
     # A kill may leave a journal that was never needed (SQLite clears it at the next write), and files not yet linked.
     expected = (path.name, f"{path.name}-journal")
     leftovers = [e.name for e in tmp_path.iterdir() if e.name not in expected and not e.name.startswith(".ledger.")]

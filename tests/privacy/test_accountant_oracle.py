@@ -124,7 +124,7 @@ def test_between_the_single_order_figure_and_three_per_cent_above(levels, trials
     assert accountant.attained_epsilon(1e-5) == pytest.approx(figure, rel=2e-3)
 
 
-@pytest.mark.parametrize(("levels", "trials"), [(10, 4079), (40, 65535)])
+@pytest.mark.parametrize(("levels", "trials"), [(10, 4079), pytest.param(40, 65535, marks=pytest.mark.slow)])
 def test_gaussian_limit(levels, trials):
     """Many trials: within 3 % of the subsampled Gaussian of equal variance, as dp-accounting computes it."""
     what = release(levels, trials)

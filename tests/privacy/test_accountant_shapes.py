@@ -37,7 +37,7 @@ def by_shifts(trials, l2, linf, rate, *, dimension=26_010, scheme="poisson"):
     ("trials", "l2", "linf", "rate", "rounds", "most"),
     [
         (141, 3.0, 3.0, 1024 / 15_000, 300, 1.03),
-        (14_400, 3.0, 3.0, 1024 / 15_000, 300, 1.01),
+        pytest.param(14_400, 3.0, 3.0, 1024 / 15_000, 300, 1.01, marks=pytest.mark.slow),
         (189, 6.0, 1.0, 512 / 15_000, 150, 1.03),
         (800, 4.0, 4.0, 0.2, 50, 1.03),
     ],
@@ -53,7 +53,7 @@ def test_within_three_per_cent_of_what_data_attain(trials, l2, linf, rate, round
 
 @pytest.mark.parametrize("scheme", ["poisson", "no sampling", "fixed-size without replacement"])
 @pytest.mark.parametrize(
-    ("trials", "delta"), [(90, 1e-5), (1000, 1e-10), pytest.param(3000, 1e-10, marks=pytest.mark.slow)]
+    ("trials", "delta"), [(90, 1e-5), *(pytest.param(trials, 1e-10, marks=pytest.mark.slow) for trials in (1000, 3000))]
 )
 def test_never_below_what_data_attain(scheme, trials, delta):
     for rate, rounds, linf in ((0.01, 200, 0.3), (0.5, 3, 2.0)):

@@ -159,7 +159,7 @@ def test_a_hostile_folder_runs_nothing_in_the_browser(synthetic_run, visit):
     assert page.locator("img").count() == 0
 
 
-@pytest.mark.parametrize("width", [1280, 375])
+@pytest.mark.parametrize("width", [1280, pytest.param(375, marks=pytest.mark.slow)])
 def test_the_live_page_follows_a_run_to_its_end(synthetic_run, browser, width):
     from bqsgd._src.reports.live import watching
 
