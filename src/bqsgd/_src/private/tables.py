@@ -14,7 +14,7 @@ with `make_private`, whose ledger counts every step. So the whole argument about
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -47,41 +47,29 @@ _MOMENTUM = 0.9
 _PUBLIC_CLASSES = "the set of labels that occur in the data is public"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Tables(BaseEstimator):
-    """What both estimators share: features within public bounds, and a model of dense layers trained privately."""
+    """What both estimators share: features within public bounds, and a model of dense layers trained privately.
 
-    guarantee_: Guarantee | None
-    layers_: list[tuple[_Array, _Array]]
-    n_features_in_: int
+    Parameters are fields, so that scikit-learn finds them in the signature of `__init__`.
+    """
 
-    def __init__(
-        self,
-        *,
-        ledger: str | Path | None = None,
-        bounds: Any = None,
-        epsilon: float = 1.0,
-        delta: float = 1e-6,
-        hidden: Sequence[int] = (),
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        learning_rate: float | None = None,
-        clip_norm: float = CLIP_NORM,
-        mechanism: Mechanism | None = None,
-        force: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        self.ledger = ledger
-        self.bounds = bounds
-        self.epsilon = epsilon
-        self.delta = delta
-        self.hidden = hidden
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.clip_norm = clip_norm
-        self.mechanism = mechanism
-        self.force = force
-        self.seed = seed
+    ledger: str | Path | None = None
+    bounds: Any = None
+    epsilon: float = 1.0
+    delta: float = 1e-6
+    hidden: Sequence[int] = ()
+    epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    clip_norm: float = CLIP_NORM
+    mechanism: Mechanism | None = None
+    force: bool = False
+    seed: int | None = None
+
+    guarantee_: Guarantee | None = field(init=False)
+    layers_: list[tuple[_Array, _Array]] = field(init=False)
+    n_features_in_: int = field(init=False)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -190,6 +178,7 @@ class _Tables(BaseEstimator):
         return np.asarray(np.einsum("ij,kj->ik", values, weights) + offset)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateClassifier(ClassifierMixin, _Tables):  # type: ignore[misc]
     """A classifier for tables whose `fit` is differentially private; scikit-learn's interface.
 
@@ -237,40 +226,8 @@ class PrivateClassifier(ClassifierMixin, _Tables):  # type: ignore[misc]
     (True, 'sample', 'add/remove one')
     """
 
-    classes_: _Array
-
-    def __init__(
-        self,
-        *,
-        ledger: str | Path | None = None,
-        bounds: Any = None,
-        classes: Any = None,
-        epsilon: float = 1.0,
-        delta: float = 1e-6,
-        hidden: Sequence[int] = (),
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        learning_rate: float | None = None,
-        clip_norm: float = CLIP_NORM,
-        mechanism: Mechanism | None = None,
-        force: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            ledger=ledger,
-            bounds=bounds,
-            epsilon=epsilon,
-            delta=delta,
-            hidden=hidden,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            clip_norm=clip_norm,
-            mechanism=mechanism,
-            force=force,
-            seed=seed,
-        )
-        self.classes = classes
+    classes: Any = None
+    classes_: _Array = field(init=False)
 
     def fit(self, X: Any, y: Any) -> Self:
         """Learn from the table X (a row per sample) and its labels y; this spends from the ledger."""
@@ -296,6 +253,7 @@ class PrivateClassifier(ClassifierMixin, _Tables):  # type: ignore[misc]
         return np.asarray(self.classes_[scores.argmax(axis=1)])
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateRegressor(RegressorMixin, _Tables):  # type: ignore[misc]
     """A regressor for tables whose `fit` is differentially private; scikit-learn's interface.
 
@@ -306,38 +264,7 @@ class PrivateRegressor(RegressorMixin, _Tables):  # type: ignore[misc]
     All other parameters, attributes and errors are those of `PrivateClassifier`. Every fit spends.
     """
 
-    def __init__(
-        self,
-        *,
-        ledger: str | Path | None = None,
-        bounds: Any = None,
-        target_bounds: Any = None,
-        epsilon: float = 1.0,
-        delta: float = 1e-6,
-        hidden: Sequence[int] = (),
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        learning_rate: float | None = None,
-        clip_norm: float = CLIP_NORM,
-        mechanism: Mechanism | None = None,
-        force: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            ledger=ledger,
-            bounds=bounds,
-            epsilon=epsilon,
-            delta=delta,
-            hidden=hidden,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            clip_norm=clip_norm,
-            mechanism=mechanism,
-            force=force,
-            seed=seed,
-        )
-        self.target_bounds = target_bounds
+    target_bounds: Any = None
 
     def fit(self, X: Any, y: Any) -> Self:
         """Learn from the table X (a row per sample) and its targets y; this spends from the ledger."""
