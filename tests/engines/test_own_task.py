@@ -121,6 +121,15 @@ def test_the_hint_after_an_interrupt_works_as_printed(train, capsys):
     assert code == 0, err
 
 
+def test_a_second_run_in_one_folder_is_refused_with_a_hint_that_works_as_printed(train, capsys):
+    again = ["--task", "mine_alone:task", *QUICK, "--epsilon", 900, "--out", "one"]
+    assert train(*again)[0] == 0
+    code, _, err = train(*again)
+    assert code == 2
+    code, _, err = train(*shlex.split(err.split("`")[1])[2:])
+    assert code == 0, err
+
+
 def test_a_run_whose_clients_have_spent_their_budgets_ends_at_once_with_a_code_of_its_own(train, tmp_path):
     code, out, _ = train("--task", "mine_alone:task", *QUICK, "--epsilon", 1e-3, "--out", "spent")
     assert code == 3

@@ -504,6 +504,10 @@ def test_a_wrong_key_or_value_of_a_run_is_named_with_what_would_do(tmp_path):
         check_overrides(app, 'shedule="cosine"')
     with pytest.raises(InvalidParameter, match="cannot be read as a Flower app"):
         check_overrides(tmp_path, "rounds=7")
+    check_overrides(app, """rounds=7  schedule='cosine' run="two words" """.replace("two words", "two"))
+    for ignored in ("epsilon = 1.0", "epsilon 1.0", "rounds=7 epsilon: 1.0"):  # Flower would keep the app's epsilon
+        with pytest.raises(InvalidParameter, match="key=value pairs without blanks around '='"):
+            check_overrides(app, ignored)
 
 
 def test_what_the_server_would_refuse_after_its_clients_have_joined_is_refused_at_once(tmp_path):

@@ -69,6 +69,7 @@ def test_a_run_that_goes_on_is_shown_and_refreshes_until_it_has_ended(synthetic_
         (folder / ".lock").write_text("999999999\n")  # left by a process that was killed
         body = asked(port)[1]
         assert "the run was killed" in body
+        assert "Unfinished run" not in body, "said once"
         again = asked(port, host=f"localhost:{port}")[1]
         assert again == body
         shutil.copy(synthetic_run("ended", rounds=40) / "summary.json", folder)

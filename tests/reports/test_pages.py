@@ -63,7 +63,7 @@ def test_a_seeded_run_claims_no_privacy(synthetic_run) -> None:
 def test_an_unfinished_run_claims_nothing(synthetic_run) -> None:
     text = words(write_report(synthetic_run(finished=False)).read_text())
     assert "Unfinished run" in text
-    assert "This run states no guarantee" in text
+    assert "It is stated when the run has ended." in text
     assert "ε =" not in text
 
 

@@ -227,7 +227,8 @@ def _resolved(request: _Request, *, resuming: bool, **defaults: Any) -> Resolved
         raise InvalidParameter(f"{request.out} is a file; name a folder for the run")
     if request.out is not None and (request.out / "config.toml").exists():
         raise InvalidParameter(
-            f"{request.out} holds a run already; add --resume to continue it, or name another folder"
+            f"{request.out} holds a run already; continue it with `{_resume_command(request, request.out)}`, or name "
+            "another folder"
         )
     return resolved
 

@@ -102,7 +102,9 @@ def progress(run: History, folder: Path) -> tuple[str, str] | None:
         sentences.append(", ".join(named) + (f" and {len(silent) - len(named)} more" * (len(silent) > len(named))))
     if has_writer(folder):
         return "Running", "; ".join(sentences) + "."
-    stopped = "no process of this machine writes this folder: the run was killed, or has not begun again"
+    stopped = (
+        "no process of this machine writes this folder: the run was killed, and `bqsgd train --resume` continues it"
+    )
     return "Not running", "; ".join([*sentences, stopped]) + "."
 
 

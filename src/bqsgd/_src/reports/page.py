@@ -53,7 +53,7 @@ def run_page(run: History, *, live: tuple[str, str] | None = None) -> str:
         title=run.name,
         run=run,
         lead=_lead(run),
-        notices=([(live[0], _cut(live[1], limit=_MAX_NOTICE))] if live else []) + _notices(run),
+        notices=([(live[0], _cut(live[1], limit=_MAX_NOTICE))] if live else []) + _notices(run, live=live is not None),
         statuses=statuses,
         charts=run_figures(run),
         clients=_client_rows(run.clients),
@@ -131,14 +131,18 @@ def _lead(run: History) -> str:
     return " · ".join(named)
 
 
-def _notices(run: History) -> list[tuple[str, str]]:
+def _notices(run: History, *, live: bool) -> list[tuple[str, str]]:
     """(title, text) of everything that a reader must know before the figures."""
     stated = run.summary or Summary()
     idle = sum(not record.stepped for record in run.rounds)
     # `not <=` and not `>`: a NaN must also count as meaningless.
     meaningless = run.guarantee is not None and not run.guarantee.epsilon <= MEANINGLESS_EPSILON
     notices = [
-        (run.summary is None, "Unfinished run", "It has no summary yet, so nothing is claimed about its privacy."),
+        (
+            run.summary is None and not live,
+            "Unfinished run",
+            "It has no summary yet, so nothing is claimed about its privacy.",
+        ),
         (
             run.repeated_rounds,
             "Resumed",
