@@ -180,8 +180,8 @@ def demo(
     """Train on MNIST over four clients with a proven guarantee, and write a report.
 
     The model is linear on fixed wavelet features, which take half a minute to
-    compute first. Noise comes from the operating system. The server sees every
-    client's messages and is not trusted.
+    compute the first time. Noise comes from the operating system. The server
+    sees every client's messages and is not trusted.
     """
     from bqsgd._src.tasks.resolve import available_dataset
 

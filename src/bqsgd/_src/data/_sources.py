@@ -261,10 +261,13 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "bqsgd"
 
 
-def progress_bar(amount: ProgressColumn, *, hidden: bool) -> Progress:
-    """A bar on stderr that shows `amount` and the time left, and disappears at the end."""
+def progress_bar(amount: ProgressColumn, *, hidden: bool, line: str = "") -> Progress:
+    """A bar on stderr that shows `amount` and the time left, and disappears at the end. No terminal: only `line`."""
     columns = TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True)
+    console = Console(stderr=True)
+    if line and not hidden and not console.is_terminal:
+        print(line, file=sys.stderr, flush=True)
+    return Progress(*columns, console=console, disable=hidden or not console.is_terminal, transient=True)
 
 
 def fetched(wanted: Published, *, folder: Path | None = None, quiet: bool = False) -> tuple[list[bytes], str]:

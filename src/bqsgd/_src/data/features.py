@@ -48,7 +48,8 @@ def compute_features(name: str, split: Split, *, of: Dataset, threads: int = 1) 
     if name == "none":
         return split
     transform = _transform(name)
-    with progress_bar(MofNCompleteColumn(), hidden=len(split) < _WORTH_SHOWING) as bar:
+    line = f"computing {name} features of {len(split):,} images of {of.name}; they are kept for later runs"
+    with progress_bar(MofNCompleteColumn(), hidden=len(split) < _WORTH_SHOWING, line=line) as bar:
         task = bar.add_task(f"{name} features of {of.name}", total=len(split))
         inputs = transformed(
             transform,

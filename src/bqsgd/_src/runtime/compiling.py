@@ -17,7 +17,7 @@ from numba.core import event
 if TYPE_CHECKING:
     from rich.status import Status
 
-NOTICE = "bqsgd compiles its loops for this processor: up to half a minute, once for this installation"
+NOTICE = "bqsgd compiles its loops for this processor: up to half a minute, the first time that it needs them"
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
