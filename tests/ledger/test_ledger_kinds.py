@@ -100,7 +100,9 @@ def test_a_run_gets_what_it_asks_for_and_its_ledger_keeps_its_own_budget(tmp_pat
 
 def test_only_the_owner_changes_the_budget(tmp_path: Path) -> None:
     open_ledger(tmp_path / "a", epsilon=1e-9).close()
-    with pytest.raises(LedgerError, match="has the budget"):
+    with pytest.raises(
+        LedgerError, match=r"has a budget of epsilon 1e-09 at delta .*not epsilon 3 .*change_budget\(epsilon=3, delta="
+    ):
         open_ledger(tmp_path / "a", epsilon=3.0)
     with open_ledger(tmp_path / "a", epsilon=3.0, reason="the node's own limits") as ledger:
         assert ledger.budget.epsilon == 3.0

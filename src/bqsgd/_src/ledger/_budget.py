@@ -15,7 +15,7 @@ from functools import lru_cache
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.params import check_delta, check_positive
 from bqsgd._src.privacy.accountant import Accountant
-from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.privacy.guarantee import Guarantee, as_given
 from bqsgd._src.release import Release
 
 MAX_PROBED_ROUNDS = 1 << 20
@@ -32,6 +32,9 @@ class PrivacyBudget:
     def __post_init__(self) -> None:
         object.__setattr__(self, "epsilon", check_positive("epsilon", self.epsilon))
         object.__setattr__(self, "delta", check_delta("delta", self.delta))
+
+    def __str__(self) -> str:
+        return f"epsilon {as_given(self.epsilon)} at delta {as_given(self.delta)}"
 
 
 def compose_all(accountant: Accountant, content: Mapping[Release, int]) -> Accountant:

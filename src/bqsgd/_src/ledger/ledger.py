@@ -130,8 +130,9 @@ class Ledger(Closing):
                 ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason=change_reason)
             elif ledger.budget != budget:
                 raise LedgerError(
-                    f"{where} has the budget {ledger.budget}, not {budget}; open it with the budget that it has, and "
-                    "call change_budget(...) to change it"
+                    f"{where} has a budget of {ledger.budget}, not {budget}; ask for the budget that it has, or change "
+                    f"it first: bqsgd.Ledger({str(where)!r}).change_budget(epsilon={as_given(budget.epsilon)}, "
+                    f"delta={as_given(budget.delta)}, reason='...')"
                 )
         except BaseException:
             ledger.close()

@@ -775,7 +775,7 @@ def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
 def _opened(ledger: str | Path | Ledger | None, budget: Budget, peers: Peers) -> Ledger | None:
     if ledger is None or isinstance(ledger, Ledger):
         if ledger is not None and (ledger.budget.epsilon, ledger.budget.delta) != (budget.epsilon, budget.delta):
-            raise InvalidParameter(f"the ledger has the budget {ledger.budget}; plan for the same epsilon and delta")
+            raise InvalidParameter(f"the ledger has a budget of {ledger.budget}; plan for the same epsilon and delta")
         return ledger
     path = Path(ledger)
     if peers.size > 1:
