@@ -119,7 +119,9 @@ def test_a_hopeless_run_is_refused_with_settings_that_work():
     config = run_of(EVEN, dimension=40_000, epsilon=0.2)
     outlook = foresee(config, EVEN, dimension=40_000)
     assert outlook.hopeless
-    with pytest.raises(CannotLearn, match=r"the model will not learn .*Settings that work: .*--epsilon .*--force"):
+    with pytest.raises(
+        CannotLearn, match=r"the model not learn .*Settings that learn something: .*--epsilon .*--force"
+    ):
         check_outlook(outlook)
     offered = list(nearest_settings(outlook))
     assert offered

@@ -73,7 +73,10 @@ class Spending:
         release, round = charge.release, charge.round
         if self.ledger is None:
             if not self.seeded and release.mechanism.trials:
-                raise InvalidParameter("a client with unseeded noise needs a ledger, because it claims privacy")
+                raise InvalidParameter(
+                    "a client with unseeded noise needs a ledger, because it claims privacy: give its path, or a "
+                    "run its folder"
+                )
         else:
             self.reserve(charge)
             self.ledger.spend(

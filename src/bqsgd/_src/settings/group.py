@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import Field, fields
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -138,7 +139,9 @@ def by_group(groups: Mapping[str, type[Group]], values: Mapping[str, Any]) -> di
     for name, value in values.items():
         table = table_of(groups, name)
         if table is None:
-            raise InvalidParameter(f"unknown setting {name!r}; docs/training.md lists all settings")
+            near = get_close_matches(name, [key for table in groups.values() for key in table.settings()], n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ";"
+            raise InvalidParameter(f"unknown setting {name!r}{meant} docs/training.md lists all settings")
         grouped[table][groups[table].settings()[name].name] = value
     return grouped
 

@@ -238,7 +238,7 @@ def variance_of_message(mechanism: Mechanism) -> float:
 
 
 def check_outlook(outlook: Outlook) -> None:
-    """Raise if nothing can be learnt; the message names the nearest settings that work.
+    """Raise if nothing can be learnt; the message names the nearest settings that learn something.
 
     Raises:
         CannotLearn: nothing was spent.
@@ -254,7 +254,7 @@ def check_outlook(outlook: Outlook) -> None:
     advice = "Use more data, a smaller model or a larger epsilon."
     if nearest:
         # The reason for no plan names the least epsilon that has one; that much is not enough to learn.
-        what = "work" if outlook.noise is not None else "have a plan and also learn something"
+        what = "learn something" if outlook.noise is not None else "have a plan and also learn something"
         advice = f"Settings that {what}: {'; or '.join(nearest)}."
     raise CannotLearn(f"{'; '.join(outlook.lines())}. {advice} --force (in Python force=True) runs it anyway.")
 
