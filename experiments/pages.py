@@ -35,6 +35,7 @@ _SECTIONS = {
     "faults": "experiments.assurance.faults:section",
     "l2_accounting": "experiments.assurance.l2_accounting:section",
     "mechanisms": "experiments.assurance.mechanisms:section",
+    "gates": "experiments.assurance.gates:section",
     "outlook": "experiments.assurance.outlook:section",
     "liars": "experiments.assurance.liars:section",
     "house": "experiments.assurance.house:section",

@@ -200,6 +200,46 @@ def sizes() -> dict[str, Any]:
     return result
 
 
+_FRESH = """
+import json, sys, time
+began = time.process_time()
+import torch
+from quickstart import task
+loaded = time.process_time()
+import bqsgd
+make = bqsgd.make_private
+def timed(*given, **named):
+    start = time.process_time()
+    try:
+        return make(*given, **named)
+    finally:
+        seconds.append(time.process_time() - start)
+seconds = []
+bqsgd.make_private = timed
+train, _ = task.load_data(0, 2, 128)
+task.train(task.Net(), train, 4, 0.5, 5, sys.argv[1])
+over = time.process_time()
+print(json.dumps({"import": loaded - began, "make_private": seconds[0], "steps": over - loaded - seconds[0]}))
+"""
+
+
+def fresh(folder: Path) -> list[dict[str, float]]:
+    """CPU seconds of three rounds of the private training, each in a process of its own."""
+    app = folder / "app"
+    shutil.copytree(FLOWER, app, ignore=shutil.ignore_patterns("*.diff", "__pycache__"))
+    subprocess.run(["patch", "-s", "-p1", "-i", FLOWER / "private_training.diff"], cwd=app, check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(app), str(lab.ROOT / "src"))),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", _FRESH, str(folder / "me.ledger")]
+    rounds = []
+    for _ in range(3):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        rounds.append({name: round(value, 2) for name, value in json.loads(done.stdout.splitlines()[-1]).items()})
+    return rounds
+
+
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{
         f"flower-{kind}": (lambda folder, kind=kind: flower(kind, folder))
@@ -210,6 +250,56 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
         for kind in ("unchanged", "training", "updates")
     },  # type: ignore[misc]
     "sizes": lambda folder: sizes(),
+    "fresh": lambda folder: {"cpu_seconds": fresh(folder)},
+}
+
+
+def section(fields: dict[str, Any]) -> str:
+    """The tables of docs/gate.md."""
+    rows = []
+    for name, title in _TITLES.items():
+        run = fields[name]
+        rows.append(f"| {title} | {_listed(run['accuracy'], '{:.3f}')} | {_listed(run['epsilon'], '{:.3f}') or '-'} |")
+    sizes = fields["sizes"]
+    columns = [dimension for dimension in sizes if dimension.isdigit()]
+    by_size = [
+        f"| {kind} | {' | '.join(f'{sizes[dimension][kind]:,}' for dimension in columns)} |"
+        for kind in sizes[columns[0]]
+    ]
+    seconds = fields["fresh"]["cpu_seconds"]
+    later = seconds[-1]
+    return "\n".join(
+        [
+            "| | accuracy at the start and after each round | epsilon of the sites after each round |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "Bytes of one update as Flower carries it, by the number of parameters:",
+            "",
+            "| | " + " | ".join(f"{int(each):,}" for each in columns) + " |",
+            "|---|" + "--:|" * len(columns),
+            *by_size,
+            "",
+            "A process for every round of private training takes, on one core, "
+            f"{later['import']:.1f} s for imports, {later['make_private']:.1f} s for `make_private` and "
+            f"{later['steps']:.1f} s for the round's 20 steps; the first, which plans, "
+            f"{seconds[0]['make_private']:.1f} s for `make_private`.",
+        ]
+    )
+
+
+def _listed(values: list[float], form: str) -> str:
+    return ", ".join(form.format(value) for value in values)
+
+
+_TITLES = {
+    "flower-unchanged": "Flower, as it is",
+    "flower-training": "Flower, private training, epsilon 3",
+    "flower-updates": "Flower, private updates, epsilon 8",
+    "flower-node": "Flower, the node's own gate, epsilon 8",
+    "nvflare-unchanged": "NVFlare, as it is",
+    "nvflare-training": "NVFlare, private training, epsilon 3",
+    "nvflare-updates": "NVFlare, private updates, epsilon 8",
 }
 
 

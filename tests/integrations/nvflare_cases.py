@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.utils.task_utils import apply_filters
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.filters.exclude_vars import ExcludeVars
+from nvflare.app_common.filters.percentile_privacy import PercentilePrivacy
+from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 from nvflare.private.fed.app.fl_conf import create_privacy_manager
 from nvflare.private.privacy_manager import PrivacyManager, PrivacyService, Scope
 
@@ -198,6 +201,26 @@ def test_a_replayed_result_is_no_new_release_and_cannot_be_opened_as_another(tmp
     first, again = (from_shareable(OpenUpdatesFilter(1.0).process(deepcopy(left), FLContext())) for _ in range(2))
     assert np.array_equal(first.data["w"], again.data["w"])
     assert counted(tmp_path) == 1
+
+
+def test_nvflares_own_filters_do_what_the_page_says():
+    """The table of docs/gate.md: SVTPrivacy counts and does not stop, and PercentilePrivacy adds no noise."""
+    svt = SVTPrivacy()
+    for _ in range(30):
+        left = from_shareable(svt.process(plain(1000), FLContext()))
+    assert svt.get_privacy_spent() == pytest.approx(30 * (0.1 + 0.1 * 100)), "0.1, and 0.1 for each of 100 numbers"
+    assert left.data["steps"] == 5, "a single number passes as it is"
+    svt.handle_event(EventType.START_RUN, FLContext())
+    assert svt.get_privacy_spent() == 0.0
+    metrics = update(kind=DataKind.METRICS)
+    assert from_shareable(svt.process(metrics, FLContext())).meta["initial_metrics"] == SECRET
+    one, other = (from_shareable(PercentilePrivacy().process(plain(1000), FLContext())).data for _ in range(2))
+    assert np.array_equal(one["w"], other["w"])
+
+
+def plain(size):
+    data = {"w": np.linspace(-1, 1, size - 1).astype(np.float32), "steps": np.array(5.0)}
+    return DXO(DataKind.WEIGHT_DIFF, data=data, meta={"NUM_STEPS_CURRENT_ROUND": 1}).to_shareable()
 
 
 def test_arguments_are_plain_for_the_files_of_a_job(tmp_path):

@@ -120,6 +120,26 @@ def test_a_changed_plan_cannot_exceed_the_budget(private, tmp_path):
     assert hostile.guarantee() is None or hostile.guarantee().epsilon <= 3.0
 
 
+def test_a_plan_that_was_copied_beside_another_ledger_gets_no_budget_from_it(private, tmp_path):
+    """The plan says how much noise; what may be spent is in the ledger it now lies beside."""
+    private(**CASE).close()
+    plan = (tmp_path / "me.ledger.trial-7.study.json").read_bytes()
+    (tmp_path / "new.ledger.trial-7.study.json").write_bytes(plan)
+    with pytest.raises(bqsgd.LedgerError, match="restore the ledger"):
+        private(**CASE | {"ledger": tmp_path / "new.ledger"})
+    (tmp_path / "new.ledger.trial-7.study.json").unlink()
+    first = private(**CASE | {"ledger": tmp_path / "new.ledger", "study": "other"})
+    for _ in range(2):
+        taken(first, 2)
+    first.close()
+    (tmp_path / "new.ledger.trial-7.study.json").write_bytes(plan)
+    second = private(**CASE | {"ledger": tmp_path / "new.ledger"})
+    taken(second, 2)
+    with pytest.raises(bqsgd.BudgetExhausted):
+        taken(second, 2)
+    assert second.guarantee().epsilon <= 3.0
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "a\0b", "x" * 65, 7])
 def test_names_are_safe_in_file_names(private, name):
     with pytest.raises(bqsgd.InvalidParameter, match="study must be"):
