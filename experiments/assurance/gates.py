@@ -255,41 +255,35 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def section(fields: dict[str, Any]) -> str:
-    """The tables of docs/gate.md."""
-    rows = []
-    for name, title in _TITLES.items():
-        run = fields[name]
-        rows.append(f"| {title} | {_listed(run['accuracy'], '{:.3f}')} | {_listed(run['epsilon'], '{:.3f}') or '-'} |")
-    sizes = fields["sizes"]
-    columns = [dimension for dimension in sizes if dimension.isdigit()]
-    by_size = [
-        f"| {kind} | {' | '.join(f'{sizes[dimension][kind]:,}' for dimension in columns)} |"
-        for kind in sizes[columns[0]]
+    """The tables of docs/gate.md, of what was run."""
+    lines = [
+        "| | accuracy at the start and after each round | epsilon of the sites after each round |",
+        "|---|---|---|",
     ]
-    seconds = fields["fresh"]["cpu_seconds"]
-    later = seconds[-1]
-    return "\n".join(
-        [
-            "| | accuracy at the start and after each round | epsilon of the sites after each round |",
-            "|---|---|---|",
-            *rows,
-            "",
-            "Bytes of one update as Flower carries it, by the number of parameters:",
-            "",
-            "| | " + " | ".join(f"{int(each):,}" for each in columns) + " |",
-            "|---|" + "--:|" * len(columns),
-            *by_size,
+    for name, title in _TITLES.items():
+        if name in fields:
+            accuracy, epsilon = (_listed(fields[name][key]) for key in ("accuracy", "epsilon"))
+            lines.append(f"| {title} | {accuracy} | {epsilon or '-'} |")
+    if "sizes" in fields:
+        sizes = {int(name): by_kind for name, by_kind in fields["sizes"].items() if name.isdigit()}
+        lines += ["", "Bytes of one update as Flower carries it, by the number of parameters:", ""]
+        lines += ["| | " + " | ".join(f"{size:,}" for size in sizes) + " |", "|---|" + "--:|" * len(sizes)]
+        for kind in next(iter(sizes.values())):
+            lines.append(f"| {kind} | " + " | ".join(f"{by_kind[kind]:,}" for by_kind in sizes.values()) + " |")
+    if "fresh" in fields:
+        first, *_, later = fields["fresh"]["cpu_seconds"]
+        lines += [
             "",
             "A process for every round of private training takes, on one core, "
-            f"{later['import']:.1f} s for imports, {later['make_private']:.1f} s for `make_private` and "
-            f"{later['steps']:.1f} s for the round's 20 steps; the first, which plans, "
-            f"{seconds[0]['make_private']:.1f} s for `make_private`.",
+            f"{later['import']:.1f} s for Flower's imports and torch, {later['make_private']:.1f} s for `make_private` "
+            f"and {later['steps']:.1f} s for the round's 20 steps and the rest of bqsgd; the first, which plans, "
+            f"{first['make_private']:.1f} s for `make_private`.",
         ]
-    )
+    return "\n".join(lines)
 
 
-def _listed(values: list[float], form: str) -> str:
-    return ", ".join(form.format(value) for value in values)
+def _listed(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
 
 
 _TITLES = {
