@@ -146,6 +146,16 @@ def test_a_server_that_begins_again_must_go_on_after_the_last_round(nodes, keys,
     assert result.train_metrics_clientapp is not None
 
 
+def test_a_node_cannot_take_the_place_of_another(nodes, keys, caplog, tmp_path):
+    """Node 4 says that it is client 0. Its ledger may count its vector, and no sum has it."""
+    stranger = nodes[0] | {"ledger-folder": str(tmp_path / "stranger"), "identity": str(identity_path(keys.parent, 1))}
+    _, result = run([*nodes, stranger], keys)
+    assert "says that it is client 0, which it cannot be" in caplog.text
+    assert [counted(node)[0] for node in nodes] == [1] * 4
+    assert result.train_metrics_clientapp
+    assert not (tmp_path / "stranger" / "client-0000.ledger").exists()
+
+
 def test_the_study_ends_with_its_last_round(nodes, keys, caplog):
     run(nodes, keys, rounds=4)
     assert [counted(node)[0] for node in nodes] == [3] * 4

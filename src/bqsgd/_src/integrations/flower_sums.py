@@ -269,8 +269,12 @@ class OpenSums(Wrapped):
             except FrameError as error:
                 logger.warning("node %d: %s", node, one_line(error))
                 continue
-            if client in self._roster.keys:
-                self._clients[client] = node
+            holder = self._clients.get(client)
+            if client not in self._roster.keys or holder in messages:
+                # The first to claim a number keeps it while it is online, so that no node drives another one out.
+                logger.warning("node %d says that it is client %s, which it cannot be", node, client)
+                continue
+            self._clients[client] = node
 
     def _carry(
         self,
