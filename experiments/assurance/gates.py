@@ -15,12 +15,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,14 @@ def ledger_of(path: Path) -> dict[str, Any] | None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """kill -9 a process and all below it."""
+    """kill -9 a process and all below it, which may be in sessions of their own."""
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     for child in family:
-        child.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     process.wait()
+    psutil.wait_procs(family, timeout=30)
 
 
 def flower(kind: str, folder: Path) -> dict[str, Any]:
@@ -159,8 +161,7 @@ def nvflare(kind: str, folder: Path) -> dict[str, Any]:
             time.sleep(0.2)
             if private and not attempt and f"Round {KILLED - 1} started" in printed.read_text(errors="replace"):
                 killed.append(round(time.monotonic() - began, 1))
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                kill(process)
         logs.append(_COLOURS.sub("", printed.read_text(errors="replace")))
         if killed and not attempt:
             time.sleep(5)
