@@ -201,6 +201,24 @@ def test_a_mod_that_calls_the_app_twice_gets_two_counted_updates(nodes):
     assert [rounds for rounds, _ in spent(nodes)] == [2, 2]
 
 
+@pytest.mark.parametrize("fails", [None, bqsgd.BudgetExhausted("x")], ids=["sends", "declines"])
+def test_what_an_app_writes_into_the_metadata_is_not_in_the_reply(nodes, fails):
+    """Flower copies the group and the type of the message into the reply."""
+
+    def writing(message, context, call_next):
+        message.metadata.__dict__["_group_id"] = message.metadata.__dict__["_message_type"] = SECRET
+        if fails is not None:
+            raise fails
+        return call_next(message, context)
+
+    for gate in (PrivateUpdates(**GATE), ThinUpdates()):
+        grid = LoopGrid(app_of(gate, writing), {}, nodes)
+        content = RecordDict({"arrays": ArrayRecord(model().state_dict())})
+        (reply,) = grid.send_and_receive([Message(content, dst_node_id=1000, message_type="train", group_id="7")])
+        assert SECRET not in str(vars(reply.metadata))
+        assert reply.metadata.group_id == "7"
+
+
 def test_an_app_that_changes_the_message_it_was_sent_does_not_change_what_its_update_is(nodes):
     """The model before is read before the app runs: else `after - before` could be anything, though it is clipped."""
 

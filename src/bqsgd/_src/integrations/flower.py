@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -69,8 +70,11 @@ class _Gate:
         """Flower calls this in the place of the app."""
         if message.metadata.message_type.split(".")[0] != "train":
             return _declined(ONLY_TRAINING, message)
-        with declining(message) as answer:
-            answer.append(Message(self.released(message, context, call_next), reply_to=message))
+        # The app gets the message itself, and what it wrote into the metadata would be in the reply.
+        asked = copy(message)
+        asked.__dict__["_metadata"] = copy(message.metadata)
+        with declining(asked) as answer:
+            answer.append(Message(self.released(message, context, call_next), reply_to=asked))
         return answer[0]
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
