@@ -30,6 +30,8 @@ import tomli_w
 import bqsgd
 from bqsgd._src.flower.federation import SUPERNODE, free_port
 from bqsgd._src.flower.processes import Processes
+from bqsgd._src.flower.settings import identity_path, write_identities
+from bqsgd._src.settings.config import Config
 from experiments import lab, pages
 
 PATH = lab.RESULTS / "gates.json"
@@ -39,6 +41,14 @@ PYTHON = lab.ROOT / ".venv-nvflare" / "bin" / "python"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STUDY = 'gate-study="trial-7" gate-rounds=5 gate-epsilon=8.0 gate-delta=1e-5 gate-clip-norm=1.0'
 _TOLD = re.compile(r"study |declined|refused|spent|all are taken|budget|killed|PrivacyBudget|update \d")
+
+
+_DIFFS = {
+    "training": "private_training.diff",
+    "updates": "private_updates.diff",
+    "node": "private_updates.diff",
+    "sums": "secure_sums.diff",
+}
 
 
 def told(text: str, most: int = 8) -> list[str]:
@@ -72,15 +82,19 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def flower(kind: str, folder: Path) -> dict[str, Any]:
-    """One deployment: a SuperLink, two SuperNodes, and the app with or without a diff."""
+    """One deployment: a SuperLink, two SuperNodes (three for sums), and the app with or without a diff."""
     app = folder / "app"
     shutil.copytree(FLOWER, app, ignore=shutil.ignore_patterns("*.diff", "__pycache__"))
-    if kind in ("updates", "training", "node"):
-        diff = FLOWER / f"private_{'updates' if kind == 'node' else kind}.diff"
+    sites, rounds = range(3 if kind == "sums" else 2), ROUNDS if kind == "unchanged" else ROUNDS + 1
+    settings = f"num-server-rounds={rounds}"
+    if kind == "sums":
+        roster = write_identities(Config.of(clients=len(sites)), folder / "keys")
+        settings += f' roster="{roster}"'
+    if kind != "unchanged":
+        diff = FLOWER / _DIFFS[kind]
         subprocess.run(["patch", "-s", "-p1", "-i", diff], cwd=app, check=True)
     if kind == "node":  # the client's half of the app stays as Flower's quickstart has it
         shutil.copy(FLOWER / "quickstart" / "client_app.py", app / "quickstart" / "client_app.py")
-    rounds = ROUNDS if kind == "unchanged" else ROUNDS + 1
     with Processes(folder / "run") as processes:
         port = free_port()
         place = ("--host", "127.0.0.1", "--port", str(port))
@@ -98,15 +112,16 @@ def flower(kind: str, folder: Path) -> dict[str, Any]:
             ledgers = folder / f"site-{site}"
             ledgers.mkdir(exist_ok=True)
             config = f'client={site} units="client" epsilon=10.0 ledger-folder="{ledgers}" '
-            config += f'partition-id={site} num-partitions=2 ledger="{ledgers}/train.ledger"'
+            config += f'partition-id={site} num-partitions={len(sites)} ledger="{ledgers}/train.ledger"'
             config += f" {_STUDY}" if kind == "node" else ""
+            if kind == "sums":
+                config += f' roster="{roster}" identity="{identity_path(roster.parent, site)}"'
             options = ("--insecure", "--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1")
             processes.start(name, *SUPERNODE, *options, "--port", str(free_port()), "--node-config", config)
 
-        for site in (0, 1):
+        for site in sites:
             start(site, f"site-{site}")
         began, killed = time.monotonic(), list[float]()
-        settings = f"num-server-rounds={rounds}"
         processes.start("run", "flwr", "run", str(app), "here", "--stream", "--run-config", settings)
 
         def heard(line: str) -> None:
@@ -125,7 +140,7 @@ def flower(kind: str, folder: Path) -> dict[str, Any]:
         "epsilon": [float(value) for value in re.findall(r"Aggregated MetricRecord: .*'epsilon': ([0-9.e-]+)", log)],
         "killed_after_seconds": killed,
         "seconds": round(time.monotonic() - began, 1),
-        "ledgers": [ledger_of(folder / f"site-{site}" / name.format(site)) for site in (0, 1)],
+        "ledgers": [ledger_of(folder / f"site-{site}" / name.format(site)) for site in sites],
         "server_log": told(log),
         "node_logs": {node: told(text) for node, text in nodes.items()},
     }
@@ -244,7 +259,7 @@ def fresh(folder: Path) -> list[dict[str, float]]:
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{
         f"flower-{kind}": (lambda folder, kind=kind: flower(kind, folder))
-        for kind in ("unchanged", "training", "updates", "node")
+        for kind in ("unchanged", "training", "updates", "node", "sums")
     },  # type: ignore[misc]
     **{
         f"nvflare-{kind}": (lambda folder, kind=kind: nvflare(kind, folder))
@@ -292,6 +307,7 @@ _TITLES = {
     "flower-training": "Flower, private training, epsilon 3",
     "flower-updates": "Flower, private updates, epsilon 8",
     "flower-node": "Flower, the node's own gate, epsilon 8",
+    "flower-sums": "Flower, secure sums of three sites, epsilon 8",
     "nvflare-unchanged": "NVFlare, as it is",
     "nvflare-training": "NVFlare, private training, epsilon 3",
     "nvflare-updates": "NVFlare, private updates, epsilon 8",

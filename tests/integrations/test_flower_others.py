@@ -15,6 +15,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp import strategy as strategies
 
 import bqsgd
+from bqsgd.integrations.flower import SummedUpdates
 from loop_grid import LoopGrid
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +77,14 @@ def test_the_example_with_its_diff_counts_what_leaves(tmp_path, imported, diff):
     with bqsgd.Ledger(ledger) as held:
         assert held.guarantee().epsilon == reply.content["metrics"]["epsilon"] <= 8
     assert imported(app, "server_app").app is not None
+
+
+def test_the_example_with_secure_sums_is_one_study_on_both_sides(tmp_path, imported):
+    app = patched(tmp_path, "secure_sums.diff")
+    study = imported(app, "task").STUDY
+    SummedUpdates(**study)
+    assert "OpenSums" in (app / "quickstart" / "server_app.py").read_text()
+    assert imported(app, "client_app").app is not None
 
 
 def test_the_lines_that_the_page_shows_are_those_of_the_diffs():

@@ -6,14 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flower_cases import SECRET, app_of, model
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import NeighboringRelation, PrivacyConfig, SamplingMethod
+from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import FedAdam, FedAvg
 
 import bqsgd
 from bqsgd._src.flower.settings import identity_path, write_identities
 from bqsgd._src.integrations.flower_sums import _digest
 from bqsgd._src.settings.config import Config
-from bqsgd.integrations.flower import OpenSums, SummedUpdates
+from bqsgd.integrations.flower import OpenSums, SiteAccountant, SummedUpdates
 from loop_grid import LoopGrid
 
 STUDY = {
@@ -81,6 +83,31 @@ def test_the_strategy_gets_the_mean_and_the_ledgers_count_a_sum(nodes, keys):
         assert guarantee.epsilon <= 3000
     asked = [message for message in grid.sent if "arrays" in message.content]
     assert len(asked) == 8, "a model for each node and round"
+
+
+def test_the_accountant_ends_the_run_when_no_node_has_room(nodes, keys):
+    held = SiteAccountant(
+        PrivacyConfig(
+            target_delta=1e-5, population_size=4, neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            sampling_method=SamplingMethod.NO_AMPLIFICATION,
+        )
+    )  # fmt: skip
+    with pytest.raises(PrivacyBudgetExhausted):
+        run(nodes, keys, rounds=4, accountant=held)
+    assert [counted(node)[0] for node in nodes] == [3] * 4
+    assert held.get_epsilon(1e-5) == max(counted(node)[1].epsilon for node in nodes)
+
+
+def test_a_node_that_states_nothing_about_its_ledger_is_not_in_the_sum(nodes, keys):
+    def tamper(n, message, reply):
+        if n == 0 and "arrays" in message.content:
+            content = reply.content
+            content["update"] = ConfigRecord({"epsilon": float("nan")})
+            reply.content = content
+        return reply
+
+    _, result = run(nodes, keys, tamper=tamper)
+    assert result.train_metrics_clientapp[1]["epsilon"] == counted(nodes[1])[1].epsilon
 
 
 def test_adam_on_the_server_works_as_it_is(nodes, keys):

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,19 +28,16 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
-from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import Strategy
 
 from bqsgd._src.errors import BqsgdError, BudgetExhausted, FrameError, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, data_of, pack
 from bqsgd._src.flower.settings import Node
-from bqsgd._src.integrations.flower_accountant import SiteAccountant, Statement, stated_by
+from bqsgd._src.integrations.flower_accountant import UPDATE, SiteAccountant, stated_by, stated_in
 from bqsgd._src.integrations.flower_arrays import (
     ARRAYS,
     EXAMPLES,
     METRICS,
-    UPDATE,
     NamedArrays,
     Wrapped,
     arrays_of,
@@ -185,31 +182,15 @@ class OpenUpdates(Wrapped):
     """
 
     def __init__(self, strategy: Strategy, *, largest_range: float, accountant: SiteAccountant | None = None) -> None:
-        super().__init__(strategy)
-        self._largest, self._accountant = check_positive("largest_range", largest_range), accountant
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """As the strategy inside."""
-        if self._accountant is not None and self._accountant.would_exceed():
-            spent = self._accountant.get_privacy_spent()
-            raise PrivacyBudgetExhausted(
-                f"the nodes' ledgers hold up to epsilon {spent.epsilon:.4g} at delta {spent.delta:g}, and another "
-                "round would exceed the limit, or no node has room for one"
-            )
-        return super().configure_train(server_round, arrays, config, grid)
+        super().__init__(strategy, accountant=accountant)
+        self._largest = check_positive("largest_range", largest_range)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Open every update, then aggregate as the strategy inside."""
         opened = [reply for each in replies if (reply := self._opened(each))]
-        arrays, metrics = super().aggregate_train(server_round, _alike(opened))
-        counted = getattr(self._inner, "accountant", None) is not None
-        if arrays is not None and self._accountant is not None and not counted:
-            self._accountant.compose()
-        return arrays, metrics
+        return super().aggregate_train(server_round, _alike(opened))
 
     def _opened(self, reply: Message) -> Message | None:
         if reply.has_error():
@@ -218,7 +199,7 @@ class OpenUpdates(Wrapped):
         try:
             arrays, metrics = _moved(reply, self._arrays, largest=self._largest), _public(reply)
             if self._accountant is not None:
-                self._accountant.note(reply.metadata.src_node_id, _stated(reply))
+                self._accountant.note(reply.metadata.src_node_id, stated_in(reply))
         except (BqsgdError, TypeError, ValueError, KeyError) as error:
             logger.warning("node %d sent no valid update, left out: %s", reply.metadata.src_node_id, one_line(error))
             return None
@@ -261,12 +242,6 @@ def _moved(reply: Message, held: ArrayRecord, *, largest: float) -> ArrayRecord:
         raise FrameError("the update states no ranges")
     frame, floats = data_of(reply, kind=FRAME), [float(reach) for reach in ranges]
     return moved_by(held, open_update(frame, ranges=floats, sizes=sizes, largest_range=largest))
-
-
-def _stated(reply: Message) -> Statement:
-    """What the node says about its ledger."""
-    stated = reply.content.config_records[UPDATE]
-    return Statement(**{field.name: stated[field.name] for field in fields(Statement)})  # type: ignore[arg-type]
 
 
 def _public(reply: Message) -> MetricRecord:

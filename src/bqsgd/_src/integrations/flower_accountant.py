@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
+from flwr.app import Message
 from flwr.serverapp import PrivacyConfig, PrivacySpent, SamplingMethod
 
 from bqsgd._src.errors import FrameError, InvalidParameter
 from bqsgd._src.params import check_delta, check_int
 from bqsgd._src.private.gate import UpdateGate
 
+UPDATE = "update"
+"""The record of an update beside its frame."""
 _METHOD = "the largest epsilon that a site's ledger states"
 
 
@@ -47,6 +50,12 @@ def stated_by(gate: UpdateGate) -> Statement:
     guarantee = gate.guarantee()
     assert guarantee is not None
     return Statement(epsilon=guarantee.epsilon, delta=guarantee.delta, following=gate.epsilon_after_next())
+
+
+def stated_in(reply: Message) -> Statement:
+    """What a node states with its update. Raises FrameError or KeyError if that is not a statement."""
+    stated = reply.content.config_records[UPDATE]
+    return Statement(**{field.name: stated[field.name] for field in fields(Statement)})  # type: ignore[arg-type]
 
 
 class SiteAccountant:

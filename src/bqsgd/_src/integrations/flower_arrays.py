@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import Strategy
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.integrations.flower_accountant import SiteAccountant
 
-UPDATE, METRICS, EXAMPLES, ARRAYS = "update", "metrics", "num-examples", "arrays"
+METRICS, EXAMPLES, ARRAYS = "metrics", "num-examples", "arrays"
 NamedArrays = Mapping[str, npt.NDArray[Any]]
 
 
@@ -48,15 +50,28 @@ def moved_by(held: ArrayRecord, update: npt.NDArray[np.float64]) -> ArrayRecord:
 
 
 class Wrapped(Strategy):
-    """A strategy that does what the one inside does. It remembers the model, to which updates are added."""
+    """A strategy that does what the one inside does. It remembers the model, to which updates are added.
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._inner, self._arrays = strategy, ArrayRecord()
+    accountant: is asked before every round.
+    """
+
+    def __init__(self, strategy: Strategy, *, accountant: SiteAccountant | None = None) -> None:
+        self._inner, self._arrays, self._accountant = strategy, ArrayRecord(), accountant
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the strategy inside."""
+        """As the strategy inside.
+
+        Raises:
+            PrivacyBudgetExhausted: the accountant says that another round would exceed a limit.
+        """
+        if self._accountant is not None and self._accountant.would_exceed():
+            spent = self._accountant.get_privacy_spent()
+            raise PrivacyBudgetExhausted(
+                f"the nodes' ledgers hold up to epsilon {spent.epsilon:.4g} at delta {spent.delta:g}, and another "
+                "round would exceed the limit, or no node has room for one"
+            )
         self._arrays = arrays
         return self._inner.configure_train(server_round, arrays, config, grid)
 
@@ -67,6 +82,8 @@ class Wrapped(Strategy):
         arrays, metrics = self._inner.aggregate_train(server_round, replies)
         if arrays is None:
             return None, metrics
+        if self._accountant is not None and getattr(self._inner, "accountant", None) is None:
+            self._accountant.compose()
         # A mean makes floats of integers, such as the counters of BatchNorm. No update changes those.
         floats = floating_in(self._arrays)
         whole = {name: array for name, array in self._arrays.items() if name not in floats}

@@ -32,12 +32,11 @@ from bqsgd._src.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, has_data, pack
 from bqsgd._src.flower.settings import Node
 from bqsgd._src.integrations.flower import PrivateUpdates
-from bqsgd._src.integrations.flower_accountant import stated_by
+from bqsgd._src.integrations.flower_accountant import UPDATE, SiteAccountant, Statement, stated_by, stated_in
 from bqsgd._src.integrations.flower_arrays import (
     ARRAYS,
     EXAMPLES,
     METRICS,
-    UPDATE,
     Wrapped,
     arrays_of,
     flat_of,
@@ -168,6 +167,7 @@ class OpenSums(Wrapped):
         roster: file of the nodes' public keys, the same as theirs.
         first_round: of the study, counted from 0: a ServerApp that is started again continues after the last one.
         seconds: how long an exchange waits for the nodes.
+        accountant: as for `OpenUpdates`.
         others: as `SummedUpdates`, and the same as there.
     """
 
@@ -187,8 +187,9 @@ class OpenSums(Wrapped):
         mechanism: Mechanism | None = None,
         first_round: int = 0,
         seconds: float = 3600.0,
+        accountant: SiteAccountant | None = None,
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(strategy, accountant=accountant)
         self._rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
         self._roster, self._run, self._rounds = roster_of(roster, clients), f"study-{study}", rounds
         self._mechanism = mechanism
@@ -199,6 +200,7 @@ class OpenSums(Wrapped):
         self._sums: SumRounds | None = None
         self._plan: SumPlan | None = None
         self._opened: list[Message] = []
+        self._stated: dict[int, Statement] = {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -228,7 +230,8 @@ class OpenSums(Wrapped):
             return []
         total = outcome.total
         mean = plan.mean(total.lanes, survivors=len(total.survivors), width=total.width) * self._range
-        metrics = MetricRecord({EXAMPLES: len(total.survivors)})
+        epsilon = max(self._stated[client].epsilon for client in total.survivors)
+        metrics = MetricRecord({EXAMPLES: len(total.survivors), "epsilon": epsilon})
         content = RecordDict({ARRAYS: moved_by(held, mean), METRICS: metrics})
         self._opened = [Message(content, reply_to=next(iter(asked.values())))]
         return []
@@ -294,8 +297,13 @@ class OpenSums(Wrapped):
         clients = {node: client for client, node in self._clients.items()}
         for node, reply in self._exchanged(grid, contents):
             try:
-                yield Reply(client=clients[node], frame=data_of(reply, kind=FRAME))
-            except BqsgdError as error:
+                frame = data_of(reply, kind=FRAME)
+                if outgoing[clients[node]] == _TRAINING:
+                    self._stated[clients[node]] = statement = stated_in(reply)
+                    if self._accountant is not None:
+                        self._accountant.note(node, statement)
+                yield Reply(client=clients[node], frame=frame)
+            except (BqsgdError, KeyError, TypeError) as error:
                 yield Reply(client=clients[node], reason=one_line(error))
 
     def _exchanged(self, grid: Grid, contents: Mapping[int, RecordDict]) -> Iterator[tuple[int, Message]]:
