@@ -96,6 +96,16 @@ def test_the_nodes_own_limits_come_first(nodes, limits):
             pass  # no ledger was made
 
 
+@pytest.mark.parametrize("limit", [{"epsilon": 1.0}, {"units": "client"}, {"largest-clip": 0.5}], ids=str)
+def test_a_node_with_limits_and_no_number_is_not_taken_for_a_simulated_one(tmp_path, monkeypatch, limit):
+    """Flower's quickstart names nodes by partition-id. Their limits would be read by nobody."""
+    monkeypatch.setenv("BQSGD_LEDGER_FOLDER", str(tmp_path))
+    nodes = [{"partition-id": n, "num-partitions": 2} | limit for n in (0, 1)]
+    _, result = run(app_of(PrivateUpdates(**GATE)), nodes, 1)
+    assert not result.train_metrics_clientapp
+    assert not list(tmp_path.rglob("*.ledger"))
+
+
 def test_a_server_that_asks_twice_is_charged_twice(nodes):
     grid = LoopGrid(app_of(PrivateUpdates(**GATE)), {}, nodes)
     content = RecordDict({"arrays": ArrayRecord(model().state_dict())})

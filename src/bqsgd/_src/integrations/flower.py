@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ from bqsgd._src.ledger.register import ledger_path, open_ledger
 from bqsgd._src.params import check_positive
 from bqsgd._src.private.gate import UpdateGate, open_update, thin_update
 from bqsgd._src.release import Unit
-from bqsgd._src.settings.node_limits import NodeLimits
+from bqsgd._src.settings.node_limits import NodeLimits, key_of
 from bqsgd._src.settings.study import check_not_lost, safe_name
 from bqsgd._src.text import one_line
 
@@ -98,7 +98,7 @@ class PrivateUpdates(_Gate):
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
         """One frame; whatever the app does, it is sent once it is counted."""
-        node, before = Node.of(context.node_config), arrays_of(message)
+        node, before = node_of(context.node_config), arrays_of(message)
         dimension = flat_of(before).size
         self.check_limits(node.limits, dimension)
         with self._ledger(node) as ledger, UpdateGate(ledger, **self._settings) as gate:
@@ -222,6 +222,20 @@ def declining(message: Message) -> Iterator[list[Message]]:
         else:
             logger.exception("this node failed")
         answer[:] = [_declined(REFUSED, message)]
+
+
+def node_of(node_config: Mapping[str, Any]) -> Node:
+    """The node as its operator set it up.
+
+    Raises:
+        InvalidParameter: it has limits and no client number. A node without a number is a simulated one, whose limits
+            nobody reads: its ledger would have the budget that the app asks for.
+    """
+    node = Node.of(node_config)
+    limits = {key_of(limit.name) for limit in fields(NodeLimits)} & node_config.keys()
+    if node.simulated and limits:
+        raise InvalidParameter(f"this node sets {', '.join(sorted(limits))} and no number: add client=N")
+    return node
 
 
 def _declined(reason: str, message: Message) -> Message:

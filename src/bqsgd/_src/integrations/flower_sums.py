@@ -31,7 +31,7 @@ from bqsgd._src.client.sums import answer_step, check_noise, identity_of, masked
 from bqsgd._src.errors import BqsgdError, FrameError, InvalidParameter
 from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, has_data, pack
 from bqsgd._src.flower.settings import Node
-from bqsgd._src.integrations.flower import PrivateUpdates
+from bqsgd._src.integrations.flower import PrivateUpdates, node_of
 from bqsgd._src.integrations.flower_accountant import UPDATE, SiteAccountant, Statement, stated_by, stated_in
 from bqsgd._src.integrations.flower_arrays import (
     ARRAYS,
@@ -99,7 +99,7 @@ class SummedUpdates(PrivateUpdates):
 
     def released(self, message: Message, context: Any, call_next: ClientAppCallable) -> RecordDict:
         """An answer to a step of the sums, or the masked update."""
-        node = Node.of(context.node_config)
+        node = node_of(context.node_config)
         dimension = field_of(message, _DIMENSION, int)
         if dimension is None:
             return pack(None, kind=FRAME, **{_CLIENT: node.client})
