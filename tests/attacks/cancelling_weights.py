@@ -44,11 +44,11 @@ def _attack(size, seed):
         model.weight.zero_()
         model.weight[1] = (direction * SCALE).float()
         sides = [
-            (model(x.repeat(size, 1))[:, 1] > 0, model(x.repeat(size + 1, 1))[1:, 1] > 0) for x in candidates
+            (model(x.repeat(size, 1))[:, 1] > 0, model(x.repeat(size + 1, 1))[1:, 1] < 0) for x in candidates
         ]  # what stands in the other rows does not matter to a row, only how many there are
     chosen, flipped = [], 0
     for row in range(size):
-        found = [x for x, (alone, shifted) in zip(candidates, sides, strict=True) if alone[row] and not shifted[row]]
+        found = [x for x, (alone, shifted) in zip(candidates, sides, strict=True) if alone[row] and shifted[row]]
         chosen.append(found[row % len(found)] if found else candidates[row % CANDIDATES])
         flipped += bool(found)
     record = torch.rand(1, FEATURES, generator=generator)

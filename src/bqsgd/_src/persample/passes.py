@@ -28,9 +28,11 @@ from bqsgd._src.runtime.modes import repeatable
 from bqsgd._src.runtime.threads import in_own_threads
 
 aten = torch.ops.aten
-AT_ONCE, AT_ONCE_BYTES = 16, 20 << 20
-"""Passes, and bytes of their gradients, that a thread holds at most; then they are clipped and added up. With few, the
-gradients are still in the caches; with more, weights and sums are read less often."""
+SIDE_BY_SIDE = 8
+"""Passes of a thread that run side by side at most. With few, their activations are still in the caches; with more,
+weights are read less often."""
+AT_ONCE, AT_ONCE_BYTES = 64, 20 << 20
+"""Passes, and bytes of their gradients, that a thread holds at most; then they are clipped and added up."""
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
 _ALIGNMENT = 64
@@ -45,7 +47,8 @@ class PassesRoad:
 
     def __init__(self, program: Program, whole: Whole, device: torch.device | None = None) -> None:
         self._device, self.assumes = device, "" if device is None else SAME_BITS.format(name_of(device))
-        self._at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, program.dimension))))
+        fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, program.dimension))))
+        self._at_once = fitting - fitting % min(fitting, SIDE_BY_SIDE)
         self.draws, self._prelude = program.draws, prelude_of(program)
         self._outputs = outputs_of(program, tables=device is not None, products=device is None)
         body, count = program.body([node for output in self._outputs for node in output.nodes]), len(program.shared)
@@ -77,7 +80,7 @@ class PassesRoad:
     def _groups(self, samples: range, threads: int) -> list[range]:
         """Samples that run side by side: powers of two, so that few functions serve every size of a batch. Samples
         that draw random numbers go one after another, in the order of the batch."""
-        most = 1 if self.draws else max(1, min(self._at_once, len(samples) // threads))
+        most = 1 if self.draws else max(1, min(SIDE_BY_SIDE, len(samples) // threads))
         groups: list[range] = []
         while samples:
             size = 1 << (min(most, len(samples)).bit_length() - 1)

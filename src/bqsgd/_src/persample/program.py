@@ -360,9 +360,17 @@ _MOST_PROGRAMS = 256
 
 
 def program_of(
-    model: nn.Module, loss_fn: LossFunction, forward: Forward | None, form: Form, autocast: Autocast | None = None
+    model: nn.Module,
+    loss_fn: LossFunction,
+    forward: Forward | None,
+    form: Form,
+    autocast: Autocast | None = None,
+    *,
+    fused: bool = False,
 ) -> Program:
     """The program of one sample of this form, traced when it is first asked for and after the model has changed.
+
+    fused: attention as one operation of the processor's, for passes of one sample: `vmap` and other devices have none.
 
     Raises:
         NotTraceable: torch cannot trace it.
@@ -371,12 +379,12 @@ def program_of(
     refuse_mixing(model)
     kept = _programs.setdefault(model, {})
     parts = (part for part in (model, loss_fn, forward) if isinstance(part, nn.Module))
-    question = (_same(loss_fn), _same(forward), form, autocast, *map(made_of, parts))
+    question = (_same(loss_fn), _same(forward), form, autocast, fused, *map(made_of, parts))
     if question not in kept:
         if len(kept) >= _MOST_PROGRAMS:
             kept.clear()
         try:
-            kept[question] = traced(Whole(model, loss_fn, forward, autocast), form)
+            kept[question] = traced(Whole(model, loss_fn, forward, autocast), form, fused=fused)
         except NotTraceable as reason:
             kept[question] = reason
     found = kept[question]
@@ -402,7 +410,7 @@ def made_of(model: nn.Module) -> object:
             type(layer),
             tuple(_same(hook) for kind in _HOOKS for hook in getattr(layer, kind, {}).values()),
             tuple((name, _content(value)) for name, value in vars(layer).items() if name not in _REGISTERED),
-            tuple(parameter.requires_grad for parameter in layer.parameters(recurse=False)),
+            tuple(value.requires_grad for value in layer._parameters.values() if value is not None),
         )
         for layer in model.modules()
     )
@@ -433,7 +441,7 @@ def _same(thing: Any) -> object:
     return found
 
 
-def traced(whole: Whole, form: Form) -> Program:
+def traced(whole: Whole, form: Form, *, fused: bool = False) -> Program:
     """Trace the program of one sample.
 
     Raises:
@@ -453,7 +461,7 @@ def traced(whole: Whole, form: Form) -> Program:
     with alone, generators_kept():
         before = states()
         try:
-            with full_precision(), plain_operations(own):
+            with full_precision(), plain_operations(own, fused=fused):
                 module = _pure(_graph_of(gradients, *arguments), arguments)
         except InvalidParameter:
             raise
@@ -484,9 +492,9 @@ def _graph_of(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
 
 
 @contextmanager
-def plain_operations(model: nn.Module) -> Iterator[None]:
-    """Trace layers as ordinary operations: no fused recurrent layers, attention or encoder kernels, which choose what
-    they compute by looking at values or have no derivative of one sample."""
+def plain_operations(model: nn.Module, *, fused: bool = False) -> Iterator[None]:
+    """Trace layers as ordinary operations: no fused recurrent layers or encoder kernels, which choose what they compute
+    by looking at values or have no derivative of one sample; and no fused attention unless asked for."""
     logger, fast = logging.getLogger("torch._subclasses.fake_tensor"), torch.backends.mha.get_fastpath_enabled()
     level = logger.level
     with ExitStack() as stack:
@@ -496,7 +504,7 @@ def plain_operations(model: nn.Module) -> Iterator[None]:
         if any(isinstance(layer, nn.RNNBase) for layer in model.modules()):
             for flags in (torch.backends.mkldnn.flags, torch.backends.cudnn.flags):
                 stack.enter_context(flags(enabled=False))  # type: ignore[operator]
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(sdpa_kernel([SDPBackend.MATH, *[SDPBackend.FLASH_ATTENTION] * fused]))
         try:
             logger.setLevel(logging.CRITICAL)  # a model that cannot be traced is no news to the user
             torch.backends.mha.set_fastpath_enabled(False)
