@@ -2,7 +2,8 @@
 
 `python -m benchmarks.persample` prints the tables, writes benchmarks/results/persample.json and the table of
 docs/persample.md, and exits with 1 if a target is missed. `--only NAME --threads N` runs the models whose name contains
-NAME and only prints; `--rivals` narrows it further. Each model has a process of its own in which rivals take turns;
+NAME and only prints; `--rivals` narrows it further, and `--keep` puts these rows in the place of the recorded ones.
+Every row has its date and the load of the machine. Each model has a process of its own in which rivals take turns;
 each keeps its best time, all doing the same work: forward, per-sample gradients, clip, sum. On one core the time is CPU
 time, which on a quiet machine is the wall time and on a busy one leaves out the waiting; on two cores it is wall time.
 Memory is the peak of a fresh process beyond what it held before its steps.
@@ -150,10 +151,11 @@ def speed_of(labels: Sequence[str], threads: int, rivals: Sequence[str]) -> dict
     """The speed of every rival on every model, each model in a process of its own."""
     found = {}
     for label in labels:
-        start = time.perf_counter()
+        start, load = time.perf_counter(), os.getloadavg()[0]
         found[label] = in_fresh_process(
             "--speed", label, "--threads", str(threads), "--rivals", *rivals, threads=threads
         )
+        found[label] |= {"date": time.strftime("%Y-%m-%d", time.gmtime()), "load": round(load, 1)}
         print(f"{label}, {threads} core(s): {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -197,14 +199,28 @@ def page_table(result: dict[str, Any]) -> str:
     lines = [*_ratios(speed["1"], "CPU time on one core"), "", *_ratios(speed["2"], "time on two cores")]
     memory = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in result["memory_bytes"].items())
     missed = [row["target"] for row in result["targets"] if not row["met"]]
-    load = ", ".join(f"{value:.1f}" for value in result["load_average_before"])
     texts = [
         *(f"{label}: {MODELS[label].about}." for label in speed["1"] if MODELS[label].about),
         *_failures(speed),
-        f"Load averages before the run: {load}. Peak memory of {MEMORY_MODEL} beyond the model, in MiB: {memory}.",
+        *_circumstances(speed),
+        f"Peak memory of {MEMORY_MODEL} beyond the model, in MiB: {memory}.",
         f"Targets missed: {'; '.join(missed) or 'none'}.",
     ]
     return "\n".join([*lines, *("\n" + textwrap.fill(text, 120) for text in texts), ""])
+
+
+def _circumstances(speed: dict[str, Any]) -> list[str]:
+    """When rows were measured, and how busy the machine was."""
+    rows: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for threads, models in speed.items():
+        for label, found in models.items():
+            rows.setdefault((found["date"], threads), []).append((label, found["load"]))
+    texts = []
+    for (date, threads), measured in sorted(rows.items()):
+        low, high = (pick(load for _, load in measured) for pick in (min, max))
+        labels = ", ".join(label for label, _ in measured)
+        texts.append(f"{date}, {threads} core(s), load averages {low:.1f} to {high:.1f}: {labels}.")
+    return texts
 
 
 def _failures(speed: dict[str, Any]) -> list[str]:
@@ -268,8 +284,22 @@ def print_tables(result: dict[str, Any]) -> None:
         print("PASS" if row["met"] else "FAIL", f"{row['target']}: {value} against {row['limit']:.4g}")
 
 
+def record(result: dict[str, Any]) -> None:
+    result["targets"] = verdicts(result["speed"], result["memory_bytes"])
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    PAGE.write_text(page_with(page_table(result)))
+
+
+def keep_rows(speed: dict[str, Any]) -> None:
+    """Put these rows in the place of the recorded ones, in the order of the models."""
+    result = json.loads(RESULTS.read_text())
+    for threads, models in speed.items():
+        every = result["speed"][threads] | models
+        result["speed"][threads] = {label: every[label] for label in MODELS if label in every}
+    record(result)
+
+
 def whole_run() -> int:
-    load = os.getloadavg()
     speed = {str(n): speed_of(list(MODELS), n, RIVALS) for n in (1, 2)}
     memory = {
         name: in_fresh_process("--memory", name, threads=1)
@@ -277,26 +307,24 @@ def whole_run() -> int:
     }
     result = {
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "load_average_before": load,
         "versions": {name: version(name) for name in ("torch", "opacus", "numba", "numpy")},
         "clock": {"1": "CPU time", "2": "wall time"},
         "speed": speed,
         "memory_bytes": memory,
-        "targets": verdicts(speed, memory),
     }
+    record(result)
     print_tables(result)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    PAGE.write_text(page_with(page_table(result)))
     return 0 if all(row["met"] for row in result["targets"]) else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", help="print the models whose name contains NAME and write nothing")
+    parser.add_argument("--only", metavar="NAME", help="only the models whose name contains NAME; prints")
     parser.add_argument("--threads", type=int, default=1, help="with --only: the number of cores")
     parser.add_argument(
         "--rivals", nargs="+", default=RIVALS, choices=RIVALS, metavar="RIVAL", help="only these rivals"
     )
+    parser.add_argument("--keep", action="store_true", help="with --only: record these rows")
     parser.add_argument("--speed", help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -310,7 +338,11 @@ def main() -> int:
         labels = [label for label in MODELS if chosen.only.lower() in label.lower()]
         if not labels:
             parser.error(f"no model's name contains {chosen.only!r}; the models are {', '.join(MODELS)}")
-        print_speed({str(chosen.threads): speed_of(labels, chosen.threads, chosen.rivals)})
+        for label in labels:
+            speed = {str(chosen.threads): speed_of([label], chosen.threads, chosen.rivals)}
+            print_speed(speed)
+            if chosen.keep:
+                keep_rows(speed)
         return 0
     return whole_run()
 
