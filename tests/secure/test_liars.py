@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from secure_sums import Federation, agreement, plain_sum, some_codes
+from secure_sums import SMALL_SPARSE, Federation, agreement, plain_sum, some_codes
 
 from bqsgd._src.errors import BadShares, TooFewClients
 from bqsgd._src.secure import blame, messages
@@ -174,6 +174,18 @@ def test_a_secret_that_does_not_open_because_too_few_came_is_nobodys_lie():
     with pytest.raises(BadShares):
         federation.sum(some_codes(federation.agreement), masked=[c for c in range(10) if c not in (5, 6, 8, 9)])
     assert 5 not in federation.server.blamed
+
+
+def test_two_holders_that_lie_are_named_on_a_sparse_graph_too():
+    """A share says nothing about a mask there, so the sum is right whoever lied."""
+    federation = Federation(agreement(14, dropouts=2, dimension=4, sparse=SMALL_SPARSE))
+    federation.begin()
+    liars = federation.agreement.graph.holders(5)[:2]
+    lying_about(federation, dict.fromkeys(liars, (5,)))
+    codes, there = some_codes(federation.agreement), [c for c in range(14) if c != 5]
+    total = federation.sum(codes, masked=there)
+    assert np.array_equal(total.lanes, plain_sum(codes, total.survivors, 8))
+    assert federation.server.blamed == {liar: {5} for liar in liars}
 
 
 def lie_at_random(federation, number, rng):

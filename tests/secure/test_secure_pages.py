@@ -323,6 +323,23 @@ def test_the_costs_over_flower_are_those_of_the_demos(monkeypatch):
         assert ("sums" in guarantee["trust"]) == run["secure"]
 
 
+def test_what_the_page_says_of_liars_is_what_the_runs_found():
+    found = json.loads((DOCS.parent / "experiments" / "results" / "liars.json").read_text(encoding="utf-8"))
+    runs = {(run["groups"], run["lie"], run["liars"]): run for run in found["runs"]}
+    assert len(runs) == 4 * (1 + 2 * 4)
+    for (groups, lie, liars), run in runs.items():
+        assert set(map(int, run["named"])) <= set(found["places"][:liars]), "The log names nobody but liars"
+        assert not (lie == "wrong vector" and run["named"]), "Nobody is named for a wrong vector"
+        assert run["rounds"] == run["steps"] == 15
+        assert run["largest_epsilon"] <= 3.0
+        if groups == 1 and lie != "wrong vector":  # "cost one sum the liars' own vectors and nothing else"
+            assert run["used"] >= 29 - liars
+            assert run["accuracy"] > 0.6
+    accuracy = {key: run["accuracy"] for key, run in runs.items()}
+    assert accuracy[3, "wrong vector", 1] > 0.5 > 0.2 > accuracy[3, "wrong vector", 2]
+    assert "three withstand one such liar and not two" in WORDS
+
+
 def test_the_accuracies_of_the_page_are_those_of_the_runs():
     found = json.loads((DOCS.parent / "experiments" / "results" / "frontier.json").read_text(encoding="utf-8"))
     points = {row["point"]: row for row in found["rows"]}
