@@ -80,6 +80,14 @@ WHAT_HAPPENS = {
     ("torch.distributed", "secure sum: a client's answers at each step followed by seven bytes"): "the same",
     (
         "torch.distributed",
+        "secure sum: client reveals a random share of the secret of one that was killed",
+    ): "the sum opens from the other shares; the log names the liar, and the client that was killed is a dropout",
+    (
+        "torch.distributed",
+        "secure sum: client reveals a random seed in the place of its own",
+    ): "the others' shares open the sum; the log names the liar, and it has no part in the next ones",
+    (
+        "torch.distributed",
         "secure sum: client gets no more memory (`ulimit -v`) when its masked vector is due",
     ): "as if it had been killed",
     ("Flower", "client killed in mid-round"): "missing, at the latest at the deadline; the frame it had made and not "

@@ -1,8 +1,9 @@
 """One rank of a run with secure sums; it may be killed or late at any step. argv: JSON of {folder, settings, ...}.
 
 mischief: rank -> {"STEP:round": what}; the steps are those of `bqsgd._src.secure.messages`, and MODEL. what is "kill",
-"late", "garbage" or "long" (an answer of other bytes or of another length), "memory" (from here on the process
-gets no more memory), or "clock SECONDS" (from here on the clock of the day is that much ahead, in all ranks).
+"late", "garbage" or "long" (an answer of other bytes or of another length), "share" or "seed" (an unmasking with a
+random share of the one missing client, or with a random seed of its own), "memory" (from here on the process gets no
+more memory), or "clock SECONDS" (from here on the clock of the day is that much ahead, in all ranks).
 """
 
 import hashlib
@@ -66,6 +67,8 @@ def step_of(message):
 DAMAGE = {
     "garbage": lambda frame: os.urandom(len(frame)),
     "long": lambda frame: frame + bytes(7),
+    "share": lambda frame: frame[:-32] + os.urandom(16) + frame[-16:],
+    "seed": lambda frame: frame[:-16] + os.urandom(16),
 }
 
 

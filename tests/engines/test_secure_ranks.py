@@ -296,6 +296,49 @@ def test_a_rank_whose_answers_are_damaged_at_every_step_spoils_no_sum(tmp_path, 
 DAMAGED_AS = {"garbage": "replaced by random bytes", "long": "followed by seven bytes"}
 
 
+LIES = {
+    "share": (
+        {"1": {"MODEL:2": "kill"}, "3": {"CERTIFICATE:2": "share"}},
+        "client reveals a random share of the secret of one that was killed",
+        "round 2: client 3 lied about secrets it shares with client 1",
+        {1: 2},
+    ),
+    "seed": (
+        {"3": {"CERTIFICATE:2": "seed"}},
+        "client reveals a random seed in the place of its own",
+        "round 2: client 3 lied about its own seed",
+        {3: 3},
+    ),
+}
+"""What is revealed: the mischief, its name, the line in the log, and how many sums a client is in that misses some."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", LIES)
+def test_a_rank_that_lies_about_a_secret_is_named_and_costs_no_sum(tmp_path, what, fault_book):
+    mischief, fault, line, sums = LIES[what]
+    ended = run(tmp_path, write_keys(tmp_path / "keys", CLIENTS), mischief=mischief)
+    assert ended[0][0] == 0, ended[0][1]
+    records = lines(tmp_path / "rounds.jsonl")
+    assert [record["stepped"] for record in records] == [True] * 6
+    for client in range(CLIENTS):
+        last = sums.get(client, 6)
+        assert statuses(records, client) == ["ok"] * last + ["no"] * (6 - last)
+    assert ended[0][1].count("lied about") == 1, "nobody else is named"
+    found = books(tmp_path)
+    others = not_ok(records, {(client, round) for client, last in sums.items() for round in range(last, 6)})
+    assert others == 0
+    fault_book.row(
+        engine=ENGINE,
+        fault=f"secure sum: {fault}",
+        injected=1,
+        line=seen(ended[0][1], line),
+        client=found[3],
+        run=together(found),
+        others_not_ok=others,
+    )
+
+
 @pytest.mark.slow
 def test_a_rank_without_memory_counts_what_it_sends(tmp_path, fault_book):
     keys = write_keys(tmp_path / "keys", CLIENTS)
