@@ -100,7 +100,7 @@ def records_in(folder):
 
 def test_a_run_that_cannot_learn_does_not_start_and_spends_nothing(federation):
     made = federation(levels="", trials="", epsilon=0.01, range=1e-6, rounds=2)
-    with pytest.raises(CannotLearn, match="--force .*runs it anyway"):
+    with pytest.raises(CannotLearn, match=r"--force .*runs it anyway"):
         made.serve(force=False)
     assert not any(made.spent().values())
     served = made.serve()

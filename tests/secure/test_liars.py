@@ -188,6 +188,28 @@ def test_two_holders_that_lie_are_named_on_a_sparse_graph_too():
     assert federation.server.blamed == {liar: {5} for liar in liars}
 
 
+def test_a_false_correction_for_a_survivor_that_falls_silent_is_no_sum():
+    """Only clients 5 and 9 know their mask: 5 lied about it and left, and 9 says nothing. Before, the sum was noise."""
+    federation = Federation(agreement(10, dropouts=2, dimension=300))
+    federation.clients[5].shares = lambda bundle, real=federation.clients[5].shares: bytes(
+        [*(said := real(bundle))[:-1], said[-1] ^ 1]
+    )
+    federation.begin()
+    there = [c for c in range(10) if c != 5]
+    with pytest.raises(BadShares, match="what client 5 said about its masks is false, or so is a vector"):
+        federation.sum(some_codes(federation.agreement), masked=there, unmasked=there[:-1])
+
+
+def test_a_client_that_wraps_false_secrets_on_a_sparse_graph_leaves_no_noise_in_the_place_of_a_sum():
+    federation = Federation(agreement(14, dropouts=2, dimension=300, sparse=SMALL_SPARSE))
+    federation.clients[5].shares = lambda bundle, real=federation.clients[5].shares: bytes(
+        [*(said := real(bundle))[:-1], said[-1] ^ 1]
+    )
+    federation.begin()
+    with pytest.raises(BadShares, match="what client 5 said about its masks is false"):
+        federation.sum(some_codes(federation.agreement), masked=[c for c in range(14) if c != 5])
+
+
 def lie_at_random(federation, number, rng):
     """One client lies about some of what it says: corrections, tells of mask seeds and self seeds, its own seed."""
     client, agreed = federation.clients[number], federation.agreement

@@ -84,6 +84,11 @@ def gathered(lanes: Lanes, width: int) -> float:
     return float(abs(points.sum()) ** 2 / len(points))
 
 
+def is_sum(lanes: Lanes, width: int) -> bool:
+    """Whether this may be a sum. False only for a uniform vector, and only if there are enough coordinates to tell."""
+    return len(lanes) < _ENOUGH or gathered(lanes[:_TESTED], width) > _CERTAIN
+
+
 def who_lied(lanes: Lanes, moved: Mapping[int, Lanes], *, width: int) -> frozenset[int] | None:
     """Those of the missing clients that lied; None if no explanation leaves a sum.
 

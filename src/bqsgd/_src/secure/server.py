@@ -461,13 +461,21 @@ class SumServer:
             key = self_key(self_seed, agreed.session, client=client, round=current.number)
             add_mask(lanes, key, scratch=scratch, subtract=True)
         contested: dict[int, list[blame.Contested]] = {}
+        unconfirmed = []
         for client in sorted(self._partners().keys() - set(listed)):
             # A survivor that exchanged shares with a missing client has masked its vector with their common mask.
             affected = self._partners()[client].intersection(listed, agreed.graph.masks(client))
             if affected and (pairs := self._remove_pairs(client, sorted(affected), lanes, scratch)):
                 contested[client] = pairs
+            if not all(self._confirmed(client, other) for other in affected):
+                unconfirmed.append(client)
         if contested:
             self._settle(contested, lanes)
+        if unconfirmed and not blame.is_sum(lanes, agreed.width):
+            raise BadShares(
+                f"what is left is no sum: what client {', '.join(map(str, unconfirmed))} said about its masks is false, "
+                f"or so is a vector; round {current.number} is lost"
+            )
         lanes -= lanes.dtype.type(extra // 2 % (1 << agreed.width))
         lanes &= lanes.dtype.type((1 << agreed.width) - 1)
         return Total(
@@ -513,6 +521,15 @@ class SumServer:
         wrong = [other for other in wrong if other in keys]
         stated = self._pair_keys([current.unmaskings[other].parts[client] for other in wrong])
         return [blame.Contested(other, told=key, derived=keys[other]) for other, key in zip(wrong, stated, strict=True)]
+
+    def _confirmed(self, client: int, other: int) -> bool:
+        """Whether the mask of a missing client and a survivor follows from more than what the missing client said."""
+        current, agreed = self._open(), self._current().agreement
+        if agreed.rule.sparse is not None:
+            return False
+        said = self._current().shares[client].corrections(agreed, current.number)
+        revealed = current.unmaskings.get(other)
+        return other not in said.mask_shares or (revealed is not None and client in revealed.parts)
 
     def _settle(self, contested: Mapping[int, list[blame.Contested]], lanes: Lanes) -> None:
         """Find out who lied about masks that are stated differently, and remove the true ones from the sum.
