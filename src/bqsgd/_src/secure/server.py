@@ -473,8 +473,8 @@ class SumServer:
             self._settle(contested, lanes)
         if unconfirmed and not blame.is_sum(lanes, agreed.width):
             raise BadShares(
-                f"what is left is no sum: what client {', '.join(map(str, unconfirmed))} said about its masks is false, "
-                f"or so is a vector; round {current.number} is lost"
+                f"what is left is no sum: what client {', '.join(map(str, unconfirmed))} said about its masks is "
+                f"false, or so is a vector; round {current.number} is lost"
             )
         lanes -= lanes.dtype.type(extra // 2 % (1 << agreed.width))
         lanes &= lanes.dtype.type((1 << agreed.width) - 1)
