@@ -234,3 +234,13 @@ def test_a_reader_does_not_wait_for_a_writer(path):
     with opened(path) as writer, writer.together(), Register(path) as reader:
         reader._file.connection.execute("PRAGMA busy_timeout = 50")  # closing would raise after this, not after 60 s
         assert reader.ledger(3).spent_rounds == 0
+
+
+def test_clients_that_have_spent_the_same_share_a_line(path):
+    with opened(path) as register, register.together():
+        for client in range(150):
+            spend(register, client, 0)
+    out = CliRunner().invoke(app, ["ledger", "show", str(path)]).stdout
+    assert "200; 150 of them have spent" in " ".join(out.split())
+    assert "client 0 and 149 more" in out
+    assert " ".join(out.split()).count("proven upper bound") == 1

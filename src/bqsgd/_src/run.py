@@ -400,23 +400,24 @@ class Run:
 
     def _budget_text(self, needed: int) -> str:
         budget, clients = self.config.privacy, len(self.engine.samples)
-        text = (
+        why = (
             f"{len(self._spent)} of {clients} clients have no privacy budget left, and a round needs {needed} of them. "
-            f"Start a run with a larger epsilon than {as_given(budget.epsilon)}; if other runs have spent from a "
-            "client's ledger, its owner can raise the limit epsilon of that client"
         )
+        if self._resumed:
+            why += (
+                "This run was resumed: rounds made again after the last checkpoint have new noise and count again, "
+                "which uses up the budget before the last round; a smaller checkpoint_every repeats fewer. "
+            )
         if self._spent_by_name and not self._resumed:
             return (
                 f"{len(self._spent)} of {clients} clients have spent the budget of this run, epsilon "
                 f"{as_given(budget.epsilon)}: their ledgers hold earlier rounds under its name, "
                 f"{self.config.run.name!r}, which count against it. Give the run a name of its own"
             )
-        if self._resumed:
-            text += (
-                ". This run was resumed: rounds made again after the last checkpoint have new noise and count again, "
-                "which uses up the budget before the last round; a smaller checkpoint_every repeats fewer"
-            )
-        return text
+        return why + (
+            f"Start a run with a larger epsilon than {as_given(budget.epsilon)}; if other runs have spent from a "
+            "client's ledger, its owner can raise the limit epsilon of that client"
+        )
 
     @property
     def stopped(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,10 +74,15 @@ def _show_register(path: Path, ledgers: Ledgers, *, delta: float | None, json: b
     ]
     spent = [row for row in rows if row[3] is not None]
     lines = {"clients": f"{len(rows)}; {len(spent)} of them have spent"}
-    for _, client, rounds, guarantee in spent[:_MAX_SHOWN]:
-        lines[f"client {client}"] = f"{rounds} rounds: {guarantee}"
-    if len(spent) > _MAX_SHOWN:
-        lines["more"] = f"{len(spent) - _MAX_SHOWN} with the same or a smaller epsilon: --client N or --json shows them"
+    # Most clients of a run have spent the same: one line for all of them.
+    alike: dict[str, list[int]] = {}
+    for _, client, rounds, guarantee in spent:
+        alike.setdefault(f"{rounds} rounds: {guarantee}", []).append(client)
+    for text, sharing in islice(alike.items(), _MAX_SHOWN):
+        lines[f"client {sharing[0]}" + (f" and {len(sharing) - 1} more" if len(sharing) > 1 else "")] = text
+    hidden = sum(map(len, islice(alike.values(), _MAX_SHOWN, None)))
+    if hidden:
+        lines["others"] = f"{hidden} with the same or a smaller epsilon: --client N or --json shows them"
     answer(f"Register {path}", lines, {"clients": clients}, json=json)
 
 
