@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 import bqsgd
+from bqsgd._src.laws import DiscreteGaussian
+from bqsgd._src.params import Coarsening
+from bqsgd._src.secure.graph import thresholds
 from bqsgd._src.wire.frame import read_frame
 
 STUDY = {"study": "trial-7", "rounds": 3, "epsilon": 8.0, "delta": 1e-5, "clip_norm": 2.0}
@@ -120,6 +123,38 @@ def test_other_settings_of_a_study_are_refused(gate, changed):
     gate().send(lambda: np.zeros(D), dimension=D)
     with pytest.raises(bqsgd.InvalidParameter, match="planned with other settings"):
         gate(**changed).send(lambda: pytest.fail("trained"), dimension=D)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        bqsgd.Mechanism.of(levels=2, noise=DiscreteGaussian(3.0)),
+        bqsgd.Mechanism(levels=2, trials=251, coarsening=Coarsening(points=16, width=45)),
+    ],
+    ids=["law", "coarse"],
+)
+def test_a_sum_counts_the_noise_that_its_clients_add(gate, mechanism):
+    """They add binomial parts, so a ledger that counted another law would count noise that nobody added."""
+    with pytest.raises(bqsgd.InvalidParameter, match="binomial"):
+        gate(mechanism=mechanism, rule=thresholds(clients=4, dropouts=0, colluders=0))
+
+
+def test_a_mechanism_that_was_given_is_the_studys_and_the_ledger_still_ends_it(gate, tmp_path):
+    fixed = bqsgd.Mechanism(levels=2, trials=251)
+    site = gate(mechanism=fixed, rounds=400)
+    site.send(lambda: np.zeros(D), dimension=D)
+    assert site.plan(D).mechanism == fixed
+    with pytest.raises(bqsgd.InvalidParameter, match="has the mechanism"):
+        gate(mechanism=bqsgd.Mechanism(levels=2, trials=253), rounds=400).send(lambda: np.zeros(D), dimension=D)
+
+    def send_all():
+        for _ in range(400):
+            site.send(lambda: np.zeros(D), dimension=D)
+
+    with pytest.raises(bqsgd.BudgetExhausted):
+        send_all()
+    assert site.guarantee().epsilon <= 8
+    assert site.epsilon_after_next() == float("inf")
 
 
 def test_another_model_is_refused(gate):

@@ -89,6 +89,8 @@ class UpdateGate(Closing):
         rule: Thresholds | None = None,
         seed: int | None = None,
     ) -> None:
+        if rule is not None and mechanism not in (None, plain_of(mechanism)):
+            raise InvalidParameter("the clients of a secure sum add binomial noise: give levels and trials alone")
         self._mechanism = mechanism
         self._clip, self._rounds, self._rule = L2(norm=clip_norm), check_int("rounds", rounds, 1, 2**40), rule
         self._budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
@@ -213,6 +215,11 @@ class UpdateGate(Closing):
     def close(self) -> None:
         """Close the ledger."""
         self._close()
+
+
+def plain_of(mechanism: Mechanism | None) -> Mechanism | None:
+    """The mechanism with the same levels and trials, binomial noise and all codes: what a secure sum adds up to."""
+    return None if mechanism is None else Mechanism(levels=mechanism.levels, trials=mechanism.trials)
 
 
 def update_range(budget: Budget, *, clip_norm: float, rounds: int) -> float:
