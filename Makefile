@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NVFLARE := .venv-nvflare
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Most of the installed modules are never imported, and Python compiles the others when they are.
+PIP := --quiet --no-compile
 # What does not wait for something else runs beside it: mypy, the linters, NVFlare's environment.
 MAKEFLAGS += --jobs=3
 export NO_MKDOCS_2_WARNING := 1
@@ -16,14 +18,14 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,flower,huggingface,lightning,bench]'
+	$(BIN)/python -m pip install $(PIP) --constraint constraints.txt torch
+	$(BIN)/python -m pip install $(PIP) --constraint constraints.txt --editable '.[dev,docs,flower,huggingface,lightning,bench]'
 	touch $(STAMP)
 
 # NVFlare's pins differ from ours, so it has an environment of its own, which finds everything else in ours.
 $(NVFLARE)/.installed: constraints-nvflare.txt $(STAMP)
 	test -x $(NVFLARE)/bin/python || $(PYTHON) -m venv $(NVFLARE)
-	$(NVFLARE)/bin/python -m pip install --quiet --constraint constraints-nvflare.txt nvflare
+	$(NVFLARE)/bin/python -m pip install $(PIP) --constraint constraints-nvflare.txt nvflare
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$($(NVFLARE)/bin/python -c "import site; print(site.getsitepackages()[0])")/zz_ours.pth
 	touch $(NVFLARE)/.installed

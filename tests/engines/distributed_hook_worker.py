@@ -85,7 +85,7 @@ def is_private(rank, size, folder):
         before = ledger.spent_rounds
         ddp = wrapped(model, state)
         total = np.zeros(sum(parameter.numel() for parameter in model.parameters()))
-        steps = 40
+        steps = 20
         for _ in range(steps):
             state.supply(batch(rank), indices=np.arange(32))
             total += gradient(ddp, batch(rank))
@@ -152,7 +152,7 @@ def recorded():
         dist.all_gather = real
 
 
-def repeated(rank, folder, times=25):
+def repeated(rank, folder, times=8):
     """A backward that fails after its first buckets, again and again, then one that succeeds."""
     model = Trapped()
     with (

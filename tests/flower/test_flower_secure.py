@@ -227,7 +227,7 @@ def test_a_server_that_changes_the_groups_in_mid_run_gets_no_vector(tmp_path, to
     assert not any(made.spent().values())
 
 
-@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.slow)])
 def test_clients_of_a_simulation_find_keys_made_for_them(tmp_path, monkeypatch, seed):
     monkeypatch.setenv(LEDGER_FOLDER_VARIABLE, str(tmp_path / "nodes"))
     made = Federation(tmp_path, simulated=True, seed=seed)
@@ -374,7 +374,7 @@ def test_two_processes_of_a_client_answer_one_after_the_other(tmp_path):
     assert sorted(has_data(answer, kind=FRAME) for answer in answers) == [False, True]
 
 
-@pytest.mark.parametrize("step", some_quick("MODEL", "SURVIVORS"))
+@pytest.mark.parametrize("step", some_quick("SURVIVORS"))
 def test_a_server_killed_at_any_step_goes_on_to_the_model_of_one_process(tmp_path, step):
     made, _ = stopped_at(step, tmp_path)
     served = made.serve(folder=tmp_path / "server")

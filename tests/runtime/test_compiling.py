@@ -13,6 +13,12 @@ from numba.core.caching import CacheImpl
 
 from bqsgd._src.runtime import compiling
 
+SUMS = """
+import numpy as np
+from bqsgd._src.persample._kernels import lanes
+
+lanes.sums(np.ones((2, 3, 16), np.float32))
+"""
 PROGRAM = """
 import numpy as np
 from numba.core import event
@@ -29,9 +35,9 @@ print(*(event.data["dispatcher"].py_func.__module__ for _, event in seen.buffer)
 """
 
 
-def run(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(cache: Path, program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess[str]:
     given = {**os.environ, "NUMBA_CACHE_DIR": str(cache), **environment}
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, check=True)
+    return subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
 
 
 def test_compiling_is_said_once_and_a_second_process_finds_the_loops(tmp_path: Path) -> None:
@@ -44,7 +50,7 @@ def test_compiling_is_said_once_and_a_second_process_finds_the_loops(tmp_path: P
 
 
 def test_a_terminal_shows_which_loop_is_compiled(tmp_path: Path) -> None:
-    shown = run(tmp_path, FORCE_COLOR="1", COLUMNS="200").stderr
+    shown = run(tmp_path, SUMS, FORCE_COLOR="1", COLUMNS="200").stderr
     assert compiling.NOTICE in shown
     assert "(sums)" in shown
 

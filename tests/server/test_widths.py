@@ -183,11 +183,12 @@ def test_a_width_beyond_the_plan_s_ends_before_any_client_masks_a_vector(tmp_pat
     assert spent(tmp_path) == [()] * CLIENTS
 
 
-def test_a_resumed_run_has_the_widths_and_the_model_of_one_that_went_on(tmp_path):
+@pytest.mark.parametrize("stops", [(3,), pytest.param((1, 5), marks=pytest.mark.slow)], ids=str)
+def test_a_resumed_run_has_the_widths_and_the_model_of_one_that_went_on(tmp_path, stops):
     config = settings(**ADAPTIVE, rounds=9)
     whole, records, _ = trained(config, tmp_path / "whole")
     assert len({record.sum_width for record in records}) > 1
-    for stop in (1, 3, 5):
+    for stop in stops:
         folder = tmp_path / str(stop)
         killed = Run.start(small_task(), config, folder=folder, force=True)
         assert next(record for record in killed.rounds() if record.round == stop).stepped
