@@ -7,6 +7,7 @@ NVFLARE := .venv-nvflare
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Most of the installed modules are never imported, and Python compiles the others when they are.
 PIP := --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # What does not wait for something else runs beside it: mypy, the linters, NVFlare's environment.
 MAKEFLAGS += --jobs=3
 export NO_MKDOCS_2_WARNING := 1
