@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NVFLARE := .venv-nvflare
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Most of the installed modules are never imported, and Python compiles the others when they are.
+# Most of the installed modules are never imported: only those that are get compiled, the usual ones by `make install`.
 PIP := --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 # What does not wait for something else runs beside it: mypy, the linters, NVFlare's environment.
@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP) --constraint constraints.txt torch
 	$(BIN)/python -m pip install $(PIP) --constraint constraints.txt --editable '.[dev,docs,flower,huggingface,lightning,bench]'
+	$(BIN)/python -c 'import torch._inductor, flwr.app, sklearn, matplotlib.pyplot, bqsgd._src.cli.app'
 	touch $(STAMP)
 
 # NVFlare's pins differ from ours, so it has an environment of its own, which finds everything else in ours.
