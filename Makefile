@@ -54,7 +54,7 @@ test: lint types layers $(NVFLARE)/.installed
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: lint types layers $(NVFLARE)/.installed
-	HYPOTHESIS_PROFILE=fresh $(BIN)/pytest -n 2 -m 'slow or not slow'
+	HYPOTHESIS_PROFILE=fresh $(BIN)/pytest -n 2 --dist worksteal -m 'slow or not slow'
 
 # `make bench` lists the names, `make bench NAME=persample` runs one.
 bench: install
