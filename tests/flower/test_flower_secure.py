@@ -239,6 +239,7 @@ def test_clients_of_a_simulation_find_keys_made_for_them(tmp_path, monkeypatch, 
         np.testing.assert_array_equal(served.model, in_process()[0])
 
 
+@pytest.mark.slow
 def test_plans_are_kept_and_within_the_budget(tmp_path):
     made = Federation(tmp_path, levels=None, trials=None, seed=None, epsilon=20.0, options={"allow-no-privacy": False})
     run = made.serve()
