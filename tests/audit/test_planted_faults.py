@@ -44,7 +44,7 @@ ENOUGH_RUNS = {
 }
 
 
-LONG = {"halved noise", "understated sampling rate", "realised batch size"}
+LONG = {"halved noise", "understated sampling rate"}
 """Faults that show only in many runs of whole clients."""
 
 
