@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.private._first_step import FirstStep
 
 _released: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> a copy of what was released into its `.grad`. Kept by parameter, so that private training of one model
@@ -82,6 +83,8 @@ class _Guard:
         self._released_some = False
         """Whether something other than zeros was released since this was last set to False."""
         self._handle = optimizer.register_step_pre_hook(self)
+        self._first = FirstStep()
+        self._after = optimizer.register_step_post_hook(lambda *_: self._first.end())
 
     def come_last(self, optimizer: Optimizer) -> None:
         """Run after all other hooks of the optimizer: a later one could change gradients that were checked already."""
@@ -94,6 +97,7 @@ class _Guard:
         """Remove the hook for good."""
         self._on_guard = False
         self._handle.remove()
+        self._after.remove()
 
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -105,14 +109,14 @@ class _Guard:
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            _check(optimizer, self._model())
+            self._pass(optimizer)
             return None
 
         # A closure computes gradients, so they are looked at when it has run. Frameworks pass one in every step.
         def checked() -> Any:
             self._released_some = False
             result = closure()
-            _check(optimizer, self._model())
+            self._pass(optimizer)
             if self._released_some and not _any_gradient(optimizer, self._model()):
                 raise InvalidParameter(
                     "a gradient was released within this step and then cleared, so the step would train nothing: call "
@@ -122,6 +126,10 @@ class _Guard:
             return result
 
         return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": checked})
+
+    def _pass(self, optimizer: Optimizer) -> None:
+        _check(optimizer, self._model())
+        self._first.begin(optimizer, self._model())
 
 
 def _check(optimizer: Optimizer, model: nn.Module | None) -> None:
