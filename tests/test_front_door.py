@@ -29,7 +29,7 @@ def as_options(values):
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-MODULES = ("clips", "data", "distributed", "flower", "integrations.flower", "laws", "tables")
+MODULES = ("clips", "data", "distributed", "flower", "integrations.flower", "integrations.loggers", "laws", "tables")
 HEAVY = ("integrations.huggingface", "integrations.lightning")
 """Public modules that take seconds to import: these tests read them, and tests of their own import them."""
 MADE_BY = {
@@ -88,7 +88,7 @@ def test_the_public_modules_are_those_outside_of_src():
     assert outside == {"__init__", "__main__", *(name for name in MODULES if "." not in name)}
     # NVFlare has an environment of its own, so its module cannot be imported here.
     within = {path.stem for path in (package / "integrations").glob("*.py")}
-    assert within == {"__init__", "flower", "huggingface", "lightning", "nvflare"}
+    assert within == {"__init__", "flower", "huggingface", "lightning", "loggers", "nvflare"}
     assert bqsgd.data is importlib.import_module("bqsgd.data")
 
 

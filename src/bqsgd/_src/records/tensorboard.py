@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +42,16 @@ class TensorBoardLog(Closing):
 
     def append(self, record: RoundRecord) -> None:
         """Log one round."""
+        self.add(record.round, scalars(record))
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log figures by their tags. An epsilon is rounded up to the next float32, which is what is stored."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in scalars(record).items()]
-        self._events.add_event(Event(wall_time=time.time(), step=record.round, summary=Summary(value=values)))
+        stored = {tag: _float32_up(figure) if "epsilon" in tag else figure for tag, figure in figures.items()}
+        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in stored.items()]
+        self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -53,7 +59,7 @@ class TensorBoardLog(Closing):
 
 
 def scalars(record: RoundRecord) -> dict[str, float]:
-    """Tag -> figure, for everything in `record` that TensorBoard can draw."""
+    """Tag -> figure, for everything in `record` that can be drawn."""
     figures = {tag: getattr(record, name) for name, tag in _PUBLIC.items()}
     figures |= {f"seconds/{stage}": seconds for stage, seconds in record.seconds.items()}
     if record.clients:
