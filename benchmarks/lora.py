@@ -9,6 +9,7 @@ plays: learning rate, clip and steps were fixed before any of these was run. Tim
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 import platform
@@ -28,12 +29,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import benchmarks
 import bqsgd
+from bqsgd._src.privacy.guarantee import as_given, rounded_up
+from experiments import pages
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import lora
-
 FLOAT_BYTES = 4
-STEPS = lora.EPOCHS * lora.CLIENTS * lora.PASSAGES // lora.BATCH
+lora: Any = None
+"""The example; `main` imports it, because it takes seconds and `section` does not need it."""
 
 
 def in_batches(data: TensorDataset, steps: int) -> Iterator[Any]:
@@ -105,6 +107,7 @@ def federation(steps: int, folder: Path) -> dict[str, Any]:
         "epsilon": max(record.epsilon_max or 0.0 for record in records),
         "guarantee": str(summary.guarantee),
         "rounds": len(records),
+        "clients": len(task.shares),
         "bytes_up_per_client_and_round": sum(record.bytes_up for record in records) / len(records) / lora.CLIENTS,
     }
 
@@ -112,10 +115,41 @@ def federation(steps: int, folder: Path) -> dict[str, Any]:
 LOOPS: dict[str, Callable[..., float | None]] = {"plain": plain, "opacus": opacus, "ours": ours}
 
 
+def section(result: dict[str, Any]) -> str:
+    """The section of the page, from the JSON."""
+    settings, sizes, sums = result["settings"], result["parameters"], result["four clients in sums"]
+
+    def row(name: str, kind: str) -> str:
+        found = result[kind]
+        epsilon = "none" if found.get("epsilon") is None else rounded_up(found["epsilon"])
+        seconds = f"{found['cpu_seconds']:.0f} s" if "cpu_seconds" in found else "-"
+        return f"| {name} | {100 * found['accuracy']:.1f} % | {epsilon} | {seconds} |\n"
+
+    rows = (
+        row("public model, as it is", "before")
+        + row("adapters, without privacy", "plain")
+        + row(f"adapters, Opacus {result['versions']['opacus']}", "opacus")
+        + row("adapters, `make_private`, one process", "ours")
+        + row(f"adapters, {sums['clients']} clients in secure sums", "four clients in sums")
+    )
+    sent, whole = sums["bytes_up_per_client_and_round"], result["bytes_of_float32"]["whole_model"]
+    return f"""| {result["test_passages"]} passages of plays kept out | next character right | epsilon | CPU time |
+|---|--:|--:|--:|
+{rows}
+One run of each: {result["passages"]:,} passages, {settings["steps"]} steps of {settings["batch_size"]} passages on
+average, Adam with {settings["learning_rate"]}, clip norm {settings["clip"]}, delta {as_given(settings["delta"])},
+add/remove one passage. The first private row trusts its process with the data, the second a server with nothing but
+sums. {sizes["trained"]:,} of {sizes["trained"] + sizes["frozen"]:,} parameters train. A client of the sums sends
+{sent:,.0f} bytes a round, masks and headers included; the whole model in 32-bit floats is {whole:,} bytes
+([lora.json](../benchmarks/results/lora.json), `make bench NAME=lora`).
+"""
+
+
 def main() -> int:
-    parser = benchmarks.parser("lora", __doc__)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the rivals; fewer for a trial")
-    options = parser.parse_args()
+    global lora
+    options = benchmarks.parser("lora", __doc__).parse_args()
+    lora = importlib.import_module("lora")
+    steps = lora.EPOCHS * lora.CLIENTS * lora.PASSAGES // lora.BATCH
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     shares, test = lora.split()
@@ -126,10 +160,10 @@ def main() -> int:
     result: dict[str, Any] = {
         "passages": len(data),
         "test_passages": len(test[0]),
-        "settings": {"batch_size": lora.BATCH, "steps": options.steps, "learning_rate": lora.RATE, "clip": lora.CLIP}
+        "settings": {"batch_size": lora.BATCH, "steps": steps, "learning_rate": lora.RATE, "clip": lora.CLIP}
         | {"epsilon": lora.EPSILON, "delta": lora.DELTA},
         "parameters": {"trained": trained, "frozen": whole},
-        "bytes_of_float32": {"adapters": FLOAT_BYTES * trained, "whole_model": FLOAT_BYTES * whole},
+        "bytes_of_float32": {"adapters": FLOAT_BYTES * trained, "whole_model": FLOAT_BYTES * (whole + trained)},
         "before": {"accuracy": lora.accuracy(first, test)},
     }
     print(f"before: {result['before']['accuracy']:.2%}", flush=True)
@@ -139,14 +173,15 @@ def main() -> int:
             optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=lora.RATE)
             torch.manual_seed(0)
             start = time.process_time()
-            epsilon = loop(model, optimizer, data, options.steps, Path(folder))
+            epsilon = loop(model, optimizer, data, steps, Path(folder))
             seconds = time.process_time() - start
             result[name] = {"accuracy": lora.accuracy(model, test), "epsilon": epsilon, "cpu_seconds": seconds}
             print(f"{name}: {result[name]}", flush=True)
-        result["four clients in sums"] = federation(options.steps, Path(folder))
+        result["four clients in sums"] = federation(steps, Path(folder))
     print(result["four clients in sums"])
     result["machine"] = {"processor": platform.machine(), "cores": os.cpu_count()}
     result["versions"] = {each: version(each) for each in ("bqsgd", "torch", "opacus", "peft", "transformers")}
-    benchmarks.write(options.output, result)
+    if benchmarks.write(options.output, result):
+        pages.write()
     reached = all(math.isfinite(result[name]["accuracy"]) for name in LOOPS)
     return 0 if reached else 1

@@ -90,6 +90,7 @@ def base():
             nn.functional.cross_entropy(logits.flatten(0, 1), targets[rows].flatten()).backward()
             optimizer.step()
         print(f"public training, epoch {epoch + 1} of 3")
+    model.zero_grad()  # of the public training, of which nothing is left for the private one
     torch.save(model.state_dict(), path)
     return model
 
@@ -137,7 +138,7 @@ def federation(config):
     shares, test = split()
     return bqsgd.Task(
         make_model=adapted, shares=shares, test=test, loss_fn=loss_fn, forward=forward, metric=next_character,
-        public_data="Milton's poems",
+        public_data="the text of Milton's poems",
     )  # fmt: skip
 
 

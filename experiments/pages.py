@@ -47,9 +47,10 @@ _SECTIONS = {
     "secure_flower": "experiments.scale.secure_flower:section",
     "clients": f"{_SCALE}:clients",
     "loop": "benchmarks.loop:section",
+    "lora": "benchmarks.lora:section",
 }
 """Name -> module:function that makes the Markdown from the JSON. Imported when used: some need opacus or flwr."""
-_MEASURED_IN_BENCHMARKS = ("clients", "loop")
+_MEASURED_IN_BENCHMARKS = ("clients", "loop", "lora")
 _SECOND_SECTIONS = {"sums_gain": "frontier"}
 """Name -> the section from whose JSON file it is made too."""
 _BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end of measured -->\n)", re.DOTALL)

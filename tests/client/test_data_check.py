@@ -68,6 +68,15 @@ def test_data_without_faults_have_none_and_delta_is_compared_with_their_number()
     assert finding.startswith("delta 0.1 is above 1/n = 0.025 for 40 samples")
 
 
+def test_scores_of_each_place_of_a_text_are_not_taken_for_classes():
+    """A language model gives (batch, places, characters): the places are no classes."""
+    model = nn.Embedding(20, 20)
+    texts = torch.arange(24).reshape(6, 4) % 20
+    objective = objective_of(CONFIG, model, lambda scores, true: scores.sum((1, 2)))
+    samples = reader_of((texts, texts.roll(1)))
+    assert list(findings(samples, objective, form=samples.form(), delta=1e-5)) == []
+
+
 def test_a_run_warns_on_the_client_before_the_first_spend_and_records_nothing_of_it(caplog, tmp_path):
     task = Task(make_model=lambda: nn.Linear(3, 2), shares=[with_nan(*good())])
     with Run.start(task, CONFIG, folder=tmp_path, force=True) as run:

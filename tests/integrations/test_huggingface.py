@@ -1,5 +1,9 @@
 """Private training in the real Trainer of transformers and on the real Accelerate, with a tiny transformer."""
 
+import functools
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = bqsgd.Mechanism(levels=1000, trials=0)
 QUIET = bqsgd.Mechanism(levels=1, trials=2000)
 LENGTH = 6
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Sentences(Dataset):
@@ -162,3 +167,42 @@ def test_a_loop_on_accelerate(tmp_path):
     accelerator.gradient_accumulation_steps = 2
     with pytest.raises(bqsgd.InvalidParameter, match="leave out gradient_accumulation_steps"):
         prepare_private(accelerator, model, optimizer, loader, **settings)
+
+
+@pytest.fixture
+def lora(tmp_path, monkeypatch):
+    """The example, on a page of Python's own documentation."""
+    from pydoc_data.topics import topics
+
+    spec = importlib.util.spec_from_file_location("lora", ROOT / "examples" / "lora.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    text = topics["specialnames"]
+    works = {f"work {n}": text[n * 700 : (n + 1) * 700] for n in range(20)}
+    monkeypatch.setattr(example, "library", lambda: (text[:2000], works))
+    monkeypatch.setattr(example, "FOLDER", tmp_path)
+    for name, value in {"PASSAGES": 8, "BATCH": 32, "EPSILON": 50.0}.items():
+        monkeypatch.setattr(example, name, value)
+    quiet = functools.partial(bqsgd.make_private, mechanism=QUIET, range=0.5)  # planning takes long
+    monkeypatch.setattr(bqsgd, "make_private", quiet)
+    return example
+
+
+def test_the_example_trains_and_sends_adapters_and_nothing_else(lora, tmp_path):
+    shares, test = lora.split()
+    assert [len(inputs) for inputs, _ in shares] == [8] * 4
+    assert "".join(map(chr, shares[0][0][0])) == lora.library()[1]["work 0"][: lora.LENGTH]
+    data = TensorDataset(
+        *(torch.cat([torch.as_tensor(part) for part in column]) for column in zip(*shares, strict=True))
+    )
+    model = lora.adapted()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=lora.RATE)
+    private = lora.private_loop(model, optimizer, data, tmp_path / "me.ledger")
+    assert (private.steps, private.dropped, private.dimension) == (1, 0, 8192)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert 0 <= lora.accuracy(model, test) <= 1
+    config = lora.federation(None).config(secure=True, rounds=2, batch_size=2, epsilon=50.0)
+    assert config.clients.count == 4
+    lora.federation(None).check(config, lora.adapted())

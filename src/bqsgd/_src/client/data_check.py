@@ -152,6 +152,7 @@ def _classes(objective: Objective, form: Any) -> int | None:
         form = tree_map(lambda leaf: leaf.to(device), form)
         outputs, targets = forward(copy.deepcopy(objective.model).eval(), form)
         whole = not targets.is_floating_point() and targets.dtype != torch.bool
-        if whole and outputs.dim() == targets.dim() + 1 and outputs.shape[1] > 1:
+        # As torch's losses have it: (batch, classes, ...) and (batch, ...). A language model may score each place last.
+        if whole and outputs.shape[:1] + outputs.shape[2:] == targets.shape and outputs.shape[1] > 1:
             return int(outputs.shape[1])
     return None

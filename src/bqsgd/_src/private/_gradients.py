@@ -138,7 +138,7 @@ def _check(optimizer: Optimizer, model: nn.Module | None) -> None:
             raise InvalidParameter(
                 "the model holds a gradient that was not released, or was changed after that, so the step would not be "
                 "private: leave out loss.backward(), and change no .grad between private.backward(batch) and "
-                "optimizer.step(); optimizer.zero_grad() clears all gradients"
+                "optimizer.step(); model.zero_grad() clears all gradients"
             )
 
 
