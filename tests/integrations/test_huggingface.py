@@ -139,6 +139,14 @@ def test_arguments_that_would_tell_of_the_batches_are_refused(trainer, arguments
         trainer(**arguments)
 
 
+def test_another_model_than_the_one_that_was_planned_for_is_refused(trainer):
+    made = trainer()
+    assert made.private.rounds == 4
+    made.model = classifier()  # as model_init does
+    with pytest.raises(bqsgd.InvalidParameter, match="another model now"):
+        made.train()
+
+
 def test_a_loop_on_accelerate(tmp_path):
     from accelerate import Accelerator
 

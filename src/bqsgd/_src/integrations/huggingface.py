@@ -90,6 +90,11 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> PoissonLoader:  # type: ignore[override]
         """Poisson batches, each for one step."""
+        if self._made is not None and self._made.model is not getattr(self.model, "_orig_mod", self.model):
+            raise InvalidParameter(
+                "the Trainer has another model now (model_init makes one in every train()), and private training was "
+                "planned for the first: use a new PrivateTrainer for each model"
+            )
         return self.private.loader
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
