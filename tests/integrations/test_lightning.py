@@ -11,6 +11,12 @@ L = pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUIET = bqsgd.Mechanism(levels=1, trials=2000)
 EXACT = bqsgd.Mechanism(levels=1000, trials=0)
+QUIETLY = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 
 class Net(L.LightningModule):
@@ -43,6 +49,12 @@ def loader(batch_size=8):
     return DataLoader(data, batch_size=batch_size, shuffle=True)
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A Trainer writes into the current folder unless it is told otherwise."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def parts(tmp_path):
     from bqsgd.integrations.lightning import PrivateTraining
@@ -50,9 +62,8 @@ def parts(tmp_path):
     def make(*, privacy=None, callbacks=(), **settings):
         chosen = {"epsilon": 8, "delta": 1e-5, "ledger": tmp_path / "me.ledger", "mechanism": QUIET, "range": 0.5}
         training = PrivateTraining(**chosen | (privacy or {}))
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-        settings = {"max_epochs": 2, "enable_checkpointing": False, "default_root_dir": tmp_path} | settings
-        return L.Trainer(callbacks=[training, *callbacks], **quiet | settings), training
+        settings = {"max_epochs": 2, "accelerator": "cpu", "default_root_dir": tmp_path} | QUIETLY | settings
+        return L.Trainer(callbacks=[training, *callbacks], **settings), training
 
     return make
 
@@ -115,7 +126,7 @@ def test_a_checkpoint_continues_where_it_was_saved(parts, tmp_path):
     with bqsgd.Ledger(tmp_path / "me.ledger") as ledger:
         assert ledger.spent_rounds == 7  # two steps twice, with noise of their own each time
     Net.load_from_checkpoint(tmp_path / "kept" / "step=3.ckpt")
-    plain = L.Trainer(max_epochs=1, logger=False, enable_progress_bar=False, accelerator="cpu", barebones=False)
+    plain = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **QUIETLY)
     plain.fit(Net(), loader())
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(bqsgd.InvalidParameter, match="not saved by private training"):
@@ -174,8 +185,6 @@ def test_automatic_optimization_without_the_callback_is_an_error(parts, tmp_path
         module.layer, optimizer, loader(), loss_fn=nn.CrossEntropyLoss(reduction="none"), epsilon=8, delta=1e-5,
         epochs=1, ledger=tmp_path / "me.ledger", mechanism=QUIET, range=0.5,
     )  # fmt: skip
-    trainer = L.Trainer(
-        max_epochs=1, logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False
-    )
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **QUIETLY)
     with pytest.raises(bqsgd.InvalidParameter, match="would train nothing"):
         trainer.fit(module, module.private.loader)
