@@ -45,8 +45,9 @@ def case():
     return Attention(), (torch.randn(24, 64, 64), torch.randint(0, 5, (24,)))
 
 
-def mean_of(model, batch):
-    return clipped_gradients(model, LOSS, batch, clip=L2(0.1), batch_size=len(batch[0])).mean.clone()
+def mean_of(model, batch, batch_size=None):
+    size = batch_size or len(batch[0])
+    return clipped_gradients(model, LOSS, tuple(batch), clip=L2(0.1), batch_size=size).mean.clone()
 
 
 def test_the_mean_is_the_same_on_any_number_of_threads(case):
@@ -255,3 +256,43 @@ def test_attention_is_one_operation_where_a_pass_has_one_sample(packed):
     expected = mean_of_exact(gradients_one_by_one(case), L2(0.2), case.sizes, 16)
     found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(0.2), batch_size=16, packed=packed).mean
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class Heads(nn.Module):
+    """Attention of two heads beside a narrow product, with a mask of the sample's own or none."""
+
+    def __init__(self, width, mask):
+        super().__init__()
+        self.mask, self.qkv, self.out = mask, nn.Linear(width, 3 * width), nn.Linear(width, 3)
+        self.down, self.up = nn.Linear(width, 5, bias=False), nn.Linear(5, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (part.reshape(*x.shape[:2], 2, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = torch.where(x[:, None, None, :, 0] > 0, 0.0, -torch.inf).to(x.dtype) if self.mask == "own" else None
+        z = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=self.mask == "causal")
+        z = z.transpose(1, 2).flatten(2)
+        return self.out((z + self.up(self.down(z))).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "mask", "dtype"),
+    [(66, 7, "own", torch.float32), (10, 65, "causal", torch.float64), (10, 1, "none", torch.bfloat16)],
+)
+def test_attention_of_a_sample_is_its_own_beside_samples_that_overflow(width, tokens, mask, dtype):
+    """In any place, beside any others and whatever earlier passes left in memory."""
+    torch.manual_seed(width + tokens)
+    model, x = Heads(width, mask).to(dtype), torch.randn(11, tokens, width) * 10 ** (torch.rand(11, 1, 1) * 6 - 3)
+    x[4], x[5] = float("inf"), 1e30
+    batch = x.to(dtype), torch.arange(11) % 3
+
+    def mean(rows):
+        for size in (10, 14, 18, 20):
+            torch.full((1 << size,), float("nan"))
+        return mean_of(model, [part[rows] for part in batch], 64)
+
+    alone = torch.stack([mean([row]) for row in range(11)])
+    assert alone.norm(dim=1).max() <= 0.1 / 64
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        rows = torch.randperm(11)
+        assert torch.equal(mean(rows), alone[rows].sum(dim=0))
