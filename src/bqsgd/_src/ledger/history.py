@@ -67,9 +67,10 @@ class Earlier:
             f"({runs}{f'; and {more} earlier runs' * (more > 0)})"
         )
 
-    def times_the_noise(self, shift: float) -> float:
-        """How much more noise than the first a message has that one record moves by `shift` standard deviations."""
-        return shift_of(self.first) / max(shift, 1e-300)
+    def compared(self, shift: float) -> str:
+        """The noise beside that of the first message, if one record moves a message by `shift` standard deviations."""
+        more = shift_of(self.first) / max(shift, 1e-300)
+        return f"a step has {more:.2g} times the noise of a step of the first run"
 
 
 def _runs(entries: Iterable[LedgerEntry]) -> Iterable[EarlierRun]:

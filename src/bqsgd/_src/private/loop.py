@@ -348,7 +348,10 @@ class Private:
     def _planned(self) -> Plan:
         spent, earlier = self._sender.spending.tally, Earlier.of(self._ledger)
         if earlier is not None:
-            self._refuse_hopeless(self._glance(earlier), earlier)
+            shift = self._shift_left(earlier)
+            if shift:  # with nothing left the planner says so at once
+                noise = self._terms().shift_l2(1) * self.range / shift
+                self._refuse_hopeless(self._forecast_of(noise), earlier, shift)
             _log.warning("%s: %s. %s", self._ledger_name, earlier, _WITH_EARLIER_SPENDS)
         chosen = self._mechanism if self.sum_plan is None else self.sum_plan.mechanism
         if chosen is None:
@@ -371,28 +374,23 @@ class Private:
             variance=noise_variance(release.mechanism),
             guarantee=total.guarantee(delta=self.budget.delta, seeded=self._sources.seeded),
         )
-        forecast, compared = self._forecast(plan), ""
-        if earlier is not None:
-            more = earlier.times_the_noise(shift_of(release))
-            compared = f"a step now has {more:.2g} times the noise of a step of the first run; "
-        self._refuse_hopeless(forecast, earlier)
+        forecast, shift = self._forecast(plan), shift_of(release)
+        self._refuse_hopeless(forecast, earlier, shift)
         quiet = forecast.verdict is Verdict.WELL or self._mechanism is not None
+        compared = "" if earlier is None else f"{earlier.compared(shift)}; "
         _log.log(logging.INFO if quiet else logging.WARNING, "%s%s", compared, "; ".join(forecast.lines()))
         return plan
 
-    def _glance(self, earlier: Earlier) -> Forecast | None:
-        """The forecast with Gaussian noise for what is left of the budget: nearly the same, and there at once.
+    def _shift_left(self, earlier: Earlier) -> float | None:
+        """How far a record could move a step with Gaussian noise for what is left: nearly the plan's, known at once.
 
         Little left takes the planner long, and a script that is run twice should not wait for its refusal. None if
         only the planner knows: other ranks, or a secure sum, have a say in the noise.
         """
         if self._peers.size > 1 or self._secure is not None:
             return None
-        terms = self._terms()
-        rate, spent = terms.sampling.rate, earlier.guarantee.epsilon
-        shift = shift_per_round(self.budget, rate=rate, rounds=self.rounds, spent=spent)
-        # With nothing left the planner says so at once.
-        return None if shift == 0 else self._forecast_of(terms.shift_l2(1) * self.range / shift)
+        rate, spent = self._terms().sampling.rate, earlier.guarantee.epsilon
+        return shift_per_round(self.budget, rate=rate, rounds=self.rounds, spent=spent)
 
     @property
     def forecast(self) -> Forecast:
@@ -415,14 +413,15 @@ class Private:
         # A kept coordinate is multiplied by one_in, and one in one_in is kept.
         return Forecast(noise=noise * math.sqrt(one_in), learnt=self.dimension, signal=longest, rounds=self.rounds)
 
-    def _refuse_hopeless(self, forecast: Forecast | None, earlier: Earlier | None) -> None:
+    def _refuse_hopeless(self, forecast: Forecast, earlier: Earlier | None, shift: float) -> None:
         """Raises CannotLearn if the noise leaves nothing to be learnt, unless it is forced."""
         # A mechanism that was given is the user's own choice, and so is its noise.
-        if forecast is None or forecast.verdict is not Verdict.NOTHING or self._mechanism is not None or self._force:
+        if forecast.verdict is not Verdict.NOTHING or self._mechanism is not None or self._force:
             return
         because, remedy = "", "Use more data, a smaller model, a larger epsilon or more epochs."
         if earlier is not None:
-            because, remedy = f"{self._ledger_name}: {earlier}. With what is left, ", _WITH_EARLIER_SPENDS
+            because = f"{self._ledger_name}: {earlier}. With what is left, {earlier.compared(shift)}; "
+            remedy = _WITH_EARLIER_SPENDS
         raise CannotLearn(
             f"{because}{'; '.join(forecast.lines())}. Nothing was spent. {remedy} force=True trains it anyway."
         )
