@@ -130,7 +130,7 @@ def test_clients_drop_out_when_their_budget_is_spent_and_the_run_ends_when_none_
 
 
 def test_refusals(task, settings, tmp_path):
-    with pytest.raises(InvalidParameter, match="shares"):
+    with pytest.raises(InvalidParameter, match="data for 2"):
         Run.start(Task(make_model=task.make_model, shares=task.shares[:2]), settings())
     with pytest.raises(InvalidParameter, match="needs a ledger"):
         trained(task, settings(seed=None))
@@ -266,4 +266,5 @@ def test_a_run_whose_model_no_longer_moves_stops(task, settings, tmp_path, caplo
         assert len(list(run.rounds())) == STILL_ROUNDS
     assert run.stalled
     assert run.steps == 0
-    assert f"the model has not moved for {STILL_ROUNDS} rounds: stopping" in caplog.text
+    assert f"stopping after {STILL_ROUNDS} rounds: no round has moved the model" in caplog.text
+    assert run.summary.stopped.startswith("no round has moved the model in the last 10")
