@@ -139,6 +139,21 @@ def test_arguments_that_would_tell_of_the_batches_are_refused(trainer, arguments
         trainer(**arguments)
 
 
+def test_what_a_loss_logs_of_a_sample_goes_nowhere(trainer, monkeypatch):
+    made = trainer(max_steps=1)
+    original = made.compute_loss
+
+    def telling(model, inputs, **named):
+        loss = original(model, inputs, **named)
+        made.log({"secret": loss.item()})
+        return loss
+
+    monkeypatch.setattr(made, "compute_loss", telling)
+    made.train()
+    assert made.private.dropped == 0
+    assert not any("secret" in entry for entry in made.state.log_history)
+
+
 def test_another_model_than_the_one_that_was_planned_for_is_refused(trainer):
     made = trainer()
     assert made.private.rounds == 4

@@ -64,6 +64,8 @@ class PrivateTrainer(Trainer):
         _check_arguments(own)
         self._privacy = {"micro_batch": given.per_device_train_batch_size} | dict(privacy)
         self._made: Private | None = None
+        self._is_computing = False
+        """Whether the loss of a sample is being computed. What `compute_loss` logs then is private and goes nowhere."""
 
     @property
     def private(self) -> Private:
@@ -75,7 +77,11 @@ class PrivateTrainer(Trainer):
 
             # A function, not a method: it is copied with the model, and a method would be with the whole Trainer.
             def loss_of_one(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
-                return self.compute_loss(model, dict(batch)).reshape(1), None
+                self._is_computing = True
+                try:
+                    return self.compute_loss(model, dict(batch)).reshape(1), None
+                finally:
+                    self._is_computing = False
 
             self._made = make_private(
                 self.model,
@@ -115,6 +121,8 @@ class PrivateTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
         """Log what is public: epsilon in the place of the training loss."""
+        if self._is_computing:
+            return
         guarantee = self._made.guarantee() if self._made is not None and not logs.keys().isdisjoint(_PRIVATE) else None
         spent = {} if guarantee is None else {"epsilon": guarantee.epsilon}
         super().log(_public(logs) | spent, *args, **named)
