@@ -30,7 +30,7 @@ def as_options(values):
 
 
 MODULES = ("clips", "data", "distributed", "flower", "integrations.flower", "integrations.loggers", "laws", "tables")
-HEAVY = ("integrations.huggingface", "integrations.lightning")
+HEAVY = ("integrations.dp_accounting", "integrations.huggingface", "integrations.lightning")
 """Public modules that take seconds to import: these tests read them, and tests of their own import them."""
 MADE_BY = {
     "AccountAnswer": "account",
@@ -88,7 +88,7 @@ def test_the_public_modules_are_those_outside_of_src():
     assert outside == {"__init__", "__main__", *(name for name in MODULES if "." not in name)}
     # NVFlare has an environment of its own, so its module cannot be imported here.
     within = {path.stem for path in (package / "integrations").glob("*.py")}
-    assert within == {"__init__", "flower", "huggingface", "lightning", "loggers", "nvflare"}
+    assert within == {"__init__", "dp_accounting", "flower", "huggingface", "lightning", "loggers", "nvflare"}
     assert bqsgd.data is importlib.import_module("bqsgd.data")
 
 

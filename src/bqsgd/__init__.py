@@ -8,7 +8,7 @@ Ask first, without data: `account` and `plan`. Train with a loop of your own: `m
 8.0
 
 The public API is the names of this module and of `bqsgd.clips`, `bqsgd.data`, `bqsgd.distributed`, `bqsgd.flower`,
-`bqsgd.integrations.flower`, `bqsgd.integrations.nvflare`, `bqsgd.laws` and `bqsgd.tables`.
+`bqsgd.laws`, `bqsgd.tables` and the modules of `bqsgd.integrations`.
 Everything in `bqsgd._src` is internal and may change in any release. A name is loaded when it is first used: importing
 bqsgd loads neither torch nor Flower.
 """

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.events import OutsideEvent
 from bqsgd._src.laws import Binomial, Sum
 from bqsgd._src.params import Mechanism, check_int, check_positive
 
@@ -46,6 +47,7 @@ class Assumption(StrEnum):
     """What a guarantee rests on besides its proof; stated wherever the guarantee is."""
 
     PACKED_ROWS = "kernels give a sample the same result in every row of a batch of one shape"
+    OUTSIDE = "outside events hide the same record and are what was stated of them; dp_accounting bounds their loss"
 
 
 class Scheme(StrEnum):
@@ -187,6 +189,22 @@ class Terms:
         return bound if self.sensitivity.l2 is None else min(bound, levels * self.sensitivity.l2)
 
 
+_NO_NOISE = Mechanism(levels=1, trials=0)
+
+
+def _outside_terms(relation: Relation, unit: Unit) -> Terms:
+    """The terms of a release made elsewhere; everything but relation and unit is a placeholder."""
+    if Unit(unit) is Unit.CLIENT and Relation(relation) is Relation.ADD_REMOVE:
+        raise InvalidParameter("an outside event for whole clients must be under replace-one")
+    return Terms(
+        dimension=1,
+        sensitivity=Sensitivity(linf=1.0, relation=relation),
+        sampling=Sampling(scheme=Scheme.NONE),
+        unit=unit,
+        assumption=Assumption.OUTSIDE,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Release:
     """One message of one client: everything an epsilon depends on, and nothing else.
@@ -198,8 +216,14 @@ class Release:
 
     mechanism: Mechanism
     terms: Terms
+    event: OutsideEvent | None = None
+    """If it was made elsewhere: what it was. The mechanism is then one without noise, which must not be sent."""
 
     def __post_init__(self) -> None:
+        if self.event is not None:
+            terms = _outside_terms(self.terms.sensitivity.relation, self.terms.unit)
+            if (self.mechanism, self.terms) != (_NO_NOISE, terms):
+                raise InvalidParameter("an outside event has no other terms than its relation and unit")
         if self.terms.trust is Trust.SUMS_ONLY and self.mechanism.coarsening is not None:
             raise InvalidParameter(
                 "a coarsened mechanism cannot be accounted as a sum over clients: the sum of coarse codes is not a "
@@ -207,6 +231,14 @@ class Release:
             )
         if self.terms.trust is Trust.SUMS_ONLY and not isinstance(self.mechanism.law, (Binomial, Sum)):
             raise InvalidParameter(f"the noise of a sum is a sum of draws: use Sum({self.mechanism.law}, parties)")
+
+    @classmethod
+    def outside(cls, event: OutsideEvent, *, relation: Relation, unit: Unit) -> Release:
+        """A release that was made elsewhere, to be counted together with messages.
+
+        relation, unit: which data sets the event's own guarantee calls neighbours.
+        """
+        return cls(mechanism=_NO_NOISE, terms=_outside_terms(relation, unit), event=event)
 
     @property
     def shift(self) -> float:
@@ -238,6 +270,8 @@ class Release:
         `failure` and `group` are left out if they are empty or 0.
         """
         fields = {"mechanism": self.mechanism.to_dict(), **asdict(self.terms)}
+        if self.event is not None:
+            fields["event"] = self.event.fields
         # Older files do not have these names, and an older version refuses a file that has them without need.
         for name in ("assumption", "colluders", "failure", "group"):
             if not fields[name]:
@@ -248,10 +282,11 @@ class Release:
     def from_dict(cls, fields: dict[str, Any]) -> Release:
         """Rebuild and re-check a release; unknown or missing fields raise InvalidParameter."""
         try:
-            terms = {name: value for name, value in fields.items() if name != "mechanism"}
+            terms = {name: value for name, value in fields.items() if name not in ("mechanism", "event")}
+            event = OutsideEvent.of(fields["event"]) if "event" in fields else None
             terms["sensitivity"] = Sensitivity(**fields["sensitivity"])
             terms["sampling"] = Sampling(**fields["sampling"])
-            return cls(mechanism=Mechanism.from_dict(fields["mechanism"]), terms=Terms(**terms))
+            return cls(mechanism=Mechanism.from_dict(fields["mechanism"]), terms=Terms(**terms), event=event)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidParameter(f"not a release: {error}") from error
 

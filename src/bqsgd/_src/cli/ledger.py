@@ -122,6 +122,7 @@ def export(
 def _csv(entries: list[dict[str, Any]]) -> str:
     import csv
     import io
+    import json
 
     rows = []
     for number, entry in enumerate(entries, start=1):
@@ -131,6 +132,8 @@ def _csv(entries: list[dict[str, Any]]) -> str:
             # Nested tables become columns; `sampling` is the name of the scheme.
             row |= release | release["mechanism"] | release["sensitivity"] | release["sampling"]
             row["sampling"] = row.pop("scheme")
+            # What a release made elsewhere was, and noise that is not binomial, stay one column each.
+            row |= {name: json.dumps(row[name]) for name in ("event", "noise") if name in row}
         rows.append({name: value for name, value in row.items() if not isinstance(value, dict)})
     stream = io.StringIO(newline="")
     writer = csv.DictWriter(stream, list(dict.fromkeys(name for row in rows for name in row)))

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 from bqsgd._src.client.draws import Purpose, Sources
 from bqsgd._src.client.values import Values
+from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.params import Mechanism
 from bqsgd._src.runtime.interrupts import interrupts_deferred
@@ -65,6 +66,8 @@ class Sender:
     @contextmanager
     def counted(self, charge: Charge, *, draws: bool = True) -> Iterator[None]:
         """Record the spend; the block then computes the clipped mean, which is for `encode` and for nothing else."""
+        if charge.release.event is not None:
+            raise InvalidParameter("a release that was made elsewhere is no message: it has no noise of ours")
         # Firm: not even a second Ctrl-C may come between the ledger's entry and the note that the round is taken.
         with self.timed("ledger"), interrupts_deferred(firm=True):
             self.spending.spend(charge)

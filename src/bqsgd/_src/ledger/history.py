@@ -35,12 +35,13 @@ class EarlierRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What a client has spent before: in total, and run by run. first: what the first message revealed."""
+    """What a client has spent before: in total, and run by run. first: what the first message revealed,
+    None if the ledger holds only releases made elsewhere."""
 
     guarantee: Guarantee
     budget: PrivacyBudget
     runs: tuple[EarlierRun, ...]
-    first: Release
+    first: Release | None
 
     @classmethod
     def of(cls, ledger: Ledger | None) -> Earlier | None:
@@ -49,9 +50,9 @@ class Earlier:
         if ledger is None or guarantee is None:
             return None
         entries = [entry for entry in ledger.entries if entry.release is not None]
-        assert entries[0].release is not None
+        own = (entry.release for entry in entries if entry.release is not None and entry.release.event is None)
         runs = tuple(run for run in _runs(entries) if run.rounds)
-        return cls(guarantee=guarantee, budget=ledger.budget, runs=runs, first=entries[0].release)
+        return cls(guarantee=guarantee, budget=ledger.budget, runs=runs, first=next(own, None))
 
     @property
     def left(self) -> float:
@@ -69,6 +70,8 @@ class Earlier:
 
     def compared(self, shift: float) -> str:
         """The noise beside that of the first message, if one record moves a message by `shift` standard deviations."""
+        if self.first is None:
+            return "the ledger holds no message yet, only releases made elsewhere"
         more = shift_of(self.first) / max(shift, 1e-300)
         return f"a step has {more:.2g} times the noise of a step of the first run"
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.noise import ROUNDING_SLACK_STEPS
+from bqsgd._src.privacy import _events
 from bqsgd._src.privacy._message import NOTHING_HIDDEN, coordinate_atoms, message_pair, shortened, through_the_ends
 from bqsgd._src.privacy._pairs import FLOAT_CHARGE, MASS_TOLERANCE, Atoms, Floats, Pair
 from bqsgd._src.privacy._shapes import shaped_pair
@@ -143,6 +144,8 @@ def beyond_meaning(release: Release, rounds: int = 1, delta: float = 0.0) -> boo
     mean - 10 deviations + log rate, unless the record is drawn too rarely to matter at `delta`. If outcomes that only
     one neighbour can produce are likelier than delta, epsilon is infinite.
     """
+    if release.event is not None:  # which is bounded by itself (`events`)
+        return False
     if release.mechanism.trials == 0:
         return True
     shift, copies = homogeneous(release)
@@ -190,6 +193,17 @@ def _composed(parts: Sequence[tuple[Pair, int]]) -> Any:
     return total
 
 
+def _laws_of(events: tuple[Atoms, Atoms], step: float) -> tuple[Law, Law]:
+    """Outside events on a grid with this step: "remove" and "add"."""
+    from dp_accounting.pld import pld_pmf  # imported here, as in `_composed`
+
+    remove, add = (
+        pld_pmf.DensePLDPmf(step, pair.first, pair.p, min(1.0, pair.p_only + FLOAT_CHARGE), True)
+        for pair in (one.on_grid(step) for one in events)
+    )
+    return remove, add
+
+
 @lru_cache(maxsize=16)
 def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     """The privacy loss distributions of everything spent: "remove" and "add", which are equal for fixed-size batches.
@@ -197,7 +211,11 @@ def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     Raises:
         AccountingError: neighbours have no message in common, or the composition failed or would take too much memory.
     """
-    messages = [(sampled_message(release, attained=attained), rounds) for release, rounds in spent]
+    own = tuple((release, rounds) for release, rounds in spent if release.event is None)
+    if not own:
+        events = _events.atoms(spent)
+        return _laws_of(events, (float(events[0].loss[-1] - events[0].loss[0]) or 1.0) / FINE_POINTS)
+    messages = [(sampled_message(release, attained=attained), rounds) for release, rounds in own]
     if any(message.loss.size == 0 for message, _ in messages):
         raise AccountingError("neighbours have no message in common")
     count = sum(rounds for _, rounds in messages)
@@ -210,12 +228,18 @@ def composed(spent: Spent, *, attained: int = 0) -> tuple[Law, Law]:
     step = min(GRID_FRACTION * math.sqrt(variance / count), spread / FINE_POINTS)
     extent = max(float(x.loss[-1] - x.loss[0]) for x, _ in messages)
     step = max(step, (24 * math.sqrt(variance) + extent) / MOST_POINTS) or 1.0  # 0: all losses are 0, any step will do
-    if len(messages) == 1 and spent[0][0].terms.dimension == 1:
+    outside = _events.atoms(spent) if len(own) < len(spent) else None
+    if outside is not None:
+        step = max(step, max(float(one.loss[-1] - one.loss[0]) for one in outside) / MOST_POINTS)
+    elif len(messages) == 1 and own[0][0].terms.dimension == 1:
         step = through_the_ends(step, messages[0][0])
     grids = [(message.on_grid(step), rounds) for message, rounds in messages]
     # dp-accounting tries orders that overflow, and skips them.
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        remove = _composed(grids)
-        if not attained and all(release.terms.sampling.scheme is Scheme.FIXED_SIZE for release, _ in spent):
-            return remove, remove
-        return remove, _composed([(pair.reversed(), rounds) for pair, rounds in grids])
+        remove = add = _composed(grids)
+        if attained or any(release.terms.sampling.scheme is not Scheme.FIXED_SIZE for release, _ in own):
+            add = _composed([(pair.reversed(), rounds) for pair, rounds in grids])
+        if outside is None:
+            return remove, add
+        events = _laws_of(outside, step)
+        return remove.compose(events[0], 0), add.compose(events[1], 0)

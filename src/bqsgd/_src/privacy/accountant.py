@@ -87,6 +87,9 @@ class Accountant:
         0 for releases of different kinds, because no single record need attain all of them.
         """
         check_delta("delta", delta)
+        spent = tuple((release, rounds) for release, rounds in self.spent if release.event is None)
+        if len(spent) < len(self.spent):  # without what was made elsewhere, whose figure is an upper bound
+            return Accountant(spent).attained_epsilon(delta)
         if not self.spent or len(self.kinds) > 1:
             return 0.0
         if self._hopeless(delta):
@@ -282,7 +285,8 @@ def _apart(law: NoiseLaw) -> float:
 
 def _l2_decides(spent: Spent) -> bool:
     """Whether the L2 bounds are so much smaller that the L-infinity route need not be tried."""
-    bounds = ((release, math.sqrt(release.terms.dimension) * release.shift) for release, _ in spent)
+    own = (release for release, _ in spent if release.event is None)
+    bounds = ((release, math.sqrt(release.terms.dimension) * release.shift) for release in own)
     return all(release.shift_l2 < _L2_DECIDES * bound for release, bound in bounds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from bqsgd._src.text import one_line
 _LARGEST = 10**300
 _OFTEN_EMPTY = ("assumption", "colluders", "group")
 _MAX_TEXT = 4096
+_MAX_JSON = 1 << 16
 MEANINGLESS_EPSILON = 1000.0
 """A larger epsilon is not computed precisely; it is shown as "no meaningful guarantee"."""
 _PLAIN = (Decimal("1e-4"), Decimal("1e9"))
@@ -105,6 +107,8 @@ class Guarantee:
         if math.isnan(self.epsilon) or self.epsilon < 0:
             raise InvalidParameter(f"epsilon must be at least 0 (or infinite), got {self.epsilon}")
         check_delta("delta", self.delta)
+        if not 0 <= self.delta_floor <= 1:
+            raise InvalidParameter(f"delta_floor must be from 0 to 1, got {self.delta_floor}")
 
     @property
     def epsilon_text(self) -> str:
@@ -151,6 +155,30 @@ class Guarantee:
         # Left out if empty, so that files from before these fields existed compare equal.
         return {name: value for name, value in fields.items() if value or name not in _OFTEN_EMPTY}
 
+    def to_json(self) -> str:
+        """The guarantee as JSON text, with everything that must be stated beside epsilon; read it with `from_json`."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Guarantee:
+        """Read what `to_json` wrote; the text may be anybody's. It is a claim of its writer: nothing here proves it.
+
+        Raises:
+            InvalidParameter: the text is too long, or not a guarantee.
+
+        >>> Guarantee.from_json('{"epsilon": 1}')
+        Traceback (most recent call last):
+        ...
+        bqsgd._src.errors.InvalidParameter: not a guarantee: 'delta' is missing
+        """
+        if not isinstance(text, (str, bytes)) or len(text) > _MAX_JSON:
+            raise InvalidParameter(f"not a guarantee: it must be JSON text of at most {_MAX_JSON} characters")
+        try:
+            fields = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(f"not a guarantee: {str(error)[:200]}") from error
+        return cls.from_dict(fields)
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Guarantee:
         """Read what `to_dict` wrote. The file may be hostile, so the type, range and length of every field are checked.
@@ -182,6 +210,17 @@ class Guarantee:
             raise InvalidParameter(f"not a guarantee: {error} is missing") from error
         except ValueError as error:  # Cut short: an enumeration's message quotes the value, which may be very long.
             raise InvalidParameter(f"not a guarantee: {str(error)[:200]}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object, if no name is in it twice: readers would differ about which value counts."""
+    if len(dict(pairs)) != len(pairs):
+        raise InvalidParameter("not a guarantee: a name is stated twice")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> float:
+    raise InvalidParameter(f"not a guarantee: {name} is not JSON")
 
 
 def _figure(name: str, value: object) -> float:
