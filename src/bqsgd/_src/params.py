@@ -120,6 +120,11 @@ class Mechanism:
                     f"points and width must be at most 2 levels + trials = {last}, got {self.coarsening}"
                 )
 
+    def __repr__(self) -> str:
+        # As dataclasses do it, but without a law that is the usual one.
+        noise = "" if self.noise is None else f", noise={self.noise!r}"
+        return f"Mechanism(levels={self.levels}, trials={self.trials}, coarsening={self.coarsening!r}{noise})"
+
     @classmethod
     def of(cls, *, levels: int, noise: NoiseLaw) -> Mechanism:
         """The mechanism whose noise has this law.
