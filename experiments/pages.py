@@ -36,6 +36,8 @@ _SECTIONS = {
     "l2_accounting": "experiments.assurance.l2_accounting:section",
     "mechanisms": "experiments.assurance.mechanisms:section",
     "gates": "experiments.assurance.gates:section",
+    "tightness": "experiments.assurance.tightness:section",
+    "counts": "experiments.assurance.counts:section",
     "outlook": "experiments.assurance.outlook:section",
     "liars": "experiments.assurance.liars:section",
     "house": "experiments.assurance.house:section",

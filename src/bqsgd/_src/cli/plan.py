@@ -15,7 +15,7 @@ from bqsgd._src.errors import InvalidParameter
 if TYPE_CHECKING:
     from bqsgd import PlanAnswer, SumPlanAnswer
 
-_BUDGET, _SUMS, _SITES = "Budget", "Secure sums", "A whole federation"
+_BUDGET, _SUMS, _SITES, _QUERY = "Budget", "Secure sums", "A whole federation", "Counts and sums"
 
 
 def account(
@@ -65,6 +65,16 @@ def plan(
         Path | None,
         panel_option(_SITES, "Write a picture too (png, svg or pdf): what learns, by epsilon and parameters."),
     ] = None,
+    query: Annotated[
+        str | None,
+        panel_option(
+            _QUERY,
+            "Plan the noise of one number or histogram instead: count, histogram, or sum (of bounded values).",
+            choices=("count", "histogram", "sum"),
+        ),
+    ] = None,
+    bins: Annotated[int, panel_option(_QUERY, "Bins of the histogram.")] = 1,
+    times: Annotated[int, panel_option(_QUERY, "How often the query is released, with fresh noise.")] = 1,
     bits: Annotated[
         int | None,
         panel_option(
@@ -122,7 +132,11 @@ def plan(
     trust models side by side, rounds and bytes within --upload, and whether
     the model will learn.
 
+    With --query it answers for a single number or histogram: the least noise
+    of every law, beside what the bound of cpSGD asks for.
+
     Examples:
+      bqsgd plan --query count --epsilon 1 --delta 1e-6
       bqsgd plan --sites sizes.csv --parameters 1e6 --upload 20MB --epsilon 2
       bqsgd plan --bits 8 --epsilon 3 --delta 1e-5 \
         --dimension 39700 --dataset-size 15000
@@ -133,9 +147,17 @@ def plan(
         --l2 1 --linf 1
     """
     arguments = {
-        n: value for n, value in locals().items() if value is not None and n not in ("secure", "json", "figure")
+        n: value
+        for n, value in locals().items()
+        if value is not None and n not in ("secure", "json", "figure", "bins", "times")
     }
     import bqsgd
+
+    if query is not None:
+        _plan_query(arguments, bins=bins, times=times, json=json)
+        return
+    if (bins, times) != (1, 1):
+        raise InvalidParameter("--bins and --times are options of --query; add it or leave them out")
 
     if sites is not None:
         _plan_sites(sites, arguments, secure=secure, figure=figure, json=json)
@@ -165,6 +187,28 @@ def plan(
         # Their defaults are not None, so they are among the arguments.
         del arguments["colluders"], arguments["groups"]
         planned = bqsgd.plan(**arguments)
+    answer(planned.title, planned.lines, planned.to_dict(), json=json)
+
+
+def _plan_query(arguments: dict[str, Any], *, bins: int, times: int, json: bool) -> None:
+    """Answer for a count, a histogram or a sum; the options for messages are refused."""
+    from bqsgd._src.ledger import PrivacyBudget
+    from bqsgd._src.planner.queries import plan_query
+    from bqsgd._src.release import RELATIONS, Relation
+
+    # Options with a default are always among the arguments.
+    extra = sorted(set(arguments) - {"query", "epsilon", "delta", "relation", "sampling", "colluders", "groups"})
+    if extra:
+        raise InvalidParameter(f"--{', --'.join(name.replace('_', '-') for name in extra)} cannot be used with --query")
+    if "delta" not in arguments:
+        raise InvalidParameter("give --delta")
+    planned = plan_query(
+        arguments["query"],
+        PrivacyBudget(epsilon=arguments["epsilon"], delta=arguments["delta"]),
+        times=times,
+        bins=bins,
+        relation=RELATIONS[arguments["relation"]] if "relation" in arguments else Relation.ADD_REMOVE,
+    )
     answer(planned.title, planned.lines, planned.to_dict(), json=json)
 
 

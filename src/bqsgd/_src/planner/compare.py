@@ -108,7 +108,7 @@ def _within(
         levels = _most_levels(name, ratio, room=room, clients=clients)
         if levels == 0:
             return None
-        found = _least_noise(name, budget, terms, ratio * levels**2, rounds=rounds, levels=levels, clients=clients)
+        found = least_noise(name, budget, terms, ratio * levels**2, rounds=rounds, levels=levels, clients=clients)
         if found is None:
             return None
         law, release = found
@@ -149,10 +149,13 @@ def _most_levels(name: str, ratio: float, *, room: int, clients: int) -> int:
     return low
 
 
-def _least_noise(
-    name: str, budget: PrivacyBudget, terms: Terms, variance: float, *, rounds: int, levels: int, clients: int
+def least_noise(
+    name: str, budget: PrivacyBudget, terms: Terms, variance: float, *, rounds: int, levels: int = 1, clients: int = 1
 ) -> tuple[NoiseLaw, Release] | None:
-    """The least variance found whose proven total is within the budget, with its law and release."""
+    """The least noise of a law whose proven total is within the budget: its law and release. None if none was found.
+
+    variance: where to begin. Of binomial noise it is the fewest trials, of others within a thousandth in epsilon.
+    """
     best, low, high, power = None, 0.0, math.inf, 0.6
     for _ in range(_TRIES):
         check_time()

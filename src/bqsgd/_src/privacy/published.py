@@ -137,6 +137,13 @@ def epsilon(release: Release, rounds: int, delta: float) -> float:
         # Pure, by the sum of absolute changes; of a sum over clients the noise of one client counts.
         return _composed(_amplified(-math.log(one.alpha) * norms.l1, rate), rounds, delta)
     assert isinstance(one, Binomial)
+    return binomial_total(one.trials, norms, rate=rate, rounds=rounds, delta=delta)
+
+
+def binomial_total(trials: int, norms: IntegerNorms, *, rate: float, rounds: int, delta: float) -> float:
+    """cpSGD's bound for so many rounds; infinite where its condition fails."""
+    if rounds == 1:
+        return _amplified(binomial_epsilon(trials, norms, min(delta / rate, 0.5)), rate)
     # Half of delta for the messages, half for their composition.
-    message = binomial_epsilon(one.trials, norms, min(delta / (2 * rounds * rate), 0.5))
+    message = binomial_epsilon(trials, norms, min(delta / (2 * rounds * rate), 0.5))
     return _composed(_amplified(message, rate), rounds, delta / 2)
