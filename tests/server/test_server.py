@@ -5,6 +5,7 @@ import pytest
 
 from bqsgd._src.codec import decode_frame, encode_frame
 from bqsgd._src.errors import BqsgdError, InvalidParameter
+from bqsgd._src.laws import DiscreteGaussian
 from bqsgd._src.mechanism.encoder import decode, encode
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Coarsening, Mechanism
@@ -100,6 +101,7 @@ def test_bad_frames_are_reported_skipped_and_change_nothing(make_server, rule):
         "WrongParameters": frame_of(1, 1, range=0.4),
         "not the mechanism": frame_of(1, 1, mechanism=Mechanism(levels=50, trials=50)),
         "exceeds the": frame_of(1, 1, mechanism=Mechanism(levels=1, trials=5000)),
+        "add binomial noise": frame_of(1, 1, mechanism=Mechanism.of(levels=10, noise=DiscreteGaussian(3.0))),
         "ChecksumMismatch": damaged,
         "TruncatedFrame": b"",
         "BadMagic": bytes(200),

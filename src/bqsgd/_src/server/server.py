@@ -266,6 +266,8 @@ class Server:
             raise FrameError(f"a second frame of client {header.client} in round {self.round}")
         if not self._is_allowed(header.mechanism):
             raise FrameError(f"{header.mechanism} exceeds the {self.largest_code_count} codes that the budgets allow")
+        if header.mechanism.noise is not None:
+            raise FrameError(f"the clients of a run add binomial noise, this frame has {header.mechanism.noise}")
         if self.mechanism is not None and header.mechanism != self.mechanism:
             raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.mechanism}")
         limit = self.config.server.deadline_seconds
