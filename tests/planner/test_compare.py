@@ -34,6 +34,7 @@ def test_every_law_is_found_within_its_budget_and_its_bits():
     assert rows["geometric"].error < 0.6 * rows["discrete gaussian"].error  # of one number, seen twice
 
 
+@pytest.mark.slow
 def test_a_sum_counts_the_noise_of_all_clients_and_never_wraps():
     terms = replace(TERMS, trust=Trust.SUMS_ONLY)
     for name, row in compare(BUDGET, terms, rounds=1, bits=10, clients=10):

@@ -55,6 +55,7 @@ def test_the_other_bins_of_a_histogram_tell_nothing():
     assert joint == pytest.approx(exact_delta(12, 1, epsilon), abs=1e-14)
 
 
+@pytest.mark.slow
 def test_more_releases_need_more_noise_and_bins_only_cost_cpsgd():
     once, often = (plan_query("count", BUDGET, times=times).laws[0] for times in (1, 8))
     assert 6 < often.law.variance / once.law.variance < 9

@@ -27,6 +27,7 @@ from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity,
 
 # Few outcomes, so that all of them can be listed in two dimensions; their tails are cut like all others.
 SMALL = [DiscreteGaussian(0.9), Skellam(0.7), Geometric(0.3), Sum(DiscreteGaussian(0.5), 3), Sum(Geometric(0.02), 4)]
+SLOW = pytest.mark.slow
 ANY = [
     *SMALL,
     DiscreteGaussian(40.0),
@@ -140,7 +141,10 @@ def test_the_sampler_has_exactly_the_law(law):
 
 
 @pytest.mark.parametrize("law", SMALL, ids=str)
-@pytest.mark.parametrize(("dimension", "rate", "rounds"), [(1, 1.0, 1), (1, 0.3, 2), (2, 1.0, 1), (2, 0.5, 1)])
+@pytest.mark.parametrize(
+    ("dimension", "rate", "rounds"),
+    [(1, 0.3, 2), pytest.param(1, 1.0, 1, marks=SLOW), pytest.param(2, 1.0, 1, marks=SLOW), (2, 0.5, 1)],
+)
 def test_proven_is_never_below_and_hardly_above_full_enumeration(law, dimension, rate, rounds):
     """Claims 1 to 3: the worst of A^k B^(d-k) in both directions, every outcome of every round listed."""
     shift = 0.8
@@ -196,7 +200,9 @@ def test_the_l2_route_is_never_below_enumeration_of_random_shifts(law):
             assert hockey_stick(joint, epsilon) <= bound + 1e-12
 
 
-@pytest.mark.parametrize("law", [DiscreteGaussian(2.5), Skellam(6.0), Geometric(0.7)], ids=str)
+@pytest.mark.parametrize(
+    "law", [DiscreteGaussian(2.5), *(pytest.param(law, marks=SLOW) for law in (Skellam(6.0), Geometric(0.7)))], ids=str
+)
 def test_a_sum_over_clients_is_accounted_as_their_convolution(law):
     one = release(law, shift=0.5, dimension=100)
     of_ten = Accountant().compose(one.summed(10))
