@@ -97,9 +97,10 @@ def _largest_loss(atoms: Atoms, dimension: int) -> float:
 def _step(atoms: Atoms, largest_loss: float, dimension: int) -> float:
     """The grid step for a window from -largest_loss to largest_loss."""
     fraction, width = GRID_FRACTION * max(1.0, dimension / 1e6) ** 0.25, 2 * largest_loss
-    if dimension == 1:  # no transform, so a finer grid costs little
-        return through_the_ends(float(min(fraction * atoms.loss_deviation, width / (4 * FINE_POINTS))), atoms)
-    return float(max(min(fraction * atoms.loss_deviation, width / FINE_POINTS), width / MOST_POINTS))
+    # One coordinate needs no transform, so a finer grid costs little.
+    fine = FINE_POINTS if dimension > 1 else 4 * FINE_POINTS
+    step = float(max(min(fraction * atoms.loss_deviation, width / fine), width / MOST_POINTS))
+    return through_the_ends(step, atoms) if dimension == 1 else step
 
 
 def through_the_ends(step: float, atoms: Atoms) -> float:
