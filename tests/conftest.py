@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -48,7 +49,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-notice.said = True  # which test compiles a loop first is chance, and what a command prints is compared
+notice.said = True  # which test compiles a loop first is chance, and what a command prints or logs is compared
+logging.getLogger("numba").setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
