@@ -186,6 +186,7 @@ def test_a_node_cannot_take_the_place_of_another(nodes, keys, caplog, tmp_path):
 def test_the_study_ends_with_its_last_round(nodes, keys, caplog):
     run(nodes, keys, rounds=4)
     assert [counted(node)[0] for node in nodes] == [3] * 4
+    assert "all 3 rounds of the study are over" in caplog.text
 
 
 @pytest.mark.parametrize(

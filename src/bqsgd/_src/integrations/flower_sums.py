@@ -210,6 +210,9 @@ class OpenSums(Wrapped):
             each.metadata.dst_node_id: each for each in super().configure_train(server_round, arrays, config, grid)
         }
         self._opened = []
+        if self._round >= self._rounds:
+            logger.warning("all %d rounds of the study are over: nothing is summed", self._rounds)
+            return []
         held = ArrayRecord(dict(arrays))
         dimension = flat_of(floating_in(held)).size
         sums, plan = self._begun(dimension)
