@@ -292,7 +292,8 @@ def section(fields: dict[str, Any]) -> str:
             "",
             "A process for every round of private training takes, on one core, "
             f"{later['import']:.1f} s to import torch and scikit-learn, "
-            f"{later['make_private']:.1f} s for `make_private` and {later['steps']:.1f} s for the round's 20 steps and the rest of bqsgd; the first, which plans, "
+            f"{later['make_private']:.1f} s for `make_private` "
+            f"and {later['steps']:.1f} s for the round's 20 steps and the rest of bqsgd; the first, which plans, "
             f"{first['make_private']:.1f} s for `make_private`.",
         ]
     return "\n".join(lines)
