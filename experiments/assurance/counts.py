@@ -10,6 +10,7 @@ from typing import Any
 
 from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.planner.queries import plan_query
+from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.release import RELATIONS
 from experiments import lab, pages
 
@@ -58,7 +59,7 @@ def section(results: dict[str, Any]) -> str:
         )
         tight = f"{laws['binomial']['law']['trials']:,}" if "binomial" in laws else "–"
         lines.append(
-            f"| {what} | {case['epsilon']:g}, {case['delta']:g} | {case.get('relation', 'add-remove')} "
+            f"| {what} | {as_given(case['epsilon'])}, {case['delta']:g} | {case.get('relation', 'add-remove')} "
             f"| {'more than 2^20' if trials is None else f'{trials:,}'} | {tight} | {errors} |"
         )
     return "\n".join(lines)

@@ -25,7 +25,7 @@ from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.noise import privacy_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.planner.compare import LAWS, compare
-from bqsgd._src.privacy.guarantee import rounded_up
+from bqsgd._src.privacy.guarantee import as_given, rounded_up
 from bqsgd._src.release import Terms, Trust
 from bqsgd._src.settings.client_plan import client_terms
 from bqsgd._src.tasks.named import preset, settings_of
@@ -154,8 +154,8 @@ def section(results: dict[str, Any]) -> str:
         lines += [
             f"### {seen[0].upper()}{seen[1:]}: {name}",
             "",
-            f"Epsilon {budget.epsilon:g} at delta {budget.delta:g}, rate {terms.sampling.rate:.4g}, {rounds} rounds, "
-            f"{terms.dimension:,} coordinates. Real Gaussian noise has the error {rows[0]['gaussian']:.4g}.",
+            f"Epsilon {as_given(budget.epsilon)} at delta {budget.delta:g}, rate {terms.sampling.rate:.4g}, "
+            f"{rounds} rounds, {terms.dimension:,} coordinates. Real Gaussian noise has the error {rows[0]['gaussian']:.4g}.",
             "",
             header,
             "|--:|" + "---|" * len(LAWS),

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Strategy
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.integrations.flower_accountant import SiteAccountant
+from bqsgd._src.privacy.guarantee import rounded_up
 
 METRICS, EXAMPLES, ARRAYS = "metrics", "num-examples", "arrays"
 NamedArrays = Mapping[str, npt.NDArray[Any]]
@@ -69,7 +70,7 @@ class Wrapped(Strategy):
         if self._accountant is not None and self._accountant.would_exceed():
             spent = self._accountant.get_privacy_spent()
             raise PrivacyBudgetExhausted(
-                f"the nodes' ledgers hold up to epsilon {spent.epsilon:.4g} at delta {spent.delta:g}, and another "
+                f"the nodes' ledgers hold up to epsilon {rounded_up(spent.epsilon)} at delta {spent.delta:g}, and another "
                 "round would exceed the limit, or no node has room for one"
             )
         self._arrays = arrays
