@@ -155,7 +155,8 @@ def section(results: dict[str, Any]) -> str:
             f"### {seen[0].upper()}{seen[1:]}: {name}",
             "",
             f"Epsilon {as_given(budget.epsilon)} at delta {budget.delta:g}, rate {terms.sampling.rate:.4g}, "
-            f"{rounds} rounds, {terms.dimension:,} coordinates. Real Gaussian noise has the error {rows[0]['gaussian']:.4g}.",
+            f"{rounds} rounds, {terms.dimension:,} coordinates. Real Gaussian noise has the error "
+            f"{rows[0]['gaussian']:.4g}.",
             "",
             header,
             "|--:|" + "---|" * len(LAWS),

@@ -70,8 +70,8 @@ class Wrapped(Strategy):
         if self._accountant is not None and self._accountant.would_exceed():
             spent = self._accountant.get_privacy_spent()
             raise PrivacyBudgetExhausted(
-                f"the nodes' ledgers hold up to epsilon {rounded_up(spent.epsilon)} at delta {spent.delta:g}, and another "
-                "round would exceed the limit, or no node has room for one"
+                f"the nodes' ledgers hold up to epsilon {rounded_up(spent.epsilon)} at delta {spent.delta:g}, and "
+                "another round would exceed the limit, or no node has room for one"
             )
         self._arrays = arrays
         return self._inner.configure_train(server_round, arrays, config, grid)
