@@ -47,7 +47,9 @@ function checkNumber64(name, value) {
 }
 
 /** Levels s, trials m and, where the codes are coarsened, points K and width W; `codeCount` is K in docs/wire.md. */
-function checkMechanism({ levels, trials, coarsening = null }) {
+function checkMechanism({ levels, trials, coarsening = null, noise = null }) {
+  // Binomial noise in the place of another law would spend another epsilon than was planned.
+  if (noise !== null) throw new Refusal("law", "this client adds binomial noise alone; the mechanism names another law");
   checkInteger("levels", levels, 1, MAX_LEVELS);
   checkInteger("trials", trials, 0, MAX_TRIALS);
   const last = 2 * levels + trials;

@@ -101,7 +101,7 @@ def test_bad_frames_are_reported_skipped_and_change_nothing(make_server, rule):
         "WrongParameters": frame_of(1, 1, range=0.4),
         "not the mechanism": frame_of(1, 1, mechanism=Mechanism(levels=50, trials=50)),
         "exceeds the": frame_of(1, 1, mechanism=Mechanism(levels=1, trials=5000)),
-        "add binomial noise": frame_of(1, 1, mechanism=Mechanism.of(levels=10, noise=DiscreteGaussian(3.0))),
+        "must be binomial noise": frame_of(1, 1, mechanism=Mechanism.of(levels=10, noise=DiscreteGaussian(3.0))),
         "ChecksumMismatch": damaged,
         "TruncatedFrame": b"",
         "BadMagic": bytes(200),

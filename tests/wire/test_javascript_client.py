@@ -577,6 +577,8 @@ def test_bad_input_is_refused_before_any_noise_is_drawn(run):
         ("parameter", "encode([0.5], { levels: 2, trials: 9, coarsening: { points: 1, width: 3 } }, 1)"),
         ("parameter", "encode([0.5], { levels: 2, trials: 9, coarsening: { points: 14, width: 3 } }, 1)"),
         ("parameter", "encode([0.5], { levels: 2, trials: 9, coarsening: { points: 4, width: 0 } }, 1)"),
+        ("law", 'encode([0.5], { levels: 2, trials: 8, noise: { kind: "discrete gaussian", sigma: 0.5 } }, 1)'),
+        ("law", "frame([1], { mechanism: { levels: 2, trials: 38, noise: { kind: 'geometric', alpha: 0.1 } } })"),
         ("taken", "frame([13], {})"),
         ("code", "frame([14], {})"),
         ("code", "frame([], {})"),

@@ -14,6 +14,7 @@ from wire_frames import RANGE, codes_of, decode_codes, frame_of, reseal
 
 from bqsgd._src import errors
 from bqsgd._src.errors import FrameError, InvalidParameter
+from bqsgd._src.laws import law_from
 from bqsgd._src.params import Coarsening, Kept, Mechanism, parameters_digest
 from bqsgd._src.wire.frame import HEADER_BYTES, Coding, FrameWriter, Header, read_frame
 
@@ -30,18 +31,20 @@ GOLDEN = json.loads(Path(__file__).with_name("golden_frames.json").read_text())
 @pytest.mark.parametrize("golden", GOLDEN, ids=[golden["name"] for golden in GOLDEN])
 def test_golden_frames(golden: dict[str, Any]) -> None:
     codes, coding, data = golden["codes"], Coding[golden["coding"].upper()], bytes.fromhex(golden["frame"])
-    mechanism = Mechanism(levels=golden["levels"], trials=golden["trials"])
+    noise = law_from(golden["noise"]) if "noise" in golden else None
+    mechanism = Mechanism(levels=golden["levels"], trials=golden["trials"], noise=noise)
     kept = Kept(**golden["kept"]) if "kept" in golden else None
     expected = {"dimension": len(codes), "range": RANGE, "mechanism": mechanism, "kept": kept, "client": 7, "round": 3}
     assert decode_codes(data, **expected).tolist() == codes
     found = wire_reference.decode(data)
     assert found["digest"] == parameters_digest(mechanism, range=RANGE, dimension=len(codes), kept=kept).hex()
     assert found["kept"] == ((kept.one_in, kept.rotated, kept.model_dimension) if kept else None)
+    assert found["law"] == (tuple(golden["noise"].values()) if noise else None)
     assert (found["levels"], found["trials"]) == (mechanism.levels, mechanism.trials)
     assert (found["client"], found["round"], found["seeded"], found["codes"]) == (7, 3, True, codes)
     array = np.array(codes, dtype=np.min_scalar_type(mechanism.code_count - 1))
     # zstandard's bytes may differ between its releases; only the meaning of its frames is fixed.
-    start = 96 if kept else 80
+    start = 80 + 16 * (kept is not None) + 16 * (noise is not None)
     payload = data[start:] if coding is Coding.ENTROPY and data[start] == 2 else None
     assert frame_of(array, mechanism, coding, payload, kept=kept) == data
 

@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+import wire_reference
 from wire_frames import RANGE, reseal
 
 import bqsgd
@@ -90,6 +91,25 @@ def test_a_server_that_expects_binomial_noise_refuses_another_law():
     span = DiscreteGaussian(7.5).span
     with pytest.raises(errors.WrongParameters):
         decode_frame(frame, range=RANGE, mechanism=Mechanism(levels=2, trials=span))
+
+
+@pytest.mark.parametrize(("offset", "value"), [(7, 13), (80, 0), (80, 4), (81, 1), (95, 0xC0)])
+def test_the_reference_refuses_what_is_no_law(offset, value):
+    frame = bytearray(frame_with(LAWS[0]))
+    assert wire_reference.decode(bytes(frame))["law"] == ("discrete gaussian", 7.5)
+    frame[offset] = value
+    with pytest.raises((AssertionError, KeyError)):
+        wire_reference.decode(reseal(frame))
+
+
+def test_a_law_that_is_not_expected_is_not_made(monkeypatch):
+    """A wide law takes some 40 ms and a megabyte: a stranger must not make a server spend them."""
+    frame = frame_with(LAWS[0])
+    monkeypatch.setattr("bqsgd._src.wire.frame.law_of_bytes", lambda packed: pytest.fail("made"))
+    others = [Mechanism(levels=2, trials=LAWS[0].span), Mechanism.of(levels=2, noise=LAWS[1])]
+    for expected in ({"binomial": True}, *({"mechanism": mechanism} for mechanism in others)):
+        with pytest.raises(errors.WrongParameters, match="says otherwise"):
+            read_frame(frame, **expected)
 
 
 def test_the_law_of_a_sum_is_not_sent():

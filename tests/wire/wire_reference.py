@@ -101,20 +101,32 @@ def entropy_codes(payload: bytes, dimension: int, count: int) -> list[int]:
     return [((first + b) << k) + take_bits(low, j * k, k) for j, b in enumerate(bins)]
 
 
+def read_law(packed: bytes) -> tuple[str, float]:
+    """The law of the noise and its parameter. Its values are 0 to the header's `trials`."""
+    number, zeros, parameter = struct.unpack("<B7sd", packed)
+    assert zeros == bytes(7)
+    assert parameter > 0
+    return {1: "discrete gaussian", 2: "skellam", 3: "geometric"}[number], parameter
+
+
 def decode(frame: bytes) -> dict[str, object]:
     magic, version, coding, flags, digest, client, round_, dimension, *more = struct.unpack(
         "<4sHBB16sQQQIIQIIQ", frame[:80]
     )
     levels, trials, length, points, width, checksum = more
     assert (magic, version) == (b"BQSG", 1)
-    start = 96 if flags & 2 else 80
+    assert not flags & ~7
     kept = struct.unpack("<IIQ", frame[80:96]) if flags & 2 else None
+    before_law = 96 if flags & 2 else 80
+    start = before_law + (16 if flags & 4 else 0)
+    law = read_law(frame[before_law:start]) if flags & 4 else None
     assert len(frame) == start + length
     assert xxhash.xxh3_64_intdigest(frame[:72] + frame[80:]) == checksum
     read = {1: fixed_codes, 2: entropy_codes}[coding]
     return {
         "seeded": bool(flags & 1),
         "kept": kept,
+        "law": law,
         "digest": digest.hex(),
         "client": client,
         "round": round_,

@@ -294,7 +294,7 @@ def _check_span(law: NoiseLaw) -> None:
         raise InvalidParameter(f"{law} takes {law.span + 1} values; the sampler allows 3 to {MOST_SPAN + 1}")
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)  # a wide law takes more than a megabyte, and peers may name some
 def exact(law: NoiseLaw) -> tuple[int, tuple[int, ...]]:
     """The smallest value kept, and the probability of each value in units of 2^-104.
 
@@ -316,7 +316,7 @@ def exact(law: NoiseLaw) -> tuple[int, tuple[int, ...]]:
     return first, tuple(masses)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _pmf(law: NoiseLaw) -> _Floats:
     pmf = np.array([mass / (1 << WHOLE_BITS) for mass in law.masses])
     pmf.setflags(write=False)

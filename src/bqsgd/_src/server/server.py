@@ -253,7 +253,7 @@ class Server:
 
     def _check_and_add(self, current: _OpenRound, frame: Buffer, sender: int | None, arrived: float | None) -> Header:
         kept = None if self.subsets is None else self.subsets.header
-        checked = read_frame(frame, dimension=self.dimension, range=self.range, kept=kept, client=sender)
+        checked = read_frame(frame, binomial=True, dimension=self.dimension, range=self.range, kept=kept, client=sender)
         header = checked.header
         if header.client not in self.weights:
             raise FrameError(f"client {header.client} does not belong to this run")
@@ -266,8 +266,6 @@ class Server:
             raise FrameError(f"a second frame of client {header.client} in round {self.round}")
         if not self._is_allowed(header.mechanism):
             raise FrameError(f"{header.mechanism} exceeds the {self.largest_code_count} codes that the budgets allow")
-        if header.mechanism.noise is not None:
-            raise FrameError(f"the clients of a run add binomial noise, this frame has {header.mechanism.noise}")
         if self.mechanism is not None and header.mechanism != self.mechanism:
             raise FrameError(f"{header.mechanism} is not the mechanism of this run, {self.mechanism}")
         limit = self.config.server.deadline_seconds

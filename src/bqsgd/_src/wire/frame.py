@@ -113,8 +113,8 @@ def checksum_of(head: bytes | memoryview, body: bytes | memoryview) -> int:
     return state.intdigest()
 
 
-def _read_header(view: memoryview) -> Header:
-    """Parse the header and check it, the length and the checksum of the frame, whatever the caller expects."""
+def _read_header(view: memoryview, law: bytes | None) -> Header:
+    """Parse the header and check it, the length and the checksum of the frame. `law` is as in `_expected_law`."""
     if len(view) < HEADER_BYTES:
         raise errors.TruncatedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(view)}")
     magic, version, coding, flags, *names, payload_bytes, points, width, stated = _HEADER.unpack_from(view)
@@ -137,11 +137,16 @@ def _read_header(view: memoryview) -> Header:
         raise errors.BadHeader(f"coding must be 1 (fixed width) or 2 (entropy), got {coding}")
     if flags & ~(_SEEDED | _SUBSET | _LAW):
         raise errors.BadHeader(f"unknown flags must be 0, got flags {flags:#04x}")
+    packed = bytes(view[before_law:header_bytes])
+    # Before the law is made: a wide one takes some 40 ms and a megabyte, which a stranger must not make a server spend.
+    if law is not None and packed != law:
+        wanted = "that of the stated mechanism" if law else "binomial noise"
+        raise errors.WrongParameters(f"the noise of this frame must be {wanted}; its header says otherwise")
     try:
         # Points and width are both 0 if the codes are not coarsened, as in all older frames.
         coarsening = Coarsening(points=points, width=width) if points or width else None
         kept = _read_kept(view) if flags & _SUBSET else None
-        noise = law_of_bytes(view[before_law:header_bytes]) if flags & _LAW else None
+        noise = law_of_bytes(packed) if flags & _LAW else None
         return Header(
             coding=Coding(coding),
             seeded=bool(flags & _SEEDED),
@@ -155,6 +160,13 @@ def _read_header(view: memoryview) -> Header:
         )
     except InvalidParameter as error:
         raise errors.BadHeader(f"{error} (levels={levels}, trials={trials}, dimension={dimension})") from error
+
+
+def _expected_law(mechanism: Mechanism | None, binomial: bool) -> bytes | None:
+    """The law that a frame must name: its bytes, none for binomial noise; None if the reader takes every law."""
+    if mechanism is None:
+        return b"" if binomial else None
+    return b"" if mechanism.noise is None else mechanism.noise.to_bytes()
 
 
 def _read_kept(view: memoryview) -> Kept:
@@ -274,17 +286,17 @@ def _bytes_of(buffer: Buffer) -> memoryview:
     return view.cast("B").toreadonly()
 
 
-def read_frame(buffer: Buffer, **expected: Unpack[Expected]) -> Frame:
+def read_frame(buffer: Buffer, *, binomial: bool = False, **expected: Unpack[Expected]) -> Frame:
     """Check a frame against its own header and against what the caller expects. The payload is not decoded yet.
 
-    A server states at least `dimension` and `range`. If no `dimension` is stated, an entropy-coded frame may hold at
-    most 2^24 codes.
+    A server states at least `dimension` and `range`, and `binomial` if its clients add no noise of another law. If no
+    `dimension` is stated, an entropy-coded frame may hold at most 2^24 codes.
 
     Raises:
         FrameError: one subclass for each reason (`bqsgd._src.errors`); nothing of the claimed size was allocated.
     """
     view = _bytes_of(buffer)
-    header = _read_header(view)
+    header = _read_header(view, _expected_law(expected.get("mechanism"), binomial))
     unstated = header.coding is Coding.ENTROPY and expected.get("dimension") is None
     if unstated and header.dimension > _UNSTATED_MAX_DIMENSION:
         raise errors.WrongDimension(
