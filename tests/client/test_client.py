@@ -175,6 +175,14 @@ def test_clip_update_keeps_every_bound_and_leaves_small_updates_alone(clip):
         clip_update(update, BatchMean(0.3))
 
 
+def test_what_was_clipped_is_no_longer_the_callers_array():
+    """A site whose training goes on in another thread writes to the array that it has handed over."""
+    held = np.array([0.3, -0.2])
+    clipped = clip_update(held, L2(norm=1.0))
+    held += 1e9
+    assert clipped.tolist() == [0.3, -0.2]
+
+
 def test_private_figures_stay_off_unless_asked_for(settings, make_client):
     seen = []
     make_client(settings(), private_log=seen.append).update(MODEL, 0)

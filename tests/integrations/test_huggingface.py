@@ -154,6 +154,26 @@ def test_what_a_loss_logs_of_a_sample_goes_nowhere(trainer, monkeypatch):
     assert not any("secret" in entry for entry in made.state.log_history)
 
 
+def test_what_a_loss_keeps_of_samples_is_not_logged_later(trainer):
+    """Trainers of other libraries keep figures in `compute_loss`, and put them into what `log` is given."""
+    made = trainer(max_steps=2)
+    loss_of, log, kept = made.compute_loss, made.log, []
+
+    def keeping(model, inputs, **named):
+        loss = loss_of(model, inputs, **named)
+        kept.append(loss.item())
+        return loss
+
+    made.compute_loss = keeping
+    made.log = lambda logs, *args: log(logs | {"samples": len(kept), "mean": sum(kept)}, *args)
+    made.train()
+    assert len(kept) > 1
+    assert made.private.dropped == 0
+    beside = {"grad_norm", "learning_rate", "epoch", "step", "epsilon"}
+    assert [set(entry) for entry in made.state.log_history[:-1]] == [beside, beside]
+    assert not {"samples", "mean"} & set(made.state.log_history[-1])
+
+
 def test_another_model_than_the_one_that_was_planned_for_is_refused(trainer):
     made = trainer()
     assert made.private.rounds == 4

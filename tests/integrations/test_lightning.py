@@ -107,6 +107,23 @@ def test_the_gradient_is_the_mean_of_the_clipped_gradients_of_the_modules_own_lo
     assert module.layer.weight.detach() == pytest.approx(expected, abs=0.5 * 4e-3)
 
 
+class UnnamedIndex(Net):
+    def training_step(self, batch, _):
+        return super().training_step(batch, _)
+
+
+class WithoutIndex(Net):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("module", [UnnamedIndex, WithoutIndex])
+def test_a_training_step_may_name_its_second_parameter_as_it_likes(parts, module):
+    trainer, training = parts(max_steps=1)
+    trainer.fit(module(), loader())
+    assert (training.private.steps, training.private.dropped) == (1, 0)
+
+
 def test_mixed_precision_is_the_trainers(parts):
     trainer, training = parts(precision="bf16-mixed", max_steps=2)
     trainer.fit(Net(), loader())

@@ -65,7 +65,8 @@ def clip_update(update: npt.NDArray[np.floating], clip: Clip) -> npt.NDArray[np.
     >>> clip_update(np.array([3.0, -4.0], dtype=np.float32), L2(norm=1.0)).round(2).tolist()
     [0.6, -0.8]
     """
-    values = np.asarray(update, dtype=np.float64)
+    # A copy: whoever holds the update may go on writing to it, and must not write to what was clipped.
+    values = np.array(update, dtype=np.float64)
     if not bool(np.isfinite(values).all()):
         values = np.zeros_like(values)  # an error would tell the server something about the data, without noise
     return clip.clipped(values)

@@ -34,6 +34,9 @@ _STATE = "bqsgd.json"
 _MOST_STATE = 1 << 20
 _PRIVATE = ("loss", "train_loss")
 """What a Trainer logs of the training data."""
+_SPEED = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
+_BESIDE = frozenset({"grad_norm", "learning_rate", "epoch", *_SPEED})
+"""What a Trainer logs of its own beside the training loss; `grad_norm` is of the released gradient."""
 
 
 class PrivateTrainer(Trainer):
@@ -206,7 +209,10 @@ def _check_arguments(args: Any) -> None:
 
 
 def _public(logs: Mapping[str, float]) -> dict[str, float]:
-    return {name: figure for name, figure in logs.items() if name not in _PRIVATE}
+    """Beside a training loss only the Trainer's own figures: subclasses put in what `compute_loss` kept of samples."""
+    if logs.keys().isdisjoint(_PRIVATE):
+        return dict(logs)
+    return {name: figure for name, figure in logs.items() if name in _BESIDE}
 
 
 def _bare(optimizer: Optimizer) -> Optimizer:

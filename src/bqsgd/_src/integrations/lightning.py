@@ -146,7 +146,8 @@ def _loss_of_one(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
     assert isinstance(model, L.LightningModule)
     step = type(model).training_step
     with _logging_nothing(model):
-        found = step(model, batch, 0) if "batch_idx" in inspect.signature(step).parameters else step(model, batch)
+        # Lightning gives the number of the batch to a second parameter of any name.
+        found = step(model, batch) if len(inspect.signature(step).parameters) == 2 else step(model, batch, 0)
     return (found["loss"] if isinstance(found, Mapping) else found).reshape(1), None
 
 
