@@ -98,6 +98,17 @@ def test_a_replace_one_event_and_its_relation():
         PLDAccountant(NeighboringRelation.REPLACE_ONE).compose(ReleaseDpEvent(release_of(Geometric(0.9))))
 
 
+def test_a_randomised_response_is_counted_as_often_as_it_happens():
+    """Google's accountant counts it once, whatever the count: each answer costs log 3 at a tiny delta."""
+    answer, relation = dp_event.RandomizedResponseDpEvent(0.5, 2), NeighboringRelation.REPLACE_ONE
+    nested = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(answer, 5), answer])
+    for event, times, expected in ((answer, 6, 6), (nested, 1, 6), (nested, 2, 12)):
+        what = outside_release(event, relation="replace")
+        assert Accountant().compose(what, times).epsilon(1e-9) == pytest.approx(expected * math.log(3), rel=1e-3)
+        theirs = PLDAccountant(relation, 1e-3).compose(event, times).get_epsilon(1e-9)
+        assert theirs == pytest.approx(expected * math.log(3), rel=2e-3)
+
+
 def test_a_histogram_released_elsewhere_counts_against_the_ledgers_budget(tmp_path):
     message, histogram = release_of(DiscreteGaussian(20.0)), outside_release(dp_event.LaplaceDpEvent(2.0))
     with Ledger.open(tmp_path / "me.ledger", client=1, budget_epsilon=1.0, budget_delta=DELTA) as ledger:

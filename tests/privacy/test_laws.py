@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.errors import AccountingError, InvalidParameter
 from bqsgd._src.laws import Binomial, DiscreteGaussian, Geometric, NoiseLaw, Skellam, Sum, law_from, law_of_bytes
 from bqsgd._src.noise import NOISE_BITS, REFINE_BITS, alias_table
 from bqsgd._src.params import Mechanism
@@ -264,6 +264,7 @@ def test_a_law_survives_json_and_a_ledgers_release(law):
         {"kind": "skellam", "mu": math.nan},
         {"kind": "skellam", "mu": 1e9},
         {"kind": "skellam", "mu": 10**400},
+        {"kind": "skellam", "mu": -(10**400)},
         {"kind": "skellam", "mu": 9.0, "sigma": 1.0},
         {"kind": "discrete gaussian", "sigma": math.inf},
         {"kind": "geometric", "alpha": 1.0},
@@ -277,6 +278,16 @@ def test_a_law_survives_json_and_a_ledgers_release(law):
 def test_fields_that_are_no_law_are_refused(fields):
     with pytest.raises(InvalidParameter):
         law_from(fields)
+
+
+def test_hardly_any_noise_under_an_l2_bound_is_refused_before_large_arrays_are_made():
+    terms = Terms(
+        dimension=2, sensitivity=Sensitivity(linf=1.0, l2=0.5755), sampling=Sampling(scheme=Scheme.POISSON, rate=0.2)
+    )
+    tally = Accountant().compose(Release(mechanism=Mechanism.of(levels=2, noise=Geometric(1e-9)), terms=terms))
+    with pytest.raises(AccountingError, match="reveals too much"):
+        tally.epsilon(1e-5)
+    assert tally.delta(1.0) > 0.1
 
 
 def test_a_mechanism_cannot_state_other_noise_than_its_law_has():

@@ -283,7 +283,7 @@ def _check_parameter(law: NoiseLaw, name: str, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise InvalidParameter(f"{name} must be a number from {low} to {high}")
     if not low <= value <= high:
-        raise InvalidParameter(f"{name} must be from {low} to {high}, got {float(min(value, 1e300))}")
+        raise InvalidParameter(f"{name} must be from {low} to {high}, got {float(max(-1e300, min(value, 1e300)))}")
     object.__setattr__(law, name, float(value))
     _check_span(law)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import AccountingError
-from bqsgd._src.events import OutsideEvent
 from bqsgd._src.privacy._pairs import MASS_TOLERANCE, Atoms, Floats
 from bqsgd._src.release import Relation, Spent
 
@@ -21,20 +21,26 @@ _MOST_EXCESS = 1e-6
 _LEAST_LOSS = -600.0
 
 
-def dp_event_of(event: OutsideEvent) -> Any:
-    """The DpEvent that the text describes."""
+def _dp_event(fields: dict[str, Any]) -> Any:
+    """The DpEvent with these fields, which are not those of a composed one."""
     from dp_accounting import dp_event  # imported here: it takes a second, and most processes never need it
 
-    def made(fields: dict[str, Any]) -> Any:
-        cls = getattr(dp_event, fields["event"])  # one of the names that OutsideEvent allows
-        values = {name: value for name, value in fields.items() if name not in ("event", "event_of", "events")}
-        if "event_of" in fields:
-            values["event"] = made(fields["event_of"])
-        if "events" in fields:
-            values["events"] = [made(one) for one in fields["events"]]
-        return cls(**values)
+    cls = getattr(dp_event, fields["event"])  # one of the names that OutsideEvent allows
+    values = {name: value for name, value in fields.items() if name not in ("event", "event_of")}
+    if "event_of" in fields:
+        values["event"] = _dp_event(fields["event_of"])
+    return cls(**values)
 
-    return made(event.fields)
+
+def _parts(fields: dict[str, Any], times: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """The events that a composed one consists of, none of them composed, and how often each happens."""
+    if fields["event"] == "SelfComposedDpEvent":
+        yield from _parts(fields["event_of"], times * fields["count"])
+    elif fields["event"] == "ComposedDpEvent":
+        for one in fields["events"]:
+            yield from _parts(one, times)
+    else:
+        yield fields, times
 
 
 def _loss_distribution(spent: Spent, step: float) -> Any:
@@ -55,10 +61,12 @@ def _loss_distribution(spent: Spent, step: float) -> Any:
     try:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
             for release, rounds in spent:
-                if release.event is not None:
+                for fields, times in _parts(release.event.fields, rounds) if release.event is not None else ():
                     accountant = PLDAccountant(names[release.terms.sensitivity.relation], step)
-                    accountant.compose(dp_event_of(release.event), rounds)
-                    total = total.compose(accountant._pld)
+                    # Google's accountant counts a randomised response once, however often it happens.
+                    often = 1 if fields["event"] == "RandomizedResponseDpEvent" else times
+                    accountant.compose(_dp_event(fields), often)
+                    total = total.compose(accountant._pld.self_compose(times // often))
     except UnsupportedEventError as error:
         raise AccountingError(f"an outside event cannot be accounted: {str(error)[:200]}") from error
     except (ArithmeticError, IndexError, MemoryError, ValueError) as error:

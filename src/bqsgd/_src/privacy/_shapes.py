@@ -40,6 +40,8 @@ SMOOTHINGS = (0.004, 0.01)
 """Log-variances of Y in step 4, in units of mu^2: smoothing lets the sum over the line end early. The best is taken."""
 CURVE_STEP, CURVE_END = 0.02, 24.0
 """The grid of the curve in log z, in units of mu: its step, and how far it extends beyond mu / 2."""
+LARGEST_LOG_Z = 709.0
+"""Where the curve may end at most: mu is then some 20.7."""
 COORDINATE_STEP, MOST_ATOMS = 0.05, 600
 """A coordinate with more atoms than this is put on a grid of losses with this step, in standard deviations."""
 EPSILON = 2.0**-52
@@ -271,7 +273,8 @@ def _heights(line: _Line, log_z: Floats, turns: Complexes, smoothing: float) -> 
     weight = np.where(np.arange(s.size) == 0, 1.0, 2.0) * step / (2 * np.pi) / (s * (s - 1))
     weight = weight * np.exp(smoothing * s * (s - 1) / 2)
     remainder = float(np.abs(weight) @ (np.where(near, by_expansion, by_size) + line.rounding))
-    remainder += math.exp(smoothing * (a * (a - 1) - end**2) / 2) / (math.pi * end)  # beyond the end of the line
+    # Beyond the end of the line. NumPy's exp, because it may overflow: the line is then passed over.
+    remainder += float(np.exp(smoothing * (a * (a - 1) - end**2) / 2)) / (math.pi * end)
     main = weight[near] * np.exp(centre[near] - scale)
     linear = (turns[:, near] @ (main * (1 + away[:, near])).T).real.max(axis=1)
     result: Floats = np.exp(scale + (1 - a) * log_z) * (linear + remainder)
@@ -326,9 +329,12 @@ def shaped_pair(noise: NoiseLaw, largest: float, length: float, dimension: int) 
     variance = noise.variance
     corners = _corners(noise, largest, length, dimension)
     mu = math.sqrt(corners.spent / variance)
+    step, points = CURVE_STEP * mu, math.ceil((mu / 2 + CURVE_END) / CURVE_STEP)
+    # Checked before arrays of this size are made. Beyond, z itself is larger than a float.
+    if step * points > LARGEST_LOG_Z:
+        raise AccountingError(f"a shift of {mu:.3g} standard deviations reveals too much for the L2 route")
     t = np.arange(0.0, LINE_END, LINE_STEP) / mu
-    step = CURVE_STEP * mu
-    log_z: Floats = step * np.arange(math.ceil((mu / 2 + CURVE_END) / CURVE_STEP), dtype=np.float64)
+    log_z: Floats = step * np.arange(points, dtype=np.float64)
     turns = np.exp(-1j * np.outer(log_z, t))
     heights = np.ones(log_z.size)
     orders = 1 + TILTS / mu
