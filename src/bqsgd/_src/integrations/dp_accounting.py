@@ -91,10 +91,13 @@ class PLDAccountant(pld_privacy_accountant.PLDAccountant):  # type: ignore[misc]
     def _maybe_compose(self, event: dp_event.DpEvent, count: int, do_compose: bool) -> Any:
         if isinstance(event, dp_event.RandomizedResponseDpEvent) and do_compose and count > 1:
             # Google's accountant counts it once, however often it happens.
-            before, self._pld = self._pld, google.identity(self._value_discretization_interval)
-            error = super()._maybe_compose(event, 1, do_compose)
-            self._pld = before.compose(self._pld.self_compose(count))
-            return error
+            alone = pld_privacy_accountant.PLDAccountant(
+                self._neighboring_relation, self._value_discretization_interval
+            )
+            alone.compose(event)
+            total = getattr(self, "_pld")  # noqa: B009  # typed nowhere, so an attribute access has no type
+            self._pld = total.compose(alone._pld.self_compose(count))
+            return None
         if not isinstance(event, ReleaseDpEvent):
             return super()._maybe_compose(event, count, do_compose)
         terms = event.release.terms
