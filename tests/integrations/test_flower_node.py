@@ -4,7 +4,7 @@ from copy import copy
 
 import pytest
 from flower_cases import GATE, SECRET, app_of, run, spent, two_nodes
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, RecordDict
 
 import bqsgd
 from bqsgd._src.integrations.flower_node import gate_of, gated, gated_supernode
@@ -44,6 +44,22 @@ def test_an_app_without_the_mod_answers_behind_the_nodes_gate(nodes, mods):
         assert sorted(reply.content) == FORM
         assert reply.content["metrics"]["num-examples"] == 1
     assert [rounds for rounds, _ in spent(nodes)] == [1, 1]
+
+
+def test_an_app_that_changes_the_nodes_configuration_changes_nothing(nodes):
+    """Flower keeps the context that an app has written to, and gives it to the app's next round."""
+
+    def forgetting(message, context, call_next):
+        assert context.node_config["gate-study"] == GATE["study"]
+        context.node_config.clear()
+        context.state = RecordDict({"kept": ConfigRecord({"rounds": len(context.state) + 1})})
+        return call_next(message, context)
+
+    grid, _ = run(behind(app_of(forgetting)), nodes, 2)
+    assert [rounds for rounds, _ in spent(nodes)] == [2, 2]
+    for context, node in zip(grid.contexts.values(), nodes, strict=True):
+        assert context.node_config == node
+        assert context.state["kept"]["rounds"] == 2
 
 
 def test_the_apps_own_gate_inside_the_nodes_is_counted_too(nodes):

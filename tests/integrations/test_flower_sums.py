@@ -173,8 +173,9 @@ def test_a_server_that_begins_again_must_go_on_after_the_last_round(nodes, keys,
     assert result.train_metrics_clientapp is not None
 
 
-def test_a_node_cannot_take_the_place_of_another(nodes, keys, caplog, tmp_path):
-    """Node 4 says that it is client 0. Its ledger may count its vector, and no sum has it."""
+def test_a_node_cannot_take_the_place_of_another(nodes, keys, caplog, tmp_path, monkeypatch):
+    """Node 4 says that it is client 0, after node 0. Its ledger may count its vector, and no sum has it."""
+    monkeypatch.setattr("random.sample", lambda nodes, count: sorted(nodes)[:count])  # Flower asks in a random order
     stranger = nodes[0] | {"ledger-folder": str(tmp_path / "stranger"), "identity": str(identity_path(keys.parent, 1))}
     _, result = run([*nodes, stranger], keys)
     assert "says that it is client 0, which it cannot be" in caplog.text

@@ -1,5 +1,7 @@
 """The gate on updates: counted first, then made; whatever the training does, a frame leaves or nothing does."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,25 @@ def test_the_spend_is_in_the_ledger_before_the_update_is_made(gate, tmp_path):
     seen = []
     gate().send(lambda: seen.append(counted(tmp_path)) or np.zeros(D), dimension=D)
     assert seen == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_the_training_has_forked_sends_nothing(gate):
+    """It would send the same update with noise of its own, and only one of the two was counted."""
+    children = []
+
+    def forks():
+        children.append(os.fork())
+        return np.zeros(D)
+
+    try:
+        gate().send(forks, dimension=D)
+    except bqsgd.LedgerError:
+        os._exit(17 if children == [0] else 1)
+    finally:
+        if children == [0]:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 17
 
 
 def test_what_leaves_is_unbiased_and_its_noise_is_the_planned_one(gate):

@@ -80,6 +80,9 @@ class Sender:
 
     def encode(self, mean: Values, mechanism: Mechanism, outlet: Outlet, *, round: int) -> bytearray:
         """What may leave: the mean as codes with the noise of that round."""
+        # A process that was forked while the values were made would send a second message for the one that was counted.
+        if self.spending.ledger is not None:
+            self.spending.ledger.check_process()
         rng = self.sources.at(Purpose.NOISE, round)
         # A Poisson batch can be larger than the public batch size, and its mean then larger than the range. The clamp
         # is 1-Lipschitz, so the sensitivity that the accountant was given still holds.

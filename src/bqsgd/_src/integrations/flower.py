@@ -124,9 +124,15 @@ class PrivateUpdates(_Gate):
     ) -> Callable[[], npt.NDArray[np.float64]]:
         """What lets the app train, and returns what it has changed in the model."""
         start = flat_of(before)  # a copy: the app could change the message
+        # Another: Flower keeps the context for later rounds, and the node's configuration sets its gate and its limits.
+        held = copy(context)
+        held.node_config = dict(context.node_config)
 
         def update() -> npt.NDArray[np.float64]:
-            after = arrays_of(call_next(message, context))
+            try:
+                after = arrays_of(call_next(message, held))
+            finally:
+                context.state = held.state
             return flat_of({name: after[name] for name in before}) - start
 
         return update
