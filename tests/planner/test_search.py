@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bqsgd._src.errors import Infeasible
 from bqsgd._src.mechanism.coarsening import noise_to_signal
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.params import Coarsening, Mechanism
+from bqsgd._src.planner import search
 from bqsgd._src.planner.plan import Budget, Plan
 from bqsgd._src.planner.search import (
+    LEAST_L2_TRIALS,
     TooFewBits,
     coarsened,
     largest_reach,
@@ -23,7 +27,7 @@ from bqsgd._src.planner.search import (
     total_shift,
 )
 from bqsgd._src.privacy.accountant import Accountant
-from bqsgd._src.release import Release, Terms
+from bqsgd._src.release import Relation, Release, Sampling, Scheme, Sensitivity, Terms
 
 CLIENT = {"batch_size": 64, "dataset_size": 1000}
 WIDE = Terms.of_batch(dimension=4000, **CLIENT)
@@ -125,6 +129,44 @@ def test_few_bits_keep_the_epsilon_of_more_and_cost_only_error(bits):
     assert plan.guarantee.epsilon == epsilon(fine, 500, 1e-5) <= 2.0
     cost = noise_to_signal(plan.mechanism) / noise_to_signal(fine)
     assert 1 <= cost < {2: 2.0, 3: 1.3, 4: 1.1, 6: 1.01}[bits]
+
+
+class Gaussians:
+    """In the accountant's place, which takes seconds: about what Gaussian noise would cost."""
+
+    def compose(self, release, rounds):
+        shift = 2 * release.terms.shift_l2(release.mechanism.levels) / math.sqrt(release.mechanism.trials)
+        self.mu = release.terms.sampling.rate * math.sqrt(rounds * math.expm1(min(shift**2, 600)))
+        return self
+
+    def epsilon(self, delta):
+        return self.mu**2 / 2 + self.mu * math.sqrt(2 * math.log(1 / delta))
+
+
+def test_no_plan_under_an_l2_bound_has_few_trials(monkeypatch):
+    """Epsilon is stated up to 83 % too large there. Loose budgets and wide ranges would lead to few trials."""
+    monkeypatch.setattr(search, "Accountant", Gaussians)
+    rng, coarse = np.random.default_rng(35), 0
+    for _ in range(60):
+        bits, epsilon, l2 = int(rng.integers(2, 15)), 10 ** rng.uniform(-0.5, 1.5), 10 ** rng.uniform(-4, -0.3)
+        terms = Terms(
+            dimension=100,
+            sensitivity=Sensitivity(linf=l2 / rng.uniform(1, 9), l2=l2, relation=Relation.ADD_REMOVE),
+            sampling=Sampling(scheme=Scheme.POISSON, rate=rng.uniform(0.01, 1.0)),
+        )
+        budget = Budget(bits=bits, epsilon=epsilon, delta=1e-5)
+        mechanism = least_error_mechanism(budget, terms, rounds=int(rng.integers(1, 300)))
+        assert mechanism.trials >= LEAST_L2_TRIALS
+        assert mechanism.code_count <= 2**bits
+        coarse += bits >= 8 and mechanism.coarsening is not None
+    assert coarse >= 5, "too few levels would be left beside so many trials"
+
+
+def test_few_trials_under_an_l2_bound_prove_nothing_to_the_planner():
+    terms = replace(WIDE, sensitivity=Sensitivity(linf=0.001, l2=0.002, relation=Relation.ADD_REMOVE))
+    proven, _ = search.epsilon_figures(1e-5, terms, rounds=1)
+    assert proven(1, LEAST_L2_TRIALS - 1) == math.inf
+    assert proven(1, LEAST_L2_TRIALS) < 1
 
 
 @pytest.mark.parametrize(("levels", "trials"), [(1, 61), (5, 90), (20, 100)])
