@@ -149,6 +149,13 @@ def test_what_was_made_elsewhere_is_never_sent_and_gives_no_lower_bound():
         {"event": "GaussianDpEvent"},
         {"event": "GaussianDpEvent", "noise_multiplier": 0.0},
         {"event": "GaussianDpEvent", "noise_multiplier": 1e-6},
+        {"event": "GaussianDpEvent", "noise_multiplier": 1e-200},
+        {
+            "event": "MixtureOfGaussiansDpEvent",
+            "sensitivities": [1e308],
+            "sampling_probs": [1],
+            "standard_deviation": 5e-324,
+        },
         {"event": "GaussianDpEvent", "noise_multiplier": "1"},
         {"event": "GaussianDpEvent", "noise_multiplier": 1.0, "more": 1},
         {"event": "LaplaceDpEvent", "noise_multiplier": True},

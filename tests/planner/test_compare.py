@@ -11,7 +11,7 @@ import pytest
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.laws import Binomial, DiscreteGaussian, Geometric, Skellam
 from bqsgd._src.ledger import PrivacyBudget
-from bqsgd._src.planner.compare import LAWS, compare
+from bqsgd._src.planner.compare import LAWS, compare, parameter_text
 from bqsgd._src.privacy import published
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.published import IntegerNorms
@@ -88,3 +88,8 @@ def test_the_command_prints_a_line_for_each_law(capsys):
     assert fields["laws"]["skellam"]["guarantee"]["epsilon"] <= 2
     assert app.main(["compare", "mechanisms", *options, "--sampling", "none"]) == 0
     assert "proven epsilon" in capsys.readouterr().out
+
+
+def test_a_parameter_that_people_copy_never_stands_for_less_noise():
+    assert parameter_text(DiscreteGaussian(2.1234512)) == "sigma 2.12346"
+    assert parameter_text(Binomial(1048571)) == "trials 1048571"

@@ -120,7 +120,7 @@ def _checked(fields: object, *, depth: int, count: int) -> dict[str, Any]:
         deviation = check_positive("standard_deviation", given["standard_deviation"])
         if abs(math.fsum(chances) - 1) > 1e-9:
             raise InvalidParameter("sampling_probs must add up to 1")
-        _check_loss("GaussianDpEvent", {"noise_multiplier": deviation / max(*moves, 1e-9 * deviation)}, count)
+        _check_loss(name, {"spread": max(moves) / deviation}, count)
         return {"event": name, "sensitivities": moves, "sampling_probs": chances, "standard_deviation": deviation}
     known = [*_NUMBERS, "MixtureOfGaussiansDpEvent", "SelfComposedDpEvent", "ComposedDpEvent", "PoissonSampledDpEvent"]
     raise InvalidParameter(f"unknown event {short_repr(name)}; known are {', '.join(known)}")
@@ -138,9 +138,9 @@ def _check_loss(name: str, numbers: Mapping[str, Any], count: int) -> None:
     loss = 0.0
     if numbers.get("sampling_probability", 0.5) > 1:
         raise InvalidParameter("sampling_probability must be at most 1")
-    if name in ("GaussianDpEvent", "TruncatedSubsampledGaussianDpEvent"):
-        mu = math.sqrt(count) / numbers["noise_multiplier"]
-        loss = mu**2 / 2 + 10 * mu
+    if "Gaussian" in name:
+        mu = math.sqrt(count) * (numbers["spread"] if "spread" in numbers else 1 / numbers["noise_multiplier"])
+        loss = mu * mu / 2 + 10 * mu  # a product may be infinite, where a power would raise an error of its own
     elif name == "LaplaceDpEvent":
         loss = count / numbers["noise_multiplier"]
     elif name == "DiscreteLaplaceDpEvent":

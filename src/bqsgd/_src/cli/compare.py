@@ -81,13 +81,13 @@ def mechanisms(
 
 
 def _line(row: Compared | None) -> str:
+    from bqsgd._src.planner.compare import parameter_text
     from bqsgd._src.privacy.guarantee import rounded_up
 
     if row is None:
         return "has no room in these bits"
-    parameter = ", ".join(f"{name} {value:.6g}" for name, value in row.law.to_dict().items() if name != "kind")
     return (
-        f"error {row.error:.4g}, {row.entropy:.3g} bits for an ideal coder; {parameter}, levels "
+        f"error {row.error:.4g}, {row.entropy:.3g} bits for an ideal coder; {parameter_text(row.law)}, levels "
         f"{row.mechanism.levels}; proven epsilon {row.guarantee.epsilon_text} at delta {row.guarantee.delta:g} "
         f"({row.guarantee.method}), by its own papers {rounded_up(row.published)}"
     )

@@ -23,7 +23,7 @@ from bqsgd._src.params import MAX_LEVELS, Mechanism, check_int
 from bqsgd._src.planner.search import LEAST_FINE_BITS, check_time, coarsened, shift_per_round
 from bqsgd._src.privacy import published
 from bqsgd._src.privacy.accountant import Accountant
-from bqsgd._src.privacy.guarantee import Guarantee
+from bqsgd._src.privacy.guarantee import Guarantee, rounded_up
 from bqsgd._src.release import Release, Terms
 
 _MOST_FINE_BITS = 12
@@ -44,6 +44,12 @@ LAWS: dict[str, Callable[[float], NoiseLaw]] = {
     "geometric": _geometric,
 }
 """Name -> the law with so large a variance."""
+
+
+def parameter_text(law: NoiseLaw) -> str:
+    """The parameter of a law as people should read it: whoever copies it must not add less noise than is proven."""
+    values = {name: value for name, value in law.to_dict().items() if name != "kind"}
+    return ", ".join(f"{name} {x if isinstance(x, int) else rounded_up(x, 6)}" for name, x in values.items())
 
 
 @dataclass(frozen=True, kw_only=True)

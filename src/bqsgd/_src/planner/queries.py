@@ -15,7 +15,7 @@ from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.laws import MAX_TRIALS, NoiseLaw
 from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.params import check_int, short_repr
-from bqsgd._src.planner.compare import LAWS, least_noise
+from bqsgd._src.planner.compare import LAWS, least_noise, parameter_text
 from bqsgd._src.planner.search import shift_per_round
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee, as_given
@@ -68,9 +68,8 @@ class QueryAnswer:
         unit = "the bound" if self.query is Query.SUM else "one record"
         lines = {}
         for row in self.laws:
-            shown = ", ".join(f"{key} {value:.6g}" for key, value in row.law.to_dict().items() if key != "kind")
             lines[row.name] = (
-                f"{shown}: error {row.error:.4g} (standard deviation, times {unit}); proven epsilon "
+                f"{parameter_text(row.law)}: error {row.error:.4g} (standard deviation, times {unit}); proven epsilon "
                 f"{row.guarantee.epsilon_text} at delta {row.guarantee.delta:g} ({row.guarantee.method})"
             )
         trials = f"more than {MAX_TRIALS}" if self.cpsgd_trials is None else str(self.cpsgd_trials)

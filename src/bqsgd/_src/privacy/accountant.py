@@ -201,7 +201,7 @@ def _best(spent: Spent, delta: float, hopeless: bool) -> tuple[float, str, float
         epsilon, method, floor = _least(spent, delta - charge, hopeless)
         if epsilon <= tried or charge == 0:
             # At `tried` the loss takes at most delta - charge and the cut laws the charge: delta in all.
-            return max(epsilon, tried), method, floor + charge
+            return max(epsilon, tried), method, min(1.0, floor + charge)
         tried = epsilon * (1 + 1e-6)  # slightly more, so that rounding cannot keep the iteration going
     return math.inf, METHOD_LINF, min(1.0, _sum_charge(spent, 0.0))
 
