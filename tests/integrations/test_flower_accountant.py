@@ -109,6 +109,9 @@ def test_what_it_says_is_never_less_than_what_the_sites_state():
     assert not held.would_exceed(max_epsilon=1.5), "the other site declines by itself"
     assert held.would_exceed(max_epsilon=1.4)
     assert held.would_exceed(count=2)
+    held.note(3, Statement(epsilon=0.1, delta=1e-2, following=0.2))
+    assert held.would_exceed(max_epsilon=100.0), "what a site states at a larger delta says nothing about the limit"
+    assert not held.would_exceed(), "without a limit only the sites' own count"
     other = accountant()
     other.load_state_dict(held.state_dict())
     assert other.get_privacy_spent() == held.get_privacy_spent()

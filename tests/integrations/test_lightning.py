@@ -150,6 +150,33 @@ def test_a_checkpoint_continues_where_it_was_saved(parts, tmp_path):
         parts()[0].fit(Net(), loader(), ckpt_path=tmp_path / "plain.ckpt")
 
 
+class Annealed(Net):
+    """Reads the epoch where Lightning would say 0 in every epoch, or as an attribute."""
+
+    def __init__(self, *, by_trainer):
+        super().__init__()
+        self.by_trainer, self.factor, self.sizes = by_trainer, 1.0, []
+
+    def on_train_epoch_start(self):
+        self.factor = float(self.current_epoch == 1)
+
+    def training_step(self, batch, batch_idx):
+        factor = self.current_epoch if self.by_trainer else self.factor
+        return super().training_step(batch, batch_idx)["loss"] * factor
+
+    def on_before_optimizer_step(self, optimizer):
+        self.sizes.append(float(self.layer.weight.grad.norm()))
+
+
+def test_what_changes_from_epoch_to_epoch_is_an_attribute(parts):
+    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip_norm": 10.0}
+    with pytest.raises(bqsgd.InvalidParameter, match=r"'current_epoch'.*set an attribute"):
+        parts(privacy=loose)[0].fit(Annealed(by_trainer=True), loader(32))
+    module = Annealed(by_trainer=False)
+    parts(privacy=loose)[0].fit(module, loader(32))
+    assert module.sizes[0] == 0 < module.sizes[1]
+
+
 class TwoOptimizers(Net):
     def configure_optimizers(self):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]

@@ -114,12 +114,15 @@ class SiteAccountant:
 
         A site without room declines by itself, so it does not exceed anything. More rounds than one cannot be told.
         """
-        following = [each.following for each in self._statements.values()]
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
-        if not following:
+        if not self._statements:
             return False
-        willing = [epsilon for epsilon in following if epsilon < math.inf]
-        return count > 1 or not willing or (limit is not None and max(willing) > limit)
+        willing = [each for each in self._statements.values() if each.following < math.inf]
+        # An epsilon at a larger delta than the target says nothing about the limit, which is for the target.
+        beyond = limit is not None and any(
+            each.following > limit or each.delta > self._config.target_delta for each in willing
+        )
+        return count > 1 or not willing or beyond
 
     def state_dict(self) -> dict[str, object]:
         """For a checkpoint of the server."""

@@ -151,11 +151,21 @@ def _loss_of_one(model: nn.Module, batch: Any) -> tuple[Tensor, None]:
     return (found["loss"] if isinstance(found, Mapping) else found).reshape(1), None
 
 
+class _NoTrainer:
+    """In the place of the Trainer: the copy has none, and Lightning would say that every epoch and step is number 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidParameter(
+            f"training_step asks the Trainer for {name!r}, and in private training it runs on a copy that has no "
+            "Trainer: set an attribute of the module before it, for example in on_train_epoch_start, and read that"
+        )
+
+
 @contextmanager
 def _logging_nothing(model: nn.Module) -> Iterator[None]:
-    own, names = vars(model), ("log", "log_dict")
+    own, names = vars(model), ("log", "log_dict", "_trainer")
     before: dict[str, Any] = {name: own[name] for name in names if name in own}
-    own.update(dict.fromkeys(names, lambda *_, **__: None))
+    own.update(dict.fromkeys(names, lambda *_, **__: None) | {"_trainer": _NoTrainer()})
     try:
         yield
     finally:
