@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import bqsgd
-from bqsgd._src.laws import DiscreteGaussian
+from bqsgd._src.laws import DiscreteGaussian, Geometric, Sum
 from bqsgd._src.params import Coarsening
 from bqsgd._src.secure.graph import thresholds
 from bqsgd._src.wire.frame import read_frame
@@ -158,6 +158,12 @@ def test_a_sum_counts_the_noise_that_its_clients_add(gate, mechanism):
     """They add binomial parts, so a ledger that counted another law would count noise that nobody added."""
     with pytest.raises(bqsgd.InvalidParameter, match="binomial"):
         gate(mechanism=mechanism, rule=thresholds(clients=4, dropouts=0, colluders=0))
+
+
+def test_a_law_that_no_frame_carries_is_refused_before_there_is_a_ledger(gate, tmp_path):
+    with pytest.raises(bqsgd.InvalidParameter, match="cannot carry"):
+        gate(mechanism=bqsgd.Mechanism.of(levels=2, noise=Sum(Geometric(0.5), 3)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_mechanism_that_was_given_is_the_studys_and_the_ledger_still_ends_it(gate, tmp_path):

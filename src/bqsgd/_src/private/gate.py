@@ -92,6 +92,8 @@ class UpdateGate(Closing):
         if rule is not None and mechanism not in (None, plain_of(mechanism)):
             raise InvalidParameter("the clients of a secure sum add binomial noise: give levels and trials alone")
         self._mechanism = mechanism
+        if mechanism is not None and mechanism.noise is not None:
+            mechanism.noise.to_bytes()  # raises if no frame can carry this law, before anything is spent
         self._clip, self._rounds, self._rule = L2(norm=clip_norm), check_int("rounds", rounds, 1, 2**40), rule
         self._budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
         self._ledger = opened_ledger(ledger, self._budget.privacy)

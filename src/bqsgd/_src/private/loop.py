@@ -232,6 +232,8 @@ class Private:
         self.model, self.optimizer, self.loader, self.budget = model, optimizer, loader, budget
         self._objective, self._peers, self._sources = objective, peers, sources
         self._clip_norm, self._range, self._mechanism, self._secure = clip_norm, range, mechanism, secure
+        if mechanism is not None and mechanism.noise is not None:
+            mechanism.noise.to_bytes()  # raises if no frame can carry this law, before anything is spent
         self._force = force
         self._parameters = trainable(model)
         self._shapes = [parameter.shape for parameter in self._parameters]
