@@ -191,6 +191,20 @@ def test_planned_once_and_the_budget_is_the_clients_own(task, settings, tmp_path
     assert made.spent() == dict.fromkeys(range(4), 3)
 
 
+def test_a_name_that_was_used_before_is_said_on_both_sides(federation, caplog):
+    # Noise is given, so that nothing is planned; one round fits into this budget, and not two.
+    options = {"allow-no-privacy": False, "epsilon": 10.0}
+    made = federation(options=options, run="autumn", rounds=1, seed="", epsilon=1.0)
+    assert made.serve(force=True).steps == 1
+    with caplog.at_level(logging.WARNING):
+        again = made.serve(force=True)
+    # The node would allow more, but the budget of a run of that name is spent: its end would look untrained.
+    assert again.steps == 0
+    assert made.spent() == dict.fromkeys(range(4), 1)
+    assert "of a run named 'autumn'. The round counts again" in caplog.text
+    assert "Give the run a name of its own" in again.out_of_budget
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "reason"),
     [
