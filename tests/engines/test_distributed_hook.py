@@ -36,6 +36,7 @@ def found(made_once, tmp_path_factory):
     return made_once("hook", run)
 
 
+@pytest.mark.slow
 def test_without_per_sample_clipping_it_compresses_and_says_once_that_it_guarantees_nothing(found):
     for rank in found:
         assert rank["compresses"]["warnings"] == 1

@@ -171,6 +171,7 @@ def test_least_squares_leads_to_the_model_of_one_process(task, settings, tmp_pat
     assert made.spent() == dict.fromkeys(range(4), 1)
 
 
+@pytest.mark.slow
 def test_the_order_of_nodes_changes_no_bit(federation, tmp_path):
     first = federation().serve()
     second = federation(nodes=[3, 1, 0, 2]).serve()
@@ -410,6 +411,7 @@ def test_a_server_continues_from_its_checkpoint(task, settings, federation, tmp_
     np.testing.assert_array_equal(done.server.model, run.server.model)
 
 
+@pytest.mark.slow
 def test_unseeded_rounds_made_again_are_counted_again(federation, tmp_path):
     class Cut(Exception):
         pass

@@ -39,6 +39,7 @@ def test_it_has_every_member_of_flowers_protocol_with_its_arguments():
             assert list(inspect.signature(ours).parameters) == list(inspect.signature(member).parameters)
 
 
+@pytest.mark.slow
 def test_the_run_ends_before_the_round_that_would_exceed_the_servers_limit(nodes):
     """The first update of two costs about two thirds of the study's 50."""
     held = accountant(max_epsilon=40.0)

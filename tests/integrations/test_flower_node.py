@@ -78,6 +78,7 @@ def test_an_app_that_fails_while_it_is_imported_is_an_update_of_zeros(nodes):
     assert [rounds for rounds, _ in spent(nodes)] == [1, 1]
 
 
+@pytest.mark.slow
 def test_evaluation_and_the_rounds_after_the_last_are_declined(nodes):
     replies = seen(behind(app_of()), [node | {"gate-rounds": 1} for node in nodes], 2, evaluated=1.0)
     assert [reply.has_error() for reply in replies] == [False, False] + [True] * 6

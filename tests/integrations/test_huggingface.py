@@ -101,6 +101,7 @@ def test_the_gradient_is_the_mean_of_the_clipped_gradients_of_the_trainers_own_l
     assert got == pytest.approx(made.model.classifier.weight.grad, abs=2e-3 + 1e-3 * 2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_where_it_was_saved(trainer, tmp_path):
     first = trainer(save_strategy="steps", save_steps=2, max_steps=3, privacy={"reserve": 1})
     first.train()
