@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bqsgd._src.cli import train
 from bqsgd._src.cli.app import main
 from bqsgd._src.data._sources import SourceFailed
 from bqsgd._src.ledger import Ledger
@@ -192,6 +193,20 @@ def test_the_demo_trains_and_reports(capsys):
     for part in ("accuracy", "epsilon", "at delta 1e-05", "add/remove one sample", "than float32", "report.html"):
         assert part in shown
     assert main(["demo", "--dataset", "fashion-mnist"]) == 2
+
+
+def test_the_demo_says_first_how_long_it_takes_as_was_measured(capsys, monkeypatch):
+    measured = json.loads((ROOT / "benchmarks/results/first_use.json").read_text())["cpu_seconds"]
+    monkeypatch.setattr(train, "_train_here", lambda request: None)
+    for dataset in ("mnist", "digits"):
+        assert main(["demo", "--dataset", dataset]) == 0
+        said = capsys.readouterr().err
+        seconds = measured[f"bqsgd demo --dataset {dataset}"]
+        assert f"takes about {seconds['second']:.0f} CPU seconds, {seconds['first']:.0f} the first" in said
+    figures = measured["make_private and a step, convolutions"]
+    page = " ".join((ROOT / "docs/persample.md").read_text().split())
+    imports = measured["imports alone"]["second"]
+    assert f"{figures['first']} CPU seconds, a second process's {figures['second']}, {imports} of them imports" in page
 
 
 def test_own_model_example_is_short_and_learns(somewhere, capsys, monkeypatch):

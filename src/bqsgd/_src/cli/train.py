@@ -37,6 +37,9 @@ _DEMO: dict[str, tuple[str | None, dict[str, Any]]] = {
     "digits": (None, {"rounds": 60, "epsilon": 8.0, "evaluate_every": 10, "reserve_rounds": 60}),
 }
 """Preset and settings per data set. `digits` has few samples, so a model needs a larger epsilon to learn from them."""
+_FIRST = {"mnist": "computes features and compiles loops", "digits": "compiles loops"}
+DEMO_SECONDS = {"mnist": (94, 49), "digits": (14, 8)}
+"""CPU seconds of a demo, the first time and later (benchmarks/results/first_use.json)."""
 
 
 class SettingsCommand(typer.core.TyperCommand):
@@ -179,9 +182,10 @@ def demo(
 ) -> None:
     """Train on MNIST over four clients with a proven guarantee, and write a report.
 
-    The model is linear on fixed wavelet features, which take half a minute to
-    compute the first time. Noise comes from the operating system. The server
-    sees every client's messages and is not trusted.
+    The model is linear on fixed wavelet features, which are computed the first
+    time. The demo first says how long it will take. Noise comes from the
+    operating system. The server sees every client's messages and is not
+    trusted.
     """
     from bqsgd._src.tasks.resolve import available_dataset
 
@@ -190,6 +194,13 @@ def demo(
         raise InvalidParameter(f"the demo trains on {' or '.join(_DEMO)}, got {dataset!r}; for others use bqsgd train")
     preset, settings = _DEMO[dataset]
     options = {"dataset": dataset} | settings | ({} if rounds is None else {"rounds": rounds})
+    if rounds is None:
+        first, later = DEMO_SECONDS[dataset]
+        print(
+            f"the demo on {dataset} takes about {later} CPU seconds, {first} the first time, when it {_FIRST[dataset]}",
+            file=sys.stderr,
+            flush=True,
+        )
     _train_here(_Request(options=options, preset=preset, out=out, json=json))
 
 
