@@ -90,7 +90,7 @@ def base():
             nn.functional.cross_entropy(logits.flatten(0, 1), targets[rows].flatten()).backward()
             optimizer.step()
         print(f"public training, epoch {epoch + 1} of 3")
-    model.zero_grad()  # of the public training, of which nothing is left for the private one
+    model.zero_grad()  # nothing of the public training may be left for the private one
     torch.save(model.state_dict(), path)
     return model
 

@@ -1,4 +1,4 @@
-"""The model of the job, and its data: scikit-learn's digits, of which every site has a part."""
+"""The model of the job, and its data: scikit-learn's digits, shared out over the sites."""
 
 import torch
 from sklearn.datasets import load_digits

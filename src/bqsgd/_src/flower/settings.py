@@ -260,12 +260,12 @@ def check_overrides(app: Path, run_config: str) -> None:
         raise InvalidParameter(
             f"{app} and {run_config!r} cannot be read as a Flower app and settings: {error}"
         ) from error
-    # Flower passes over what is no key=value, and the run would keep the app's own epsilon.
+    # Flower ignores words that are not key=value, and the run would keep the app's own epsilon.
     passed_over = " ".join(re.sub(r"""\S+?=('[^']*'|"[^"]*"|\S+)""", " ", run_config).split())
     if passed_over and not run_config.endswith(".toml"):
         raise InvalidParameter(
             f"--run-config must be key=value pairs without blanks around '=', such as 'rounds=20 epsilon=2.0'; "
-            f"{short_repr(passed_over)} is none"
+            f"Flower would ignore {short_repr(passed_over)}"
         )
     for key in overrides:
         if key not in configuration:
