@@ -117,8 +117,32 @@ def test_what_a_closure_leaves_behind_is_looked_at(private, points, named):
     assert torch.equal(made.model.weight, before)
     made.optimizer.zero_grad()
     made.backward(next(iter(made.loader)))
-    assert step(lambda: 7.0) == 7.0
+    assert step(lambda: 7.0) is None
     assert not torch.equal(made.model.weight, before)
+
+
+class StepsByTheLoss(torch.optim.SGD):
+    """As LBFGS does, which takes the loss of the closure to choose its step."""
+
+    def step(self, closure):
+        self.seen = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= parameter.grad
+
+
+def test_an_optimizer_does_not_see_the_loss_that_a_closure_returns(private):
+    model = nn.Linear(4, 2)
+    made = private(model, optimizer=StepsByTheLoss(model.parameters(), lr=0.1))
+    batch = next(iter(made.loader))
+
+    def closure():
+        made.backward(batch)
+        return LOSS(model(torch.ones(3, 4)), torch.zeros(3, dtype=torch.long)).mean()
+
+    made.optimizer.step(closure)
+    assert grads(model).any()
+    assert made.optimizer.seen is None
 
 
 def test_a_closure_that_releases_a_gradient_and_clears_it_is_refused(private):

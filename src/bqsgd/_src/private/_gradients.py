@@ -113,9 +113,10 @@ class _Guard:
             return None
 
         # A closure computes gradients, so they are looked at when it has run. Frameworks pass one in every step.
-        def checked() -> Any:
+        # The optimizer does not get what it returns: LBFGS would choose its step by the loss of the data.
+        def checked() -> None:
             self._released_some = False
-            result = closure()
+            closure()
             self._pass(optimizer)
             if self._released_some and not _any_gradient(optimizer, self._model()):
                 raise InvalidParameter(
@@ -123,7 +124,6 @@ class _Guard:
                     "optimizer.zero_grad() before private.backward(batch). In Lightning, use PrivateTraining of "
                     "bqsgd.integrations.lightning, or manual optimization"
                 )
-            return result
 
         return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": checked})
 
