@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from pathlib import Path
 
 from rich.console import Console
@@ -50,6 +52,16 @@ class File:
     name: str
     sha256: str
     size_bytes: int
+
+
+@cache
+def _lists() -> dict[str, list[tuple[str, str, int]]]:
+    return tomllib.loads(resources.files(__package__).joinpath("files.toml").read_text(encoding="utf-8"))
+
+
+def listed(name: str) -> tuple[File, ...]:
+    """The files that files.toml lists under this name, in its order."""
+    return tuple(File(*row) for row in _lists()[name])
 
 
 Member = Callable[[File, str], bytes]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.data._own_clients import Parts, Rows, of_clients
-from bqsgd._src.data._sources import File
+from bqsgd._src.data._sources import listed
 
-TABLE = (File("randhie.csv", "fe64f3c8e987779daa6052dd756d9ce277e025330f5549126c7c2f6a3c9c5541", 3_700_926),)
+TABLE = listed("rand-hie")
 PRACTICES = {1: 4, 2: 4, 3: 3, 4: 3, 5: 3, 6: 3}
 """Site -> its practices. The i-th is i times as large as the first."""
 _LABEL, _VISITS = "mdvis", 2

@@ -19,7 +19,7 @@ from bqsgd._src.data import _cifar10 as cifar10
 from bqsgd._src.data import _plays as plays
 from bqsgd._src.data import _visits as visits
 from bqsgd._src.data._own_clients import Parts
-from bqsgd._src.data._sources import File, Published, fetched
+from bqsgd._src.data._sources import Published, fetched, listed
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 
 _DIGITS_TEST_SAMPLES = 360
@@ -43,23 +43,9 @@ class CatalogueEntry(Published):
     parse: Callable[[list[bytes]], Parts] | None = None
 
 
-def _files(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[File, ...]:
-    return (
-        File("train-images-idx3-ubyte", train_images, 47_040_016),
-        File("train-labels-idx1-ubyte", train_labels, 60_008),
-        File("t10k-images-idx3-ubyte", test_images, 7_840_016),
-        File("t10k-labels-idx1-ubyte", test_labels, 10_008),
-    )
-
-
 _MNIST = CatalogueEntry(
     name="mnist",
-    files=_files(
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
+    files=listed("mnist"),
     mean=0.1307,
     deviation=0.3081,
     mirrors=("https://storage.googleapis.com/cvdf-datasets/mnist/", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
@@ -67,12 +53,7 @@ _MNIST = CatalogueEntry(
 )
 _FASHION_MNIST = CatalogueEntry(
     name="fashion-mnist",
-    files=_files(
-        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    ),
+    files=listed("fashion-mnist"),
     mean=0.2860,
     deviation=0.3530,
     mirrors=("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",),

