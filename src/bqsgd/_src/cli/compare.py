@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bqsgd._src.cli import _options as options
-from bqsgd._src.cli._options import panel_option
+from bqsgd._src.cli._options import ClientOptions, panel_option, takes
 from bqsgd._src.cli.output import Json, answer
 
 if TYPE_CHECKING:
@@ -22,24 +23,23 @@ def _about() -> None:
     """Compare laws of noise."""
 
 
-@compare.command()
-def mechanisms(
-    epsilon: Annotated[float, panel_option(_BUDGET, "Privacy budget, total over all rounds.")],
-    delta: Annotated[float, panel_option(_BUDGET, "Delta of the budget, total over all rounds.")],
-    bits: Annotated[int, panel_option(_BUDGET, "Most bits per coordinate, 2 to 16; of a sum, of its modulus.")],
-    dimension: options.DimensionOption,
-    batch_size: options.BatchSizeOption,
-    dataset_size: options.DatasetSizeOption,
-    rounds: Annotated[int, panel_option(options.CLIENT, "Number of messages that the client sends.")],
+@dataclass(frozen=True, kw_only=True)
+class MechanismsOptions(ClientOptions):
+    """The options of `bqsgd compare mechanisms`."""
+
+    epsilon: Annotated[float, panel_option(_BUDGET, "Privacy budget, total over all rounds.")]
+    delta: Annotated[float, panel_option(_BUDGET, "Delta of the budget, total over all rounds.")]
+    bits: Annotated[int, panel_option(_BUDGET, "Most bits per coordinate, 2 to 16; of a sum, of its modulus.")]
+    rounds: options.Messages
     clients: Annotated[
         int, panel_option(options.CLIENT, "Number of honest clients in a sum that alone is seen; 1: each message is.")
-    ] = 1,
-    sampling: options.SamplingOption = "poisson",
-    relation: options.RelationOption = None,
-    linf: options.LinfOption = None,
-    l2: options.L2Option = None,
-    json: Json = False,
-) -> None:
+    ] = 1
+    json: Json = False
+
+
+@compare.command()
+@takes(MechanismsOptions)
+def mechanisms(asked: MechanismsOptions) -> None:
     r"""Find the least noise of each law whose proven epsilon is within the budget.
 
     The error is that of one coordinate, rounding included, in units of what
@@ -51,33 +51,22 @@ def mechanisms(
         --dimension 1985 --batch-size 2048 --dataset-size 15000 \
         --rounds 300 --linf 0.0546 --l2 0.0546
     """
-    from dataclasses import replace
-
-    from bqsgd._src.answers import terms_of
     from bqsgd._src.ledger import PrivacyBudget
     from bqsgd._src.planner.compare import compare as compared
     from bqsgd._src.privacy.guarantee import as_given
     from bqsgd._src.release import Trust
 
-    terms = terms_of(
-        dimension=dimension,
-        batch_size=batch_size,
-        dataset_size=dataset_size,
-        sampling=sampling,
-        relation=relation,
-        linf=linf,
-        l2=l2,
-    )
-    if clients > 1:
-        terms = replace(terms, trust=Trust.SUMS_ONLY)
-    rows = compared(PrivacyBudget(epsilon=epsilon, delta=delta), terms, rounds=rounds, bits=bits, clients=clients)
+    clients, bits = asked.clients, asked.bits
+    terms = replace(asked.terms, trust=Trust.SUMS_ONLY) if clients > 1 else asked.terms
+    budget = PrivacyBudget(epsilon=asked.epsilon, delta=asked.delta)
+    rows = compared(budget, terms, rounds=asked.rounds, bits=bits, clients=clients)
     seen = "each message seen" if clients == 1 else f"sums over {clients} clients"
-    title = f"Laws of noise at epsilon {as_given(epsilon)}, delta {as_given(delta)}, {bits} bits, {seen}"
+    title = f"Laws of noise at epsilon {as_given(asked.epsilon)}, delta {as_given(asked.delta)}, {bits} bits, {seen}"
     first = next((row.guarantee for _, row in rows if row is not None), None)
     lines = {name: _line(row) for name, row in rows}
     lines |= {} if first is None else {"guarantee": f"{first.neighbours}; {first.trust_text}; {first.sampling}"}
     fields = {name: None if row is None else row.to_dict() for name, row in rows}
-    answer(title, lines, {"title": title, "laws": fields}, json=json)
+    answer(title, lines, {"title": title, "laws": fields}, json=asked.json)
 
 
 def _line(row: Compared | None) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from bqsgd._src.cli import _options as options
-from bqsgd._src.cli._options import panel_option
+from bqsgd._src.cli._options import MechanismOptions, panel_option, takes
 from bqsgd._src.cli.output import Json, answer, out_option, to_json
 
 if TYPE_CHECKING:
-    from bqsgd._src.paper.nominal import NominalPrivacy
+    from bqsgd._src.paper.nominal import NominalPrivacy, NominalSetting
 
 _Number = TypeVar("_Number", int, float)
 _CAVEAT = "as published; not a guarantee"
@@ -40,42 +41,56 @@ def _nominal_lines(nominal: NominalPrivacy) -> dict[str, str]:
     return lines | {"caveat": f"nominal epsilon for dimension {setting.dimension}: {_CAVEAT}"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Nominal:
+    """What a nominal epsilon depends on besides the mechanism."""
+
+    dimension: options.NominalDimension
+    batch_size: options.BatchSize
+    dataset_size: options.DatasetSize
+    delta: Annotated[float, typer.Option(help="Delta of one round.")]
+    rounds: Annotated[int, panel_option(options.CLIENT, "Number of rounds, T.")] = 1
+    json: Json = False
+
+    @property
+    def setting(self) -> NominalSetting:
+        from bqsgd._src.paper.nominal import NominalSetting
+
+        return NominalSetting(
+            dimension=self.dimension, batch_size=self.batch_size, dataset_size=self.dataset_size, delta=self.delta
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Account(_Nominal, MechanismOptions):
+    """The options of `bqsgd paper account`."""
+
+
 @paper.command("account")
-def paper_account(
-    levels: options.LevelsOption,
-    trials: options.TrialsOption,
-    dimension: options.NominalDimensionOption,
-    batch_size: options.BatchSizeOption,
-    dataset_size: options.DatasetSizeOption,
-    delta: Annotated[float, typer.Option(help="Delta of one round.")],
-    rounds: Annotated[int, panel_option(options.CLIENT, "Number of rounds, T.")] = 1,
-    json: Json = False,
-) -> None:
+@takes(_Account)
+def paper_account(asked: _Account) -> None:
     r"""Print the paper's privacy figures for a mechanism (nominal; not a guarantee).
 
     Example:
       bqsgd paper account --levels 1 --trials 251 --delta 1e-4 --rounds 1000 \
         --dimension 3000 --batch-size 32 --dataset-size 15000
     """
-    from bqsgd._src.paper.nominal import NominalPrivacy, NominalSetting
+    from bqsgd._src.paper.nominal import NominalPrivacy
     from bqsgd._src.params import Mechanism
 
-    mechanism = Mechanism(levels=levels, trials=trials)
-    setting = NominalSetting(dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, delta=delta)
-    nominal = NominalPrivacy.of(mechanism, setting, rounds=rounds)
+    mechanism = Mechanism(levels=asked.levels, trials=asked.trials)
+    nominal = NominalPrivacy.of(mechanism, asked.setting, rounds=asked.rounds)
     fields = {"mechanism": mechanism.to_dict(), "code_count": mechanism.code_count, "nominal": nominal.to_dict()}
-    answer(f"Nominal privacy of levels {levels}, trials {trials}", _nominal_lines(nominal), fields, json=json)
+    title = f"Nominal privacy of levels {mechanism.levels}, trials {mechanism.trials}"
+    answer(title, _nominal_lines(nominal), fields, json=asked.json)
 
 
-@paper.command("plan")
-def paper_plan(
-    bits: Annotated[int, panel_option(_BUDGET, "Most bits per coordinate: a code has at most 2^bits values.")],
-    epsilon: Annotated[float, panel_option(_BUDGET, "Nominal epsilon of one round.")],
-    delta: Annotated[float, panel_option(_BUDGET, "Delta of one round.")],
-    dimension: options.NominalDimensionOption,
-    batch_size: options.BatchSizeOption,
-    dataset_size: options.DatasetSizeOption,
-    rounds: Annotated[int, panel_option(options.CLIENT, "Number of rounds, T.")] = 1,
+@dataclass(frozen=True, kw_only=True)
+class _Plan(_Nominal):
+    """The options of `bqsgd paper plan`."""
+
+    bits: Annotated[int, panel_option(_BUDGET, "Most bits per coordinate: a code has at most 2^bits values.")]
+    epsilon: Annotated[float, panel_option(_BUDGET, "Nominal epsilon of one round.")]
     rounding: Annotated[
         str,
         panel_option(
@@ -83,32 +98,33 @@ def paper_plan(
             "strict keeps both constraints. nearest rounds as the paper's tables do, and may exceed epsilon.",
             choices=("strict", "nearest"),
         ),
-    ] = "strict",
-    json: Json = False,
-) -> None:
+    ] = "strict"
+
+
+@paper.command("plan")
+@takes(_Plan)
+def paper_plan(asked: _Plan) -> None:
     r"""Choose levels and trials by the paper's formulas (nominal; not a guarantee).
 
     Example:
       bqsgd paper plan --bits 8 --epsilon 3.45 --delta 1e-4 \
         --dimension 3000 --batch-size 32 --dataset-size 15000
     """
-    from dataclasses import asdict
-
     from bqsgd._src.answers import message_lines
     from bqsgd._src.mechanism.properties import noise_variance
-    from bqsgd._src.paper.nominal import NominalPrivacy, NominalSetting, nearest_mechanism, strict_mechanism
+    from bqsgd._src.paper.nominal import NominalPrivacy, nearest_mechanism, strict_mechanism
     from bqsgd._src.planner.plan import Budget
     from bqsgd._src.privacy.guarantee import as_given
 
-    budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
-    setting = NominalSetting(dimension=dimension, batch_size=batch_size, dataset_size=dataset_size, delta=delta)
-    mechanism = {"strict": strict_mechanism, "nearest": nearest_mechanism}[rounding](budget, setting)
-    nominal, variance = NominalPrivacy.of(mechanism, setting, rounds=rounds), noise_variance(mechanism)
+    budget, setting = Budget(bits=asked.bits, epsilon=asked.epsilon, delta=asked.delta), asked.setting
+    mechanism = {"strict": strict_mechanism, "nearest": nearest_mechanism}[asked.rounding](budget, setting)
+    nominal, variance = NominalPrivacy.of(mechanism, setting, rounds=asked.rounds), noise_variance(mechanism)
     lines = {"mechanism": f"levels {mechanism.levels}, trials {mechanism.trials}"}
     lines |= message_lines(mechanism, variance=variance) | _nominal_lines(nominal)
-    if nominal.epsilon_per_round > epsilon:
-        lines["rounding"] = f"to the nearest integers exceeds the nominal epsilon {as_given(epsilon)} of the budget"
-    fields = {
+    wanted = as_given(asked.epsilon)
+    if nominal.epsilon_per_round > asked.epsilon:
+        lines["rounding"] = f"to the nearest integers exceeds the nominal epsilon {wanted} of the budget"
+    figures = {
         "budget": asdict(budget),
         "mechanism": mechanism.to_dict(),
         "variance": variance,
@@ -116,37 +132,43 @@ def paper_plan(
         "code_count": mechanism.code_count,
         "bits_per_coordinate": mechanism.bits_per_coordinate,
     }
-    title = f"Plan by the paper's formulas for {bits} bits, nominal epsilon {as_given(epsilon)}, delta {delta:g}"
-    answer(title, lines, fields, json=json)
+    title = f"Plan by the paper's formulas for {asked.bits} bits, nominal epsilon {wanted}, delta {asked.delta:g}"
+    answer(title, lines, figures, json=asked.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tradeoffs:
+    """The options of `bqsgd paper tradeoffs`."""
+
+    out: Annotated[Path, out_option("Folder to write into; created if missing.")]
+    epsilons: Annotated[
+        str, panel_option(_CURVES, "Nominal epsilons that are held fixed while the bits vary, comma-separated.")
+    ] = "1.72,3.44,8.72"
+    fixed_bits: Annotated[
+        str, panel_option(_CURVES, "Bits that are held fixed while epsilon varies, comma-separated.")
+    ] = "8,10,12"
+    bits_range: Annotated[str, panel_option(_CURVES, "Bits over which the curves run, from-to.")] = "6-16"
+    epsilon_range: Annotated[str, panel_option(_CURVES, "Nominal epsilons over which the curves run, from-to.")] = (
+        "0.5-50"
+    )
+    delta: Annotated[float, panel_option(_CURVES, "Delta of one round.")] = 1e-4
+    nominal_dimension: options.NominalDimension = 3000
+    batch_size: options.BatchSize = 32
+    dataset_size: options.DatasetSize = 15000
+    dimension: Annotated[int, panel_option(_PROBLEM, "Parameters of the model.")] = 61706
+    clip: Annotated[float, panel_option(_PROBLEM, "Clip range, C.")] = 0.0015
+    rounds: Annotated[int, panel_option(_PROBLEM, "Number of rounds, T.")] = 1000
+    learning_rate: Annotated[float, panel_option(_PROBLEM, "Learning rate, at most 1/smoothness.")] = 0.006
+    initial_gap: Annotated[
+        float, panel_option(_PROBLEM, "Assumed F(start) - F*; log 10 for ten classes and an untrained model.")
+    ] = 2.3026
+    gradient_variance: Annotated[float, panel_option(_PROBLEM, "Assumed variance of one sample's gradient.")] = 1.0
+    json: Json = False
 
 
 @paper.command("tradeoffs")
-def paper_tradeoffs(
-    out: Annotated[Path, out_option("Folder to write into; created if missing.")],
-    epsilons: Annotated[
-        str, panel_option(_CURVES, "Nominal epsilons that are held fixed while the bits vary, comma-separated.")
-    ] = "1.72,3.44,8.72",
-    fixed_bits: Annotated[
-        str, panel_option(_CURVES, "Bits that are held fixed while epsilon varies, comma-separated.")
-    ] = "8,10,12",
-    bits_range: Annotated[str, panel_option(_CURVES, "Bits over which the curves run, from-to.")] = "6-16",
-    epsilon_range: Annotated[
-        str, panel_option(_CURVES, "Nominal epsilons over which the curves run, from-to.")
-    ] = "0.5-50",
-    delta: Annotated[float, panel_option(_CURVES, "Delta of one round.")] = 1e-4,
-    nominal_dimension: options.NominalDimensionOption = 3000,
-    batch_size: options.BatchSizeOption = 32,
-    dataset_size: options.DatasetSizeOption = 15000,
-    dimension: Annotated[int, panel_option(_PROBLEM, "Parameters of the model.")] = 61706,
-    clip: Annotated[float, panel_option(_PROBLEM, "Clip range, C.")] = 0.0015,
-    rounds: Annotated[int, panel_option(_PROBLEM, "Number of rounds, T.")] = 1000,
-    learning_rate: Annotated[float, panel_option(_PROBLEM, "Learning rate, at most 1/smoothness.")] = 0.006,
-    initial_gap: Annotated[
-        float, panel_option(_PROBLEM, "Assumed F(start) - F*; log 10 for ten classes and an untrained model.")
-    ] = 2.3026,
-    gradient_variance: Annotated[float, panel_option(_PROBLEM, "Assumed variance of one sample's gradient.")] = 1.0,
-    json: Json = False,
-) -> None:
+@takes(_Tradeoffs)
+def paper_tradeoffs(asked: _Tradeoffs) -> None:
     """Draw how the error and the convergence bound change with bits and with nominal epsilon.
 
     Writes PNG, CSV and JSON files. The defaults are the paper's MNIST setting.
@@ -155,37 +177,30 @@ def paper_tradeoffs(
       bqsgd paper tradeoffs --out curves
     """
     import csv
-    from dataclasses import asdict, fields
 
     import numpy as np
 
     from bqsgd._src.paper.nominal import NominalSetting
     from bqsgd._src.paper.tradeoffs import Point, Problem, draw_tradeoffs, trade_off_curves
 
-    problem = Problem(
-        setting=NominalSetting(
-            dimension=nominal_dimension, batch_size=batch_size, dataset_size=dataset_size, delta=delta
-        ),
-        dimension=dimension,
-        clip=clip,
-        rounds=rounds,
-        learning_rate=learning_rate,
-        initial_gap=initial_gap,
-        gradient_variance=gradient_variance,
-    )
-    low_bits, high_bits = _numbers("bits-range", bits_range, int, ends=True)
-    low, high = _numbers("epsilon-range", epsilon_range, float, ends=True)
+    out, shared = asked.out, ("batch_size", "dataset_size", "delta")
+    setting = NominalSetting(dimension=asked.nominal_dimension, **{name: getattr(asked, name) for name in shared})
+    own = (field.name for field in fields(Problem) if field.name != "setting")
+    problem = Problem(setting=setting, **{name: getattr(asked, name) for name in own})
+    fewest, most = _numbers("bits-range", asked.bits_range, int, ends=True)
+    low, high = _numbers("epsilon-range", asked.epsilon_range, float, ends=True)
+    held = {
+        "epsilon": (_numbers("epsilons", asked.epsilons, float), range(fewest, most + 1)),
+        "bits": (np.geomspace(low, high, 41).tolist(), _numbers("fixed-bits", asked.fixed_bits, int)),
+    }
     families = {
-        f"fixed_{fixed}": trade_off_curves(problem, fixed=fixed, epsilons=held_epsilons, bits=held_bits)
-        for fixed, held_epsilons, held_bits in (
-            ("epsilon", _numbers("epsilons", epsilons, float), range(low_bits, high_bits + 1)),
-            ("bits", np.geomspace(low, high, 41).tolist(), _numbers("fixed-bits", fixed_bits, int)),
-        )
+        f"fixed_{fixed}": trade_off_curves(problem, fixed=fixed, epsilons=epsilons, bits=bits)
+        for fixed, (epsilons, bits) in held.items()
     }
     out.mkdir(parents=True, exist_ok=True)
     columns = ["fixed", "value", *(field.name for field in fields(Point))]
     for name, curves in families.items():
-        draw_tradeoffs(curves, out / f"{name}.png", delta=delta)
+        draw_tradeoffs(curves, out / f"{name}.png", delta=asked.delta)
         with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, columns)
             writer.writeheader()
@@ -206,7 +221,7 @@ def paper_tradeoffs(
         "points": f"{len(points)}; for {infeasible} of them no integers are within the budget",
         "caveat": caveat,
     }
-    answer("Trade-off curves by the paper's formulas", lines, summary, json=json)
+    answer("Trade-off curves by the paper's formulas", lines, summary, json=asked.json)
 
 
 def _numbers(option: str, text: str, kind: type[_Number], *, ends: bool = False) -> list[_Number]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bqsgd._src.cli import _options as options
-from bqsgd._src.cli._options import panel_option
+from bqsgd._src.cli._options import ClientOptions, MechanismOptions, SampleOptions, panel_option, takes
 from bqsgd._src.cli.output import Json, answer
 from bqsgd._src.errors import InvalidParameter
 
@@ -18,53 +19,51 @@ if TYPE_CHECKING:
 _BUDGET, _SUMS, _SITES, _QUERY = "Budget", "Secure sums", "A whole federation", "Counts and sums"
 
 
-def account(
-    levels: options.LevelsOption,
-    trials: options.TrialsOption,
-    dimension: options.DimensionOption,
-    batch_size: options.BatchSizeOption,
-    dataset_size: options.DatasetSizeOption,
-    rounds: Annotated[int, panel_option(options.CLIENT, "Number of messages that the client sends.")],
-    delta: Annotated[float, typer.Option(help="Delta at which to state epsilon, total over all rounds.")],
-    sampling: options.SamplingOption = "poisson",
-    relation: options.RelationOption = None,
-    linf: options.LinfOption = None,
-    l2: options.L2Option = None,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AccountOptions(ClientOptions, MechanismOptions):
+    """The options of `bqsgd account`: the arguments of `bqsgd.account`."""
+
+    rounds: options.Messages
+    delta: Annotated[float, typer.Option(help="Delta at which to state epsilon, total over all rounds.")]
+    json: Json = False
+
+
+@takes(AccountOptions)
+def account(asked: AccountOptions) -> None:
     r"""State the privacy that a mechanism guarantees to one client over all rounds.
 
     Example:
       bqsgd account --levels 1 --trials 251 --delta 1e-5 --rounds 1000 \
         --dimension 61706 --batch-size 32 --dataset-size 15000
     """
-    # The options have the names of the function's arguments. This must be the first statement, before other locals.
-    arguments = {name: value for name, value in locals().items() if name != "json"}
     import bqsgd
 
-    accounted = bqsgd.account(**arguments)
-    answer(accounted.title, accounted.lines, accounted.to_dict(), json=json)
+    accounted = bqsgd.account(**{name: value for name, value in vars(asked).items() if name != "json"})
+    answer(accounted.title, accounted.lines, accounted.to_dict(), json=asked.json)
 
 
-def plan(
-    epsilon: Annotated[float, panel_option(_BUDGET, "Privacy budget, total over all rounds.")],
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SampleOptions):
+    """The options of `bqsgd plan`; those of a question have the names of its function's arguments."""
+
+    epsilon: Annotated[float, panel_option(_BUDGET, "Privacy budget, total over all rounds.")]
     delta: Annotated[
         float | None, panel_option(_BUDGET, "Delta of the budget, total over all rounds. Default with --sites: 1e-5.")
-    ] = None,
-    dimension: Annotated[int | None, options.DIMENSION] = None,
-    dataset_size: Annotated[int | None, options.DATASET_SIZE] = None,
+    ] = None
+    dimension: Annotated[int | None, options.DIMENSION] = None
+    dataset_size: Annotated[int | None, options.DATASET_SIZE] = None
     sites: Annotated[
         Path | None,
         panel_option(_SITES, "CSV file with a line per site, its number of samples last: plan for these sites."),
-    ] = None,
-    parameters: Annotated[float | None, panel_option(_SITES, "Trained parameters of the model, such as 1e6.")] = None,
+    ] = None
+    parameters: Annotated[float | None, panel_option(_SITES, "Trained parameters of the model, such as 1e6.")] = None
     upload: Annotated[
         str | None, panel_option(_SITES, "Most that one site may send over the whole run, such as 20MB.")
-    ] = None,
+    ] = None
     figure: Annotated[
         Path | None,
         panel_option(_SITES, "Write a picture too (png, svg or pdf): what learns, by epsilon and parameters."),
-    ] = None,
+    ] = None
     query: Annotated[
         str | None,
         panel_option(
@@ -72,9 +71,9 @@ def plan(
             "Plan the noise of one number or histogram instead: count, histogram, or sum (of bounded values).",
             choices=("count", "histogram", "sum"),
         ),
-    ] = None,
-    bins: Annotated[int, panel_option(_QUERY, "Bins of the histogram.")] = 1,
-    times: Annotated[int, panel_option(_QUERY, "How often the query is released, with fresh noise.")] = 1,
+    ] = None
+    bins: Annotated[int, panel_option(_QUERY, "Bins of the histogram.")] = 1
+    times: Annotated[int, panel_option(_QUERY, "How often the query is released, with fresh noise.")] = 1
     bits: Annotated[
         int | None,
         panel_option(
@@ -82,22 +81,18 @@ def plan(
             "Most bits per coordinate: a code has at most 2^bits values. Required, except with --secure, where it "
             "fixes the modulus.",
         ),
-    ] = None,
+    ] = None
     batch_size: Annotated[
         int | None,
         panel_option(options.CLIENT, "Public batch size: a client divides its sum by it, L. Default: proposed."),
-    ] = None,
+    ] = None
     rounds: Annotated[
         int | None, panel_option(options.CLIENT, "Number of messages that the client will send. Default: proposed.")
-    ] = None,
-    sampling: options.SamplingOption = "poisson",
-    relation: options.RelationOption = None,
-    linf: options.LinfOption = None,
-    l2: options.L2Option = None,
+    ] = None
     clients: Annotated[
         int | None,
         panel_option(options.CLIENT, "Number of clients of this size. Default: 4. --secure requires it."),
-    ] = None,
+    ] = None
     secure: Annotated[
         bool,
         panel_option(
@@ -105,23 +100,41 @@ def plan(
             "Plan secure sums: the server sees only sums over clients, and the clients share one noise.",
             "--secure",
         ),
-    ] = False,
+    ] = False
     dropouts: Annotated[
         int | None, panel_option(_SUMS, "Most clients that may be missing from a sum. Default: a tenth of them.")
-    ] = None,
-    colluders: Annotated[int, panel_option(_SUMS, "Most clients that may tell the server all they know.")] = 0,
+    ] = None
+    colluders: Annotated[int, panel_option(_SUMS, "Most clients that may tell the server all they know.")] = 0
     groups: Annotated[
         int, panel_option(_SUMS, "Groups of clients with a sum each, for a robust rule over the sums.")
-    ] = 1,
+    ] = 1
     window: Annotated[
         float | None,
         panel_option(
             _SUMS,
             "Fraction of the range that the modulus always has room for. Default: as much as the released sums need.",
         ),
-    ] = None,
-    json: Json = False,
-) -> None:
+    ] = None
+    json: Json = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were given, and those with a default, for the functions that answer."""
+        handled_here = ("secure", "json", "figure", "bins", "times")
+        return {name: value for name, value in vars(self).items() if value is not None and name not in handled_here}
+
+    def refuse_others(self, *known: str, why: str) -> None:
+        """Raise InvalidParameter, which says `why`, if an option beside these was given.
+
+        Options with a default are not looked at: whether the user has given them is unknown.
+        """
+        others = sorted(set(self.given) - {*known, "sampling", "colluders", "groups"}) + ["secure"] * self.secure
+        if others:
+            raise InvalidParameter(why.format(f"--{', --'.join(name.replace('_', '-') for name in others)}"))
+
+
+@takes(PlanOptions)
+def plan(asked: PlanOptions) -> None:
     r"""Choose levels and trials: the least error within a budget of bits and privacy.
 
     With few bits the noised codes are coarsened to 2^bits points, which costs
@@ -146,92 +159,83 @@ def plan(
         --dimension 39700 --batch-size 41 --dataset-size 600 --rounds 300 \
         --l2 1 --linf 1
     """
-    arguments = {
-        n: value
-        for n, value in locals().items()
-        if value is not None and n not in ("secure", "json", "figure", "bins", "times")
-    }
+    if asked.query is not None:
+        _plan_query(asked)
+        return
+    if (asked.bins, asked.times) != (1, 1):
+        raise InvalidParameter("--bins and --times are options of --query; add it or leave them out")
+    if asked.sites is not None:
+        _plan_sites(asked, asked.sites)
+        return
+    planned = _plan_client(asked)
+    answer(planned.title, planned.lines, planned.to_dict(), json=asked.json)
+
+
+def _plan_client(asked: PlanOptions) -> PlanAnswer | SumPlanAnswer:
+    """Answer for one client, or for a sum over clients of its size."""
     import bqsgd
 
-    if query is not None:
-        _plan_query(arguments, bins=bins, times=times, json=json)
-        return
-    if (bins, times) != (1, 1):
-        raise InvalidParameter("--bins and --times are options of --query; add it or leave them out")
-
-    if sites is not None:
-        _plan_sites(sites, arguments, secure=secure, figure=figure, json=json)
-        return
-    missing = [f"--{name}" for name, value in (("delta", delta), ("dimension", dimension)) if value is None]
-    missing += ["--dataset-size"] if dataset_size is None else []
-    if missing or parameters is not None or upload is not None or figure is not None:
+    required = {"--delta": asked.delta, "--dimension": asked.dimension, "--dataset-size": asked.dataset_size}
+    missing = [name for name, value in required.items() if value is None]
+    if missing:
+        raise InvalidParameter(f"give {', '.join(missing)}; or --sites with --parameters, for a whole federation")
+    if asked.parameters is not None or asked.upload is not None or asked.figure is not None:
         raise InvalidParameter(
-            f"give {', '.join(missing)}; or --sites with --parameters, for a whole federation"
-            if missing
-            else "--parameters, --upload and --figure are options for --sites; use --dimension for one client"
+            "--parameters, --upload and --figure are options for --sites; use --dimension for one client"
         )
-
-    planned: PlanAnswer | SumPlanAnswer
-    if secure:
-        if clients is None:
+    if asked.secure:
+        if asked.clients is None:
             raise InvalidParameter("--secure needs --clients, the number of clients that share one noise")
-        planned = bqsgd.plan_secure(**{"dropouts": clients // max(1, groups) // 10} | arguments)
-    else:
-        if dropouts is not None or colluders or groups != 1 or window is not None:
-            raise InvalidParameter(
-                "--dropouts, --colluders, --groups and --window are options of secure sums; add --secure or leave them "
-                "out"
-            )
-        if bits is None:
-            raise InvalidParameter("give --bits, the most bits that a coordinate may take (only --secure chooses them)")
-        # Their defaults are not None, so they are among the arguments.
-        del arguments["colluders"], arguments["groups"]
-        planned = bqsgd.plan(**arguments)
-    answer(planned.title, planned.lines, planned.to_dict(), json=json)
+        return bqsgd.plan_secure(**{"dropouts": asked.clients // max(1, asked.groups) // 10} | asked.given)
+    if asked.dropouts is not None or asked.colluders or asked.groups != 1 or asked.window is not None:
+        raise InvalidParameter(
+            "--dropouts, --colluders, --groups and --window are options of secure sums; add --secure or leave them out"
+        )
+    if asked.bits is None:
+        raise InvalidParameter("give --bits, the most bits that a coordinate may take (only --secure chooses them)")
+    # The defaults of these two are not None, so they are among the options given.
+    return bqsgd.plan(**{name: value for name, value in asked.given.items() if name not in ("colluders", "groups")})
 
 
-def _plan_query(arguments: dict[str, Any], *, bins: int, times: int, json: bool) -> None:
+def _plan_query(asked: PlanOptions) -> None:
     """Answer for a count, a histogram or a sum; the options for messages are refused."""
     from bqsgd._src.ledger import PrivacyBudget
     from bqsgd._src.planner.queries import plan_query
     from bqsgd._src.release import RELATIONS, Relation
 
-    # Options with a default are always among the arguments.
-    extra = sorted(set(arguments) - {"query", "epsilon", "delta", "relation", "sampling", "colluders", "groups"})
-    if extra:
-        raise InvalidParameter(f"--{', --'.join(name.replace('_', '-') for name in extra)} cannot be used with --query")
-    if "delta" not in arguments:
+    assert asked.query is not None
+    asked.refuse_others("query", "epsilon", "delta", "relation", why="{} cannot be used with --query")
+    if asked.delta is None:
         raise InvalidParameter("give --delta")
     planned = plan_query(
-        arguments["query"],
-        PrivacyBudget(epsilon=arguments["epsilon"], delta=arguments["delta"]),
-        times=times,
-        bins=bins,
-        relation=RELATIONS[arguments["relation"]] if "relation" in arguments else Relation.ADD_REMOVE,
+        asked.query,
+        PrivacyBudget(epsilon=asked.epsilon, delta=asked.delta),
+        times=asked.times,
+        bins=asked.bins,
+        relation=Relation.ADD_REMOVE if asked.relation is None else RELATIONS[asked.relation],
     )
-    answer(planned.title, planned.lines, planned.to_dict(), json=json)
+    answer(planned.title, planned.lines, planned.to_dict(), json=asked.json)
 
 
-def _plan_sites(path: Path, arguments: dict[str, Any], *, secure: bool, figure: Path | None, json: bool) -> None:
+def _plan_sites(asked: PlanOptions, path: Path) -> None:
     """Answer for a whole federation; the options for one client are refused."""
     import bqsgd
     from bqsgd._src.settings.sites import read_bytes, read_sites
 
-    known = {"sites", "parameters", "upload", "epsilon", "delta"}
-    # Options with a default are always among the arguments.
-    extra = sorted(set(arguments) - known - {"sampling", "colluders", "groups"}) + (["secure"] if secure else [])
-    if extra:
-        raise InvalidParameter(f"--sites chooses --{', --'.join(name.replace('_', '-') for name in extra)} itself")
-    parameters = arguments.get("parameters")
-    if parameters is None or parameters != int(parameters):
+    asked.refuse_others("sites", "parameters", "upload", "epsilon", "delta", why="--sites chooses {} itself")
+    if asked.parameters is None or asked.parameters != int(asked.parameters):
         raise InvalidParameter("--sites needs --parameters, the number of trained parameters, such as 1e6")
-    budget = {name: arguments[name] for name in ("epsilon", "delta") if name in arguments}
-    upload = None if "upload" not in arguments else read_bytes(arguments["upload"])
-    planned = bqsgd.plan_sites(sites=read_sites(path), parameters=int(parameters), upload=upload, **budget)
+    planned = bqsgd.plan_sites(
+        sites=read_sites(path),
+        parameters=int(asked.parameters),
+        epsilon=asked.epsilon,
+        delta=1e-5 if asked.delta is None else asked.delta,
+        upload=None if asked.upload is None else read_bytes(asked.upload),
+    )
     lines, fields = planned.lines, planned.to_dict()
-    if figure is not None:
+    if asked.figure is not None:
         from bqsgd._src.reports.sites_map import draw_sites
 
-        draw_sites(planned, figure)
-        lines, fields = lines | {"figure": str(figure)}, fields | {"figure": str(figure)}
-    answer(planned.title, lines, fields, json=json)
+        draw_sites(planned, asked.figure)
+        lines, fields = lines | {"figure": str(asked.figure)}, fields | {"figure": str(asked.figure)}
+    answer(planned.title, lines, fields, json=asked.json)

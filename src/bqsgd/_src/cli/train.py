@@ -5,11 +5,10 @@ Most options are made from the settings themselves (`bqsgd._src.settings.config`
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ import click
 import typer
 import typer.core
 
-from bqsgd._src.cli._options import panel_option
+from bqsgd._src.cli._options import panel_option, takes
 from bqsgd._src.cli.output import Json, answer, out_option, summary_lines
 from bqsgd._src.errors import InvalidParameter
 
@@ -65,25 +64,16 @@ def _settings_options() -> Iterator[typer.core.TyperOption]:
     from bqsgd._src.tasks.named import ALL_GROUPS
 
     for group in ALL_GROUPS.values():
-        for name, field in group.settings().items():
-            if not field.metadata["option"]:
+        for name, setting in group.settings().items():
+            if not setting.metadata["option"]:
                 continue
-            kind, option = kind_of(field), f"--{name.replace('_', '-')}"
+            kind, option = kind_of(setting), f"--{name.replace('_', '-')}"
             yield typer.core.TyperOption(
                 param_decls=[name, f"{option}/--no-{option[2:]}" if kind is bool else option],
                 type=kind,
-                help=_help(field),
+                help=_help(setting),
                 rich_help_panel=group.title,
             )
-
-
-def _takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Hide `**settings` from typer, which cannot make an option of it; click passes the settings by name."""
-    parameters = inspect.signature(command, eval_str=True).parameters.values()
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    )
-    return command
 
 
 def _help(field: Any) -> str:
@@ -93,29 +83,31 @@ def _help(field: Any) -> str:
     return f"{text} Default: {field.default}."
 
 
-@_takes_settings
-def train(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for on the command line. settings: those with options of their own, by name."""
+
     preset: Annotated[
         str | None,
         typer.Option(help="Start from named settings, such as mnist-eps3; docs/frontier.md lists them."),
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None, typer.Option(help="Read settings from this TOML file. Options override what it says.")
-    ] = None,
-    json: Json = False,
+    ] = None
+    json: Json = False
     task: Annotated[
         str | None,
         panel_option(_DATA, "Your own data and model: module:name of a bqsgd.Task, or of a function (config) -> Task."),
-    ] = None,
-    out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.", panel=_RUN)] = None,
-    resume: Annotated[bool, panel_option(_RUN, "Continue the run in --out.", "--resume")] = False,
+    ] = None
+    out: Annotated[Path | None, out_option("Run folder. Default: a new one under runs/.", panel=_RUN)] = None
+    resume: Annotated[bool, panel_option(_RUN, "Continue the run in --out.", "--resume")] = False
     force: Annotated[
         bool, panel_option(_RUN, "Start even if the noise is so large that nothing can be learnt.", "--force")
-    ] = False,
+    ] = False
     tensorboard: Annotated[
-        bool, panel_option(_RUN, "Log the public figures for TensorBoard too.", "--tensorboard")
-    ] = False,
+        bool,
+        panel_option(_RUN, "Log the public figures for TensorBoard too.", "--tensorboard"),
+    ] = False
     engine: Annotated[
         str,
         panel_option(
@@ -123,13 +115,23 @@ def train(
             "in-process runs all clients in this process. torch-distributed is started by torchrun; each rank is a "
             "client.",
         ),
-    ] = "in-process",
-    backend: Annotated[str, panel_option(_RANKS, "Backend of torch.distributed: gloo, nccl or mpi.")] = "gloo",
+    ] = "in-process"
+    backend: Annotated[str, panel_option(_RANKS, "Backend of torch.distributed: gloo, nccl or mpi.")] = "gloo"
     node_limits: Annotated[
         Path | None, panel_option(_RANKS, "TOML file with the limits that this rank sets as a client.")
-    ] = None,
-    **settings: Any,
-) -> None:
+    ] = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def resume_command(self) -> str:
+        """What continues a run in the folder `out`, to be pasted into the same shell."""
+        words = ["bqsgd", "train", "--out", str(self.out), "--resume"]
+        # The run's files do not decide which code runs, so the user names it again.
+        return shlex.join(words + ([] if self.task is None else ["--task", self.task]))
+
+
+@takes(Request)
+def train(request: Request, **settings: Any) -> None:
     """Train a model over clients, each with its own differential privacy guarantee.
 
     By default each client's proven total epsilon is at most 3 at delta 1e-5.
@@ -145,6 +147,7 @@ def train(
       bqsgd train --dataset mnist --epsilon 3 --out runs/first
       bqsgd train --task my_module:task --batch-size 64 --rounds 200
     """
+    engine = request.engine
     if engine == "flower":
         raise InvalidParameter(
             "a Flower federation is started by Flower, and its nodes never import code that a server names; put your "
@@ -152,21 +155,13 @@ def train(
         )
     if engine not in ("in-process", "torch-distributed"):
         raise InvalidParameter(f"--engine must be in-process or torch-distributed, got {engine!r}")
-    if resume and out is None:
+    if request.resume and request.out is None:
         raise InvalidParameter("--resume needs --out, the folder of the run to continue")
-    request = _Request(
-        options={name: value for name, value in (settings | {"task": task}).items() if value is not None},
-        preset=preset,
-        file=config,
-        out=out,
-        resume=resume,
-        force=force,
-        tensorboard=tensorboard,
-        json=json,
-    )
+    named = settings | {"task": request.task}
+    request = replace(request, settings={name: value for name, value in named.items() if value is not None})
     if engine == "torch-distributed":
-        _train_as_rank(request, backend=backend, node_limits=node_limits)
-    elif node_limits is not None:
+        _train_as_rank(request)
+    elif request.node_limits is not None:
         raise InvalidParameter("--node-limits needs --engine torch-distributed; leave it out")
     else:
         _train_here(request)
@@ -193,7 +188,7 @@ def demo(
     if dataset not in _DEMO:
         raise InvalidParameter(f"the demo trains on {' or '.join(_DEMO)}, got {dataset!r}; for others use bqsgd train")
     preset, settings = _DEMO[dataset]
-    options = {"dataset": dataset} | settings | ({} if rounds is None else {"rounds": rounds})
+    settings = {"dataset": dataset} | settings | ({} if rounds is None else {"rounds": rounds})
     if rounds is None:
         first, later = DEMO_SECONDS[dataset]
         print(
@@ -201,45 +196,30 @@ def demo(
             file=sys.stderr,
             flush=True,
         )
-    _train_here(_Request(options=options, preset=preset, out=out, json=json))
+    _train_here(Request(settings=settings, preset=preset, out=out, json=json))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What the user asked for on the command line. options: the settings given there, by name."""
-
-    options: dict[str, Any]
-    preset: str | None = None
-    file: Path | None = None
-    out: Path | None = None
-    resume: bool = False
-    force: bool = False
-    tensorboard: bool = False
-    json: bool = False
-
-
-def _train_here(request: _Request) -> None:
+def _train_here(request: Request) -> None:
     """Train with all clients in this process, and print the result."""
     resolved = _resolved(request, resuming=request.resume)
-    folder = request.out or _new_folder(resolved.source.dataset)
+    request = replace(request, out=request.out or _new_folder(resolved.source.dataset))
     if not request.resume and resolved.sizes is not None:
         _foresee_run(resolved.config, resolved.sizes, force=request.force)
-    _lead(resolved, request, folder=folder, resuming=request.resume)
+    _lead(resolved, request, resuming=request.resume)
 
 
-def _resolved(request: _Request, *, resuming: bool, **defaults: Any) -> Resolved:
+def _resolved(request: Request, *, resuming: bool, **defaults: Any) -> Resolved:
     """The settings and the task to train with: those of the run to resume, or those of the command line."""
     from bqsgd._src.tasks.resolve import resolve
 
     if resuming and request.out is not None:
-        return _resumed(request.out, request.options)
-    resolved = resolve(defaults | request.options, preset=request.preset, file=request.file)
+        return _resumed(request.out, request.settings)
+    resolved = resolve(defaults | request.settings, preset=request.preset, file=request.config)
     if request.out is not None and request.out.exists() and not request.out.is_dir():
         raise InvalidParameter(f"{request.out} is a file; name a folder for the run")
     if request.out is not None and (request.out / "config.toml").exists():
         raise InvalidParameter(
-            f"{request.out} holds a run already; continue it with `{_resume_command(request, request.out)}`, or name "
-            "another folder"
+            f"{request.out} holds a run already; continue it with `{request.resume_command}`, or name another folder"
         )
     return resolved
 
@@ -301,7 +281,7 @@ def _new_folder(name: str) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None) -> None:
+def _train_as_rank(request: Request) -> None:
     """Lead the run on rank 0; on every other rank that torchrun started, be a client of it.
 
     A client on its own machine has a ledger but no settings file to resume from, so it takes its settings from the
@@ -317,13 +297,13 @@ def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None)
         raise InvalidParameter("--engine torch-distributed needs --out; give the same run folder on all ranks")
     resuming = request.resume and (folder / "config.toml").exists()
     resolved = _resolved(request, resuming=resuming, clients=ranks)
-    limits = None if node_limits is None else NodeLimits.read(node_limits)
-    with join(backend=backend) as group:
+    limits = None if request.node_limits is None else NodeLimits.read(request.node_limits)
+    with join(backend=request.backend) as group:
         if group.serves:
             if request.resume and not resuming:
                 raise InvalidParameter(f"{folder} holds no run to resume")
             engine = torch_distributed(group, limits=limits)
-            _lead(resolved, request, folder=folder, resuming=resuming, engine=engine, client=0)
+            _lead(resolved, request, resuming=resuming, engine=engine, client=0)
         else:
             refusal = None if limits is None else limits.refusal(resolved.config, client=group.rank)
             if refusal is not None:
@@ -334,21 +314,21 @@ def _train_as_rank(request: _Request, *, backend: str, node_limits: Path | None)
 
 def _lead(
     resolved: Resolved,
-    request: _Request,
+    request: Request,
     *,
-    folder: Path,
     resuming: bool,
     engine: MakeEngine | None = None,
     client: int | None = None,
 ) -> None:
-    """Train to the end, or until Ctrl-C, and print the result. Afterwards everything about the run is in `folder`.
+    """Train to the end, or until Ctrl-C, and print the result. Afterwards all about the run is in `request.out`.
 
     client: the one client whose data this process holds; None if it holds all clients' data.
     """
     from bqsgd._src.engines.in_process import in_process
     from bqsgd._src.run import Run
 
-    task, config = resolved.make_task(client=client), resolved.config
+    task, config, folder = resolved.make_task(client=client), resolved.config, request.out
+    assert folder is not None
     engine = engine or in_process
     if resuming:
         run = Run.resume(task, folder=folder, engine=engine)
@@ -368,18 +348,9 @@ def _lead(
         raise typer.Exit(1)
     if summary.rounds < config.run.rounds and summary.stopped is None:
         # A rank is started by torchrun, with arguments that only its caller knows.
-        how = _resume_command(request, folder) if client is None else "the same torchrun command and --resume"
+        how = request.resume_command if client is None else "the same torchrun command and --resume"
         print(f"stopped after {summary.rounds} rounds; continue with: {how}", file=sys.stderr)
         raise typer.Exit(130)
-
-
-def _resume_command(request: _Request, folder: Path) -> str:
-    """What continues the run, to be pasted into the same shell."""
-    words = ["bqsgd", "train", "--out", str(folder), "--resume"]
-    # The run's files do not decide which code runs, so the user names it again.
-    if "task" in request.options:
-        words += ["--task", request.options["task"]]
-    return shlex.join(words)
 
 
 def _train(run: Run, *, tensorboard: bool) -> None:
