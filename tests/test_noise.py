@@ -25,7 +25,6 @@ from bqsgd._src.noise import (
     AliasTable,
     NoiseSource,
     alias_table,
-    binomial_pmf,
     privacy_rng,
     seeded_rng,
 )
@@ -51,14 +50,14 @@ def law_of(table: AliasTable) -> dict[int, Fraction]:
 
 @pytest.mark.parametrize("trials", range(65))
 def test_pmf_is_the_correctly_rounded_binomial_for_every_small_m(trials: int) -> None:
-    law = binomial_pmf(trials)
+    law = Binomial(trials)
     assert law.first == 0
     assert law.pmf.tolist() == [math.comb(trials, k) / 2**trials for k in range(trials + 1)]
 
 
 @pytest.mark.parametrize("trials", [81, 251, 1003, 4079, 16279, MAX_TRIALS - 1, MAX_TRIALS])
 def test_pmf_of_large_m_is_symmetric_complete_and_close_to_an_independent_one(trials: int) -> None:
-    law = binomial_pmf(trials)
+    law = Binomial(trials)
     assert np.array_equal(law.pmf, law.pmf[::-1])
     assert law.first + len(law.pmf) - 1 == trials - law.first
     assert math.fsum(law.pmf) == pytest.approx(1, abs=1e-15)
@@ -68,7 +67,7 @@ def test_pmf_of_large_m_is_symmetric_complete_and_close_to_an_independent_one(tr
 
 @pytest.mark.parametrize("trials", [81, 100, 251, 1003, 4079])
 def test_the_mass_cut_off_is_below_its_stated_bound(trials: int) -> None:
-    law = binomial_pmf(trials)
+    law = Binomial(trials)
     outside = 2 * sum(math.comb(trials, k) for k in range(law.first))
     assert Fraction(outside, 2**trials) <= Fraction(2.0**-TAIL_BITS)
 
@@ -79,7 +78,7 @@ def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) 
     exact = {k: Fraction(math.comb(trials, k), 2**trials) for k in range(trials + 1)}
     assert set(sampled) <= set(exact)
     assert sum(sampled.values()) == 1
-    law = binomial_pmf(trials)
+    law = Binomial(trials)
     assert {law.first + k: p for k, p in enumerate(law.pmf)} == {k: float(p) for k, p in sampled.items()}
     distance = sum(abs(exact[k] - sampled.get(k, 0)) for k in exact) / 2
     assert distance <= (Fraction(CUT_LAW) if trials > TAIL_BITS else 0)
@@ -90,19 +89,19 @@ def test_the_table_samples_the_binomial_within_its_stated_distance(trials: int) 
 def test_every_m_has_a_tight_table(trials: int) -> None:
     table = alias_table(Binomial(trials))
     # Floors lose less than one unit of 2^-104 per outcome; one unit more covers the error of the weights themselves.
-    assert 2.0**-TAIL_BITS + (len(binomial_pmf(trials).pmf) + 1) * 2.0**-104 <= CUT_LAW < 2.0**-63
+    assert 2.0**-TAIL_BITS + (len(Binomial(trials).pmf) + 1) * 2.0**-104 <= CUT_LAW < 2.0**-63
     assert table.index_bits <= 14
     assert len(table.alias) == 1 << table.index_bits
     law = law_of(table)
     assert min(law) >= 0
     assert max(law) <= trials
     peak = trials // 2
-    assert float(law[peak]) == pytest.approx(binomial_pmf(trials).pmf[peak - table.first], rel=1e-12)
+    assert float(law[peak]) == pytest.approx(Binomial(trials).pmf[peak - table.first], rel=1e-12)
 
 
 def test_cached_tables_cannot_be_changed() -> None:
     table = alias_table(Binomial(7))
-    for column in (table.threshold, table.refine, table.alias, binomial_pmf(7).pmf):
+    for column in (table.threshold, table.refine, table.alias, Binomial(7).pmf):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 1
 
@@ -110,7 +109,7 @@ def test_cached_tables_cannot_be_changed() -> None:
 @pytest.mark.parametrize("trials", [-1, MAX_TRIALS + 1, 2.0, True])
 def test_trials_outside_the_range_are_refused(trials: int) -> None:
     with pytest.raises(InvalidParameter, match="trials"):
-        binomial_pmf(trials)
+        Binomial(trials)
     with pytest.raises(InvalidParameter, match="trials"):
         alias_table(Binomial(trials))
 

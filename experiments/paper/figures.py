@@ -12,8 +12,8 @@ from experiments.lab import Options
 from experiments.paper.published import MNIST, ROWS
 
 from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.laws import Binomial
 from bqsgd._src.mechanism.properties import noise_density, noise_variance
-from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.paper.tradeoffs import COLOURS, Problem, blank_figure, draw_tradeoffs, trade_off_curves
 from bqsgd._src.params import Mechanism, check_positive
 
@@ -95,7 +95,7 @@ def outcome_law(value: float, mechanism: Mechanism, *, range: float = 1.0) -> tu
     low = min(int(np.floor(place)), s - 1)
     rounded = np.zeros(2 * s + 1)
     rounded[low + s], rounded[low + s + 1] = 1 - (place - low), place - low
-    noise = binomial_pmf(mechanism.trials)
+    noise = Binomial(mechanism.trials)
     law = np.convolve(rounded, noise.pmf)
     return (np.arange(len(law)) + noise.first - s) * range / s, law
 
@@ -145,7 +145,7 @@ def draw_figure_2(path: Path, mechanism: Mechanism = FIGURE_2) -> dict[str, Any]
     error = np.linspace(-4 * deviation, 4 * deviation, 801)
     bq = noise_density(error, mechanism, range=1.0)
     gaussian = np.exp(-0.5 * (error / deviation) ** 2) / (deviation * np.sqrt(2 * np.pi))
-    noise = binomial_pmf(m)
+    noise = Binomial(m)
     atoms, law = (np.arange(len(noise.pmf)) + noise.first - m / 2) / s, noise.pmf
     _marks(axes)
     axes.vlines(atoms, 0, law * s, color="#b8860b", linewidth=3, alpha=0.55, label="binomial alone (atoms, times s/C)")

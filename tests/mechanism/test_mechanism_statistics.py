@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from bqsgd._src.laws import Binomial
 from bqsgd._src.mechanism._kernels import round_scalar, round_vector
 from bqsgd._src.mechanism.encoder import encode
-from bqsgd._src.noise import ROUND_BITS, ROUNDING_SLACK_STEPS, binomial_pmf, seeded_rng
+from bqsgd._src.noise import ROUND_BITS, ROUNDING_SLACK_STEPS, seeded_rng
 from bqsgd._src.params import MAX_LEVELS, Mechanism
 
 FALSE_ALARM = 1e-9
@@ -31,7 +32,7 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 
 def code_law(mechanism: Mechanism, steps: float) -> np.ndarray:
     """The law of the code of an input `steps` above -C, in quantiser steps."""
-    law, low = binomial_pmf(mechanism.trials), int(np.floor(steps))
+    law, low = Binomial(mechanism.trials), int(np.floor(steps))
     codes = np.zeros(mechanism.code_count + 1)
     span = slice(low + law.first, low + law.first + len(law.pmf))
     codes[span] += (1 - (steps - low)) * law.pmf

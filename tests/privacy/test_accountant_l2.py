@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from test_accountant_oracle import release
 
 from bqsgd._src.laws import Binomial
-from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.privacy import _renyi
 from bqsgd._src.privacy._renyi import moment_rates
 from bqsgd._src.privacy.accountant import Accountant
@@ -21,7 +20,7 @@ from bqsgd._src.privacy.accountant import Accountant
 
 def log_moments(trials, shifts, order, cut):
     """Direct: (order A, order B) of sum_j log sum_k P^a Q^(1-a), tails of `cut` outcomes a side left out."""
-    law = binomial_pmf(trials).pmf
+    law = Binomial(trials).pmf
     totals = np.zeros(2)
     for u in shifts:
         whole, part = math.floor(u), u - math.floor(u)
@@ -44,7 +43,7 @@ def log_moments(trials, shifts, order, cut):
 def test_rates_bound_every_shift_vector(trials, fractions, largest, order):
     shifts = np.array(fractions) * largest
     rates = moment_rates(Binomial(trials), largest, 1e-12)
-    cut = int(np.searchsorted(np.cumsum(binomial_pmf(trials).pmf), 5e-13))
+    cut = int(np.searchsorted(np.cumsum(Binomial(trials).pmf), 5e-13))
     bound = rates.per_square[order - 2] * float(shifts @ shifts) + order * rates.drift * shifts.sum()
     direct = log_moments(trials, shifts, order, max(cut, math.ceil(largest)))
     assert np.all(direct <= bound + 1e-12)
@@ -54,7 +53,7 @@ def test_rates_bound_every_shift_vector(trials, fractions, largest, order):
 def test_rates_are_attained_up_to_the_search(order):
     """Some single shift comes within one per cent: the bound is not loose."""
     rates = moment_rates(Binomial(239), 1.0, 1e-12)
-    cut = int(np.searchsorted(np.cumsum(binomial_pmf(239).pmf), 5e-13))
+    cut = int(np.searchsorted(np.cumsum(Binomial(239).pmf), 5e-13))
     best = max(float(np.max(log_moments(239, [u], order, cut))) / u**2 for u in np.linspace(0.01, 1, 200))
     assert best <= rates.per_square[order - 2] <= 1.01 * best
 
@@ -62,7 +61,7 @@ def test_rates_are_attained_up_to_the_search(order):
 @pytest.mark.parametrize(("trials", "shift", "rate"), [(100, 0.3, 0.05), (239, 0.9, 0.2), (400, 0.05, 0.5)])
 def test_sampled_moments_bound_add_and_remove(trials, shift, rate):
     """E_Q[(1 - g + g r)^a] and E_Q[(1 - g + g r)^(1-a)] by direct summation over two coordinates."""
-    law = binomial_pmf(trials).pmf
+    law = Binomial(trials).pmf
     cut = 2
     what = release(1, trials, 2, batch=100, data=round(100 / rate), linf=shift, l2=shift * math.sqrt(2))
     bound, _ = _renyi._log_moments(what, 1e-12)

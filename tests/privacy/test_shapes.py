@@ -13,7 +13,6 @@ from scipy import fft
 
 from bqsgd._src.errors import AccountingError
 from bqsgd._src.laws import Binomial
-from bqsgd._src.noise import binomial_pmf
 from bqsgd._src.privacy import _shapes
 from bqsgd._src.privacy._message import coordinate_atoms, message_pair
 from bqsgd._src.privacy._shapes import shaped_pair
@@ -29,7 +28,7 @@ def curve(pair, log_z):
 
 def direct_log_moment(trials, u, order, s):
     """log E_Q[r^s] of one coordinate, summed outcome by outcome."""
-    law = binomial_pmf(trials).pmf
+    law = Binomial(trials).pmf
     ratio = 1 + u * (np.concatenate([[0.0], law[:-1] / law[1:]]) - 1)
     return np.log(np.sum(law * ratio ** (s if order == 0 else 1 - s)))
 

@@ -10,7 +10,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from secure_sums import identity, roster
 
 from bqsgd._src.errors import BadShares, Infeasible, InvalidParameter
-from bqsgd._src.noise import binomial_pmf, seeded_rng
+from bqsgd._src.laws import Binomial
+from bqsgd._src.noise import seeded_rng
 from bqsgd._src.secure import sharing
 from bqsgd._src.secure.graph import Graph, thresholds
 from bqsgd._src.secure.masks import xor
@@ -223,7 +224,7 @@ def test_noise_parts_add_up_for_every_number_of_survivors(n, f, t):
 
 def test_pieces_of_noise_have_the_exact_binomial_law():
     for trials in range(1, PIECE + 1):
-        law = binomial_pmf(trials)
+        law = Binomial(trials)
         assert law.first == 0
         assert [p.as_integer_ratio() for p in law.pmf[:3]] == [
             (math.comb(trials, k) / 2**trials).as_integer_ratio() for k in range(min(3, trials + 1))

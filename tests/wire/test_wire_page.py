@@ -12,8 +12,9 @@ import zstandard
 from bqsgd._src.codec import Accumulator
 from bqsgd._src.descent.descent import Descent
 from bqsgd._src.errors import BadPayload, CodeOutOfRange
+from bqsgd._src.laws import Binomial
 from bqsgd._src.mechanism.encoder import decode
-from bqsgd._src.noise import CUT_LAW, ROUNDING_SLACK_STEPS, binomial_pmf
+from bqsgd._src.noise import CUT_LAW, ROUNDING_SLACK_STEPS
 from bqsgd._src.params import MAX_TRIALS, Coarsening, Mechanism, code_dtype, parameters_digest
 from bqsgd._src.secure.messages import HEADER_BYTES
 from bqsgd._src.settings.client_plan import sum_plan
@@ -172,9 +173,9 @@ def test_what_exact_binomial_noise_owes():
     trials = {*range(1025), *np.geomspace(1025, MAX_TRIALS, 40).astype(int).tolist(), MAX_TRIALS}
     assert CUT_LAW < 2.0**-63
     # Both tails, and the floors of 104 bits of fixed point.
-    assert all(2.0**-64 + (len(binomial_pmf(m).pmf) + 1) * 2.0**-104 <= CUT_LAW for m in trials)
+    assert all(2.0**-64 + (len(Binomial(m).pmf) + 1) * 2.0**-104 <= CUT_LAW for m in trials)
     for m in range(65):
-        law = binomial_pmf(m)
+        law = Binomial(m)
         assert law.first == 0
         assert law.pmf.tolist() == [math.comb(m, k) / 2**m for k in range(m + 1)]
     rounds, dimension, epsilon, shown = re.search(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.laws import TAIL_BITS, Binomial, NoiseLaw
+from bqsgd._src.laws import TAIL_BITS, NoiseLaw
 from bqsgd._src.params import check_int
 
 CUT_LAW = 1.001 * 2.0**-TAIL_BITS
@@ -39,27 +39,6 @@ levels up to 2^20.
 NOISE_BITS = 64 - ROUND_BITS
 REFINE_BITS = 64
 """Extra bits of an alias threshold, looked at only when the first NOISE_BITS tie with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BinomialPmf:
-    """Bin(m, 1/2) on {first, ..., first + len(pmf) - 1}; the tails left out weigh less than 2^-64."""
-
-    first: int
-    pmf: npt.NDArray[np.float64]
-
-
-@lru_cache(maxsize=256)
-def binomial_pmf(trials: int) -> BinomialPmf:
-    """The sampler's law on its support, each probability correctly rounded to float64.
-
-    Up to m = 64 that is Bin(m, 1/2) itself; beyond, it differs from it by at most `CUT_LAW`.
-
-    >>> binomial_pmf(2).pmf.tolist()
-    [0.25, 0.5, 0.25]
-    """
-    law = Binomial(trials)
-    return BinomialPmf(first=law.first, pmf=law.pmf)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.errors import Infeasible, InvalidParameter
-from bqsgd._src.noise import binomial_pmf
+from bqsgd._src.laws import Binomial
 from bqsgd._src.params import Mechanism, check_delta, check_int, check_positive
 from bqsgd._src.planner.plan import MAX_BITS, Budget
 from bqsgd._src.privacy.guarantee import rounded_up
@@ -62,7 +62,7 @@ def peak_probability(trials: int) -> float:
     >>> peak_probability(4)
     0.375
     """
-    return float(binomial_pmf(trials).pmf.max())
+    return float(Binomial(trials).pmf.max())
 
 
 def nominal_epsilon(mechanism: Mechanism, setting: NominalSetting, *, exact_peak: bool = False) -> float:

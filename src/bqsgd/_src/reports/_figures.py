@@ -153,8 +153,8 @@ def noise_chart(mechanism: Mechanism) -> Chart:
     """The noise of one coordinate in units of the range R. The server cannot remove it."""
     import numpy as np
 
+    from bqsgd._src.laws import Binomial
     from bqsgd._src.mechanism.properties import noise_density, noise_variance
-    from bqsgd._src.noise import binomial_pmf
 
     s, m = mechanism.levels, mechanism.trials
     deviation = math.sqrt(noise_variance(mechanism))
@@ -164,7 +164,7 @@ def noise_chart(mechanism: Mechanism) -> Chart:
     def over_grid(density: Any) -> list[Point]:
         return list(zip(grid.tolist(), density.tolist(), strict=True))
 
-    law = binomial_pmf(m)
+    law = Binomial(m)
     steps: list[Point] = []
     for outcome, mass in enumerate(law.pmf.tolist(), start=law.first):
         centre = (outcome - m / 2) / s
