@@ -1,6 +1,10 @@
 """The gate on updates: counted first, then made; whatever the training does, a frame leaves or nothing does."""
 
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from bqsgd._src.wire.frame import read_frame
 
 STUDY = {"study": "trial-7", "rounds": 3, "epsilon": 8.0, "delta": 1e-5, "clip_norm": 2.0}
 D = 40
+SOURCES = Path(bqsgd.__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -129,6 +134,50 @@ def test_the_ledgers_own_budget_stops_a_study_that_asks_for_more(tmp_path, caplo
         assert "of the 3 updates of the study 'trial-7', 2 fit into what is left" in caplog.text
         assert ledger.guarantee().epsilon <= 6.5
         assert ledger.spent_rounds == 2
+
+
+_SITE = """
+import os, signal, sys
+import numpy as np
+import bqsgd
+
+path, settings, killed = sys.argv[1], eval(sys.argv[2]), sys.argv[3] == "killed"
+for _ in range(settings["rounds"]):
+    try:
+        with bqsgd.UpdateGate(path, **settings) as gate:
+            frame = gate.send(lambda: os.kill(os.getpid(), signal.SIGKILL) if killed else np.zeros(40), dimension=40)
+    except (bqsgd.LedgerError, bqsgd.BudgetExhausted):
+        continue
+    print(frame.hex(), flush=True)
+"""
+
+
+def site(tmp_path, how):
+    """A job of the site in a process of its own; it prints each frame that leaves."""
+    words = [sys.executable, "-c", _SITE, str(tmp_path / "site.ledger"), repr(STUDY), how]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(SOURCES)})
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
+def test_a_site_that_is_killed_between_spend_and_send_has_spent_and_goes_on_after_it(gate, tmp_path):
+    gate().plan(D)
+    killed = site(tmp_path, "killed")
+    assert killed.communicate(timeout=120)[0] == "", "nothing left"
+    assert killed.returncode == -signal.SIGKILL
+    assert counted(tmp_path) == 1
+    again = gate()
+    again.send(lambda: np.zeros(D), dimension=D)
+    assert again.sent == counted(tmp_path) == 2
+
+
+def test_jobs_in_processes_of_their_own_send_no_more_than_the_ledger_counts(gate, tmp_path):
+    """Both want all three updates at the same time."""
+    gate().plan(D)
+    jobs = [site(tmp_path, "running") for _ in range(2)]
+    frames = [line for job in jobs for line in job.communicate(timeout=120)[0].split()]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert 1 <= len(frames) == len(set(frames)) <= counted(tmp_path) <= 3
+    assert gate().guarantee().epsilon <= 8
 
 
 def test_two_jobs_on_one_ledger_never_count_one_update_for_two(gate, tmp_path):

@@ -83,17 +83,13 @@ class SummedUpdates(PrivateUpdates):
     def __init__(
         self,
         *,
-        study: str,
-        rounds: int,
-        epsilon: float,
-        delta: float,
-        clip_norm: float,
         clients: int,
         dropouts: int = 0,
         colluders: int = 0,
         mechanism: Mechanism | None = None,
+        **study: Any,
     ) -> None:
-        super().__init__(study=study, rounds=rounds, epsilon=epsilon, delta=delta, clip_norm=clip_norm)
+        super().__init__(**study)
         self._rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
         self._settings |= {"rule": self._rule, "mechanism": mechanism}
 
@@ -168,7 +164,7 @@ class OpenSums(Wrapped):
         first_round: of the study, counted from 0: a ServerApp that is started again continues after the last one.
         seconds: how long an exchange waits for the nodes.
         accountant: as for `OpenUpdates`.
-        others: as `SummedUpdates`, and the same as there.
+        study: as `SummedUpdates`, and the same as there.
     """
 
     def __init__(
@@ -176,24 +172,17 @@ class OpenSums(Wrapped):
         strategy: Strategy,
         *,
         roster: str | Path,
-        study: str,
-        rounds: int,
-        epsilon: float,
-        delta: float,
-        clip_norm: float,
-        clients: int,
-        dropouts: int = 0,
-        colluders: int = 0,
-        mechanism: Mechanism | None = None,
         first_round: int = 0,
         seconds: float = 3600.0,
         accountant: SiteAccountant | None = None,
+        **study: Any,
     ) -> None:
         super().__init__(strategy, accountant=accountant)
-        self._rule = thresholds(clients=clients, dropouts=dropouts, colluders=colluders)
-        self._roster, self._run, self._rounds = roster_of(roster, clients), f"study-{study}", rounds
-        self._mechanism = mechanism
-        self._budget, self._clip = Budget(bits=8, epsilon=epsilon, delta=delta), L2(norm=clip_norm)
+        agreed = SummedUpdates(**study)._settings
+        self._rule, self._mechanism, self._rounds = agreed["rule"], agreed["mechanism"], agreed["rounds"]
+        self._roster, self._run = roster_of(roster, self._rule.clients), f"study-{agreed['study']}"
+        self._budget = Budget(bits=agreed["bits"], epsilon=agreed["epsilon"], delta=agreed["delta"])
+        self._clip = L2(norm=agreed["clip_norm"])
         self._seconds, self._round = check_positive("seconds", seconds), check_int("first_round", first_round, 0, 2**40)
         self._clients: dict[int, int] = {}
         """Client -> its node."""
