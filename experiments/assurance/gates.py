@@ -3,9 +3,11 @@
 python -m experiments.assurance.gates            # what is missing of it, then the tables of docs/gate.md
 python -m experiments.assurance.gates --only flower-training
 
-Both examples of `examples/` with two sites, five rounds and scikit-learn's digits, real processes on one machine. The
-private ones are asked for a sixth round, and site 1 is killed (kill -9, with all of its processes) when the third round
-begins, and started again; NVFlare's simulator is killed as a whole and the job started again.
+Real processes on one machine. The frameworks' own quickstarts on CIFAR-10, with their files, clients, rounds and models
+(`flower_quickstart` and `nvflare_hello_pt` in `examples/`), and small ones on scikit-learn's digits (`flower_gate` and
+`nvflare_gate`). The private ones are asked for one round more than their sites' studies have. Site 1 is killed (kill
+-9, with all of its processes) when a round in the middle begins, and started again; NVFlare's simulator is killed as a
+whole and the job started again.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import tomli_w
+from experiments.assurance import quickstarts
 
 import bqsgd
 from bqsgd._src.flower.federation import SUPERNODE, free_port
@@ -35,8 +40,8 @@ from bqsgd._src.settings.config import Config
 from experiments import lab, pages
 
 PATH = lab.RESULTS / "gates.json"
-ROUNDS, KILLED = 5, 3
-FLOWER, NVFLARE = lab.ROOT / "examples" / "flower_gate", lab.ROOT / "examples" / "nvflare_gate"
+EXAMPLES = lab.ROOT / "examples"
+FLOWER = EXAMPLES / "flower_gate"
 PYTHON = lab.ROOT / ".venv-nvflare" / "bin" / "python"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STUDY = 'gate-study="trial-7" gate-rounds=5 gate-epsilon=8.0 gate-delta=1e-5 gate-clip-norm=1.0'
@@ -49,6 +54,63 @@ _DIFFS = {
     "node": "private_updates.diff",
     "sums": "secure_sums.diff",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """An app or job as its framework has it, with a diff beside it for each private kind.
+
+    rounds: of the sites' studies. killed: the round, counted from 1, at whose beginning a site is killed.
+    """
+
+    folder: Path
+    sites: int = 2
+    rounds: int = 5
+    killed: int = 3
+    environment: Callable[[], Mapping[str, str]] = field(default=dict)
+    data: Path | None = None
+    """A folder that the app's processes find in their own."""
+
+    def copied(self, kind: str, folder: Path) -> Path:
+        """A copy of its own, with the diff of the kind."""
+        copy = folder / "app"
+        shutil.copytree(self.folder, copy, ignore=shutil.ignore_patterns("*.diff", "__pycache__"))
+        if kind != "unchanged":
+            subprocess.run(["patch", "-s", "-p1", "-i", self.folder / _DIFFS[kind]], cwd=copy, check=True)
+        return copy
+
+
+DIGITS = Example(folder=FLOWER)
+QUICKSTART = Example(
+    folder=EXAMPLES / "flower_quickstart", sites=10, rounds=3, killed=2,
+    environment=quickstarts.environment, data=quickstarts.FOLDER / "uoft-cs",
+)  # fmt: skip
+NVFLARE_DIGITS = Example(folder=EXAMPLES / "nvflare_gate")
+HELLO_PT = Example(
+    folder=EXAMPLES / "nvflare_hello_pt", rounds=2, killed=2, environment=quickstarts.environment
+)  # fmt: skip
+
+
+@contextmanager
+def cpu_minutes() -> Iterator[list[float]]:
+    """The list holds, at the end, what the processes below this one have used, seen once a second."""
+    used, over, answer = dict[int, float](), threading.Event(), list[float]()
+
+    def look() -> None:
+        while not over.wait(1):
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    times = child.cpu_times()
+                    used[child.pid] = max(used.get(child.pid, 0.0), times.user + times.system)
+
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    try:
+        yield answer
+    finally:
+        over.set()
+        watching.join()
+        answer.append(round(sum(used.values()) / 60, 1))
 
 
 def told(text: str, most: int = 8) -> list[str]:
@@ -81,21 +143,20 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(family, timeout=30)
 
 
-def flower(kind: str, folder: Path) -> dict[str, Any]:
-    """One deployment: a SuperLink, two SuperNodes (three for sums), and the app with or without a diff."""
-    app = folder / "app"
-    shutil.copytree(FLOWER, app, ignore=shutil.ignore_patterns("*.diff", "__pycache__"))
-    sites, rounds = range(3 if kind == "sums" else 2), ROUNDS if kind == "unchanged" else ROUNDS + 1
+def flower(kind: str, folder: Path, example: Example = DIGITS) -> dict[str, Any]:
+    """One deployment: a SuperLink, its SuperNodes (three for sums), and the app with or without a diff."""
+    app = example.copied(kind, folder)
+    sites, rounds = range(3 if kind == "sums" else example.sites), example.rounds + (kind != "unchanged")
     settings = f"num-server-rounds={rounds}"
     if kind == "sums":
         roster = write_identities(Config.of(clients=len(sites)), folder / "keys")
         settings += f' roster="{roster}"'
-    if kind != "unchanged":
-        diff = FLOWER / _DIFFS[kind]
-        subprocess.run(["patch", "-s", "-p1", "-i", diff], cwd=app, check=True)
     if kind == "node":  # the client's half of the app stays as Flower's quickstart has it
-        shutil.copy(FLOWER / "quickstart" / "client_app.py", app / "quickstart" / "client_app.py")
-    with Processes(folder / "run") as processes:
+        shutil.copy(example.folder / "quickstart" / "client_app.py", app / "quickstart" / "client_app.py")
+    with cpu_minutes() as used, Processes(folder / "run") as processes:
+        processes.environment |= example.environment()
+        if example.data is not None:
+            (processes.folder / example.data.name).symlink_to(example.data)
         port = free_port()
         place = ("--host", "127.0.0.1", "--port", str(port))
         processes.start(
@@ -121,25 +182,27 @@ def flower(kind: str, folder: Path) -> dict[str, Any]:
 
         for site in sites:
             start(site, f"site-{site}")
+        for site in sites:  # the strategy asks those that are there
+            processes.wait_for(f"site-{site}", "SuperNode ID", seconds=600)
         began, killed = time.monotonic(), list[float]()
         processes.start("run", "flwr", "run", str(app), "here", "--stream", "--run-config", settings)
 
         def heard(line: str) -> None:
-            if kind in ("updates", "training") and not killed and f"[ROUND {KILLED}/" in line:
+            if kind in ("updates", "training") and not killed and f"[ROUND {example.killed}/" in line:
                 kill(processes.running["site-1"])
                 start(1, "site-1-again")
                 killed.append(round(time.monotonic() - began, 1))
 
-        log = _COLOURS.sub("", processes.finish("run", seconds=1500, heard=heard))
-        nodes = {
-            name: processes.text(name) for name in ("site-0", "site-1", "site-1-again") if name in _logs(processes)
-        }
-    name = "train.ledger" if kind == "training" else "client-000{}.ledger"
+        log = _COLOURS.sub("", processes.finish("run", seconds=3000, heard=heard))
+        logs = _logs(processes)
+        nodes = {name: processes.text(name) for name in ("site-0", "site-1", "site-1-again") if name in logs}
+    name = "train.ledger" if kind == "training" else "client-{:04}.ledger"
     return {
         "accuracy": [float(value) for value in re.findall(r"'accuracy': ([0-9.e-]+)", log)][: rounds + 1],
         "epsilon": [float(value) for value in re.findall(r"Aggregated MetricRecord: .*'epsilon': ([0-9.e-]+)", log)],
         "killed_after_seconds": killed,
         "seconds": round(time.monotonic() - began, 1),
+        "cpu_minutes": used[0],
         "ledgers": [ledger_of(folder / f"site-{site}" / name.format(site)) for site in sites],
         "server_log": told(log),
         "node_logs": {node: told(text) for node, text in nodes.items()},
@@ -150,48 +213,51 @@ def _logs(processes: Processes) -> set[str]:
     return {path.stem for path in (processes.folder / "logs").iterdir()}
 
 
-def nvflare(kind: str, folder: Path) -> dict[str, Any]:
-    """The simulator with two sites; the private job is killed when the third round begins, and started again."""
+def nvflare(kind: str, folder: Path, example: Example = NVFLARE_DIGITS) -> dict[str, Any]:
+    """The simulator with two sites; the private job is killed in the middle, and started again."""
     logs, killed = list[str](), list[float]()
-    rounds = ROUNDS if kind == "unchanged" else ROUNDS + 1
-    private = [] if kind == "unchanged" else ["--private", kind]
-    for attempt in range(1 if kind == "unchanged" else 2):
-        left = rounds if attempt == 0 else rounds - KILLED + 1
-        command = [
-            str(PYTHON),
-            str(NVFLARE / "job.py"),
-            *private,
-            "--rounds",
-            str(left),
-            "--folder",
-            str(folder / "job"),
-        ]
-        began, printed = time.monotonic(), folder / f"printed-{attempt}.txt"
-        with printed.open("wb") as stream:
-            process = subprocess.Popen(
-                command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(lab.ROOT / "src"), "OMP_NUM_THREADS": "1"}, start_new_session=True,
-            )  # fmt: skip
-        while process.poll() is None and time.monotonic() - began < 1500:
-            time.sleep(0.2)
-            if private and not attempt and f"Round {KILLED - 1} started" in printed.read_text(errors="replace"):
-                killed.append(round(time.monotonic() - began, 1))
-                kill(process)
-        logs.append(_COLOURS.sub("", printed.read_text(errors="replace")))
-        if killed and not attempt:
-            time.sleep(5)
+    private = kind != "unchanged"
+    if example is HELLO_PT:
+        command, working = ["job.py", "--num_rounds"], example.copied(kind, folder)
+        options = ["--ledger", str(folder / "{site}.ledger")] if private else []
+    else:
+        command, working = [str(example.folder / "job.py"), "--rounds"], folder
+        options = ["--folder", str(folder / "job"), *(["--private", kind] if private else [])]
+    environment = os.environ | {"PYTHONPATH": str(lab.ROOT / "src"), "OMP_NUM_THREADS": "1"} | example.environment()
+    begins = f"Round {example.killed - 1} started"
+    with cpu_minutes() as used:
+        for attempt in range(2 if private else 1):
+            left = example.rounds + private if attempt == 0 else example.rounds + 2 - example.killed
+            began, printed = time.monotonic(), folder / f"printed-{attempt}.txt"
+            with printed.open("wb") as stream:
+                process = subprocess.Popen(
+                    [str(PYTHON), *command, str(left), *options], cwd=working, stdout=stream,
+                    stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+                )  # fmt: skip
+            while process.poll() is None and time.monotonic() - began < 3000:
+                time.sleep(0.2)
+                if private and not attempt and begins in printed.read_text("utf-8", "replace"):
+                    killed.append(round(time.monotonic() - began, 1))
+                    kill(process)
+            logs.append(_COLOURS.sub("", printed.read_text("utf-8", "replace")))
+            if killed and not attempt:
+                time.sleep(5)
     text = "\n".join(logs)
+    accuracy = [float(value) for value in re.findall(r"round \d+: accuracy ([0-9.]+)", text)]
+    accuracy += [float(value) / 100 for value in re.findall(r"test images: (\d+) %", text)]
+    ledgers = folder if example is HELLO_PT else folder / "job" / "ledgers"
     return {
-        "accuracy": [float(value) for value in re.findall(r"round \d+: accuracy ([0-9.]+)", text)][::2],
+        "accuracy": accuracy[::2],
         "epsilon": [float(value) for value in re.findall(r"epsilon ([0-9.]+) at delta", text)][::2],
         "killed_after_seconds": killed,
-        "ledgers": [ledger_of(folder / "job" / "ledgers" / f"site-{site}.ledger") for site in (1, 2)],
+        "cpu_minutes": used[0],
+        "ledgers": [ledger_of(ledgers / f"site-{site}.ledger") for site in (1, 2)],
         "log": told(text, most=16),
     }
 
 
 def sizes() -> dict[str, Any]:
-    """Bytes of one update as Flower carries it: the quickstart's model and one of a million parameters."""
+    """Bytes of one update as Flower carries it: the models of the examples and one of a million parameters."""
     import numpy as np
     from flwr.app import Array, ArrayRecord, RecordDict
     from flwr.common.serde import recorddict_to_proto
@@ -199,7 +265,7 @@ def sizes() -> dict[str, Any]:
     from bqsgd._src.integrations.flower import _packed
 
     result = {}
-    for dimension in (650, 1_000_000):
+    for dimension in (650, 62_006, 1_000_000):
         values = np.random.default_rng(0).normal(0, 0.01, dimension).astype(np.float32)
         before = RecordDict({"arrays": ArrayRecord({"w": Array(values)})})
         sizes = {"unchanged": recorddict_to_proto(before).ByteSize()}
@@ -265,6 +331,14 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
         f"nvflare-{kind}": (lambda folder, kind=kind: nvflare(kind, folder))
         for kind in ("unchanged", "training", "updates")
     },  # type: ignore[misc]
+    **{
+        f"quickstart-{kind}": (lambda folder, kind=kind: flower(kind, folder, QUICKSTART))
+        for kind in ("unchanged", "training", "updates")
+    },  # type: ignore[misc]
+    **{
+        f"hello-pt-{kind}": (lambda folder, kind=kind: nvflare(kind, folder, HELLO_PT))
+        for kind in ("unchanged", "training", "updates")
+    },  # type: ignore[misc]
     "sizes": lambda folder: sizes(),
     "fresh": lambda folder: {"cpu_seconds": fresh(folder)},
 }
@@ -304,6 +378,12 @@ def _listed(values: list[float]) -> str:
 
 
 _TITLES = {
+    "quickstart-unchanged": "Flower's quickstart-pytorch, unchanged",
+    "quickstart-training": "the same, private training, epsilon 3",
+    "quickstart-updates": "the same, private updates, epsilon 8",
+    "hello-pt-unchanged": "NVFlare's hello-pt, unchanged",
+    "hello-pt-training": "the same, private training, epsilon 3",
+    "hello-pt-updates": "the same, private updates, epsilon 8",
     "flower-unchanged": "Flower, as it is",
     "flower-training": "Flower, private training, epsilon 3",
     "flower-updates": "Flower, private updates, epsilon 8",

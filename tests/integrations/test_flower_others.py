@@ -1,5 +1,6 @@
 """What docs/gate.md says about Flower's own mods and strategies, and the example that starts from its quickstart."""
 
+import hashlib
 import importlib
 import inspect
 import re
@@ -20,6 +21,7 @@ from loop_grid import LoopGrid
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "flower_gate"
+THEIRS = [ROOT / "examples" / name for name in ("flower_quickstart", "nvflare_hello_pt")]
 
 
 def test_flowers_local_mod_never_stops_and_lets_metrics_pass(tmp_path):
@@ -87,9 +89,24 @@ def test_the_example_with_secure_sums_is_one_study_on_both_sides(tmp_path, impor
     assert imported(app, "client_app").app is not None
 
 
+@pytest.mark.parametrize("folder", THEIRS, ids=lambda folder: folder.name)
+def test_the_frameworks_own_quickstarts_are_unchanged_and_each_diff_makes_them_private(folder, tmp_path):
+    published = dict(re.findall(r"^    ([0-9a-f]{64})  (\S+)$", (folder / "ORIGIN.md").read_text(), re.MULTILINE))
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".toml")}
+    assert set(published.values()) == files
+    for digest, name in published.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    for kind, names in {"training": ("make_private(", "ThinUpdates"), "updates": ("PrivateUpdates",)}.items():
+        copy = shutil.copytree(folder, tmp_path / kind)
+        subprocess.run(["patch", "-s", "-p1", "-i", folder / f"private_{kind}.diff"], cwd=copy, check=True)
+        code = "".join(path.read_text() for path in sorted(copy.rglob("*.py")))
+        compile(code, kind, "exec")
+        assert all(name in code for name in (*names, "OpenUpdates"))
+
+
 def test_the_lines_that_the_page_shows_are_those_of_the_diffs():
     page = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
-    diffs = "".join(path.read_text() for path in EXAMPLE.glob("*.diff"))
+    diffs = "".join(path.read_text() for path in (*EXAMPLE.glob("*.diff"), *THEIRS[0].glob("*.diff")))
     training = page.split("## Private training")[1].split("## Private updates")[0]
     lines = [line for block in re.findall(r"```diff\n(.*?)```", training, re.DOTALL) for line in block.splitlines()]
     assert len(lines) >= 5
