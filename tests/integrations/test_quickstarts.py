@@ -1,7 +1,7 @@
 """Both examples in real deployments, as `experiments.assurance.gates` runs them: kill -9 in between, and the end."""
 
 import pytest
-from experiments.assurance import gates
+from experiments.assurance import gate_runs as gates
 
 pytestmark = pytest.mark.slow
 
