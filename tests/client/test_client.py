@@ -13,7 +13,7 @@ from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Assumption, Relation, Release, Scheme, Unit
-from bqsgd._src.settings.config import BudgetChange
+from bqsgd._src.settings.groups import BudgetChange
 from bqsgd._src.wire.frame import read_frame
 from bqsgd._src.wire.model_message import write_model
 from tiny_task import client_of

@@ -8,7 +8,7 @@ import torch
 
 from bqsgd._src.descent import optimizers
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
-from bqsgd._src.settings.config import SCHEDULES, ServerSettings
+from bqsgd._src.settings.groups import SCHEDULES, ServerSettings
 
 GRADIENTS = np.random.default_rng(0).normal(size=(20, 7))
 

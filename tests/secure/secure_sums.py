@@ -15,8 +15,9 @@ from bqsgd._src.secure.client import SumClient
 from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.secure.masks import NO_MODEL
 from bqsgd._src.secure.messages import Kind, SumHeader, read_parts, write_batch, write_listed
+from bqsgd._src.secure.opening import Total
 from bqsgd._src.secure.roster import Roster, public_key
-from bqsgd._src.secure.server import SumServer, Total
+from bqsgd._src.secure.server import SumServer
 from bqsgd._src.secure.sparse import Sparse
 
 

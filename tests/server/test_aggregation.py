@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.server import aggregation
-from bqsgd._src.settings.config import RULES, ServerSettings
+from bqsgd._src.settings.groups import RULES, ServerSettings
 
 values = st.floats(-1e3, 1e3, allow_nan=False, width=32)
 

@@ -15,7 +15,7 @@ from bqsgd._src.planner.sums import SumPlan, width_of
 from bqsgd._src.release import Release
 from bqsgd._src.run import Run
 from bqsgd._src.secure.graph import thresholds
-from bqsgd._src.secure.server import Total
+from bqsgd._src.secure.opening import Total
 from bqsgd._src.server.widths import Widths
 from bqsgd._src.settings.client_plan import client_terms, sum_plan
 from bqsgd._src.settings.config import Config

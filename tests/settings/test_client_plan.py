@@ -9,7 +9,7 @@ from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.release import Relation, Release, Scheme, Terms, Unit
 from bqsgd._src.settings import client_plan
 from bqsgd._src.settings.client_plan import client_terms, plans_kept_in, release_in
-from bqsgd._src.settings.config import BudgetChange
+from bqsgd._src.settings.groups import BudgetChange
 
 
 @pytest.fixture

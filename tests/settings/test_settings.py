@@ -10,7 +10,8 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale
 from bqsgd._src.planner.plan import Budget
-from bqsgd._src.settings.config import CONFIG_GROUPS, BudgetChange, Config
+from bqsgd._src.settings.config import CONFIG_GROUPS, Config
+from bqsgd._src.settings.groups import BudgetChange
 from bqsgd._src.storage import read_toml
 from bqsgd._src.tasks.named import NamedTask, stored_task
 

@@ -66,7 +66,8 @@ from bqsgd._src.server.cohort import Choose, Cohorts
 from bqsgd._src.server.server import Server
 from bqsgd._src.server.sums import SumRounds, together
 from bqsgd._src.server.widths import Widths
-from bqsgd._src.settings.config import LEAST_SQUARES, Config
+from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.groups import LEAST_SQUARES
 from bqsgd._src.settings.outlook import check_outlook, foresee
 from bqsgd._src.storage import one_writer
 from bqsgd._src.tasks.best import Best

@@ -1,6 +1,6 @@
 """`bqsgd train` and `bqsgd demo`: a private training run.
 
-Most options are made from the settings themselves (`bqsgd._src.settings.config`), so the two cannot differ.
+Most options are made from the settings themselves (`bqsgd._src.settings.groups`), so the two cannot differ.
 """
 
 from __future__ import annotations

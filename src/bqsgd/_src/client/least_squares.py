@@ -25,7 +25,8 @@ from bqsgd._src.persample.moments import MOST_FEATURES, clipped_moments, moments
 from bqsgd._src.persample.program import Forward, LossFunction
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.modes import Autocast
-from bqsgd._src.settings.config import LEAST_SQUARES, Config
+from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.groups import LEAST_SQUARES
 from bqsgd._src.subset import Subsets
 
 

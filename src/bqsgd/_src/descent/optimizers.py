@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.params import check_int, check_positive
-from bqsgd._src.settings.config import ServerSettings
+from bqsgd._src.settings.groups import ServerSettings
 
 _Array = npt.NDArray[np.float64]
 State = dict[str, _Array]

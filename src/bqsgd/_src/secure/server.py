@@ -26,7 +26,6 @@ others are named (`blamed`), not the client whose secret it is, unless the sum s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,82 +38,12 @@ from bqsgd._src.errors import (
     TooFewClients,
     WrongRound,
 )
-from bqsgd._src.secure import blame, messages
+from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
-from bqsgd._src.secure.masks import (
-    KEY_BYTES,
-    NO_MODEL,
-    Lanes,
-    add_mask,
-    keystream,
-    lane_type,
-    pair_keys,
-    scratch_for,
-    self_key,
-    xor,
-)
-from bqsgd._src.secure.messages import Bytes, KeyBatch, Keys, Kind, Parts, SumHeader
-from bqsgd._src.secure.sharing import SHARE_BYTES, base_points, check_of, extend, good_shares
-
-
-@dataclass
-class _Batch(KeyBatch):
-    """What the server knows about a key batch.
-
-    invited: the clients that are asked for keys. keys, shares, statements: what came, by client. peers: for each client
-    that sent keys, its holders that did so too; None as long as keys may come. partners: for each client that sent
-    shares, the clients with which it exchanged them; None as long as shares may come. refused: client -> those of its
-    partners whose tags it says are wrong.
-    """
-
-    invited: tuple[int, ...]
-    keys: dict[int, Keys] = field(default_factory=dict)
-    peers: dict[int, frozenset[int]] | None = None
-    shares: dict[int, Parts] = field(default_factory=dict)
-    partners: dict[int, frozenset[int]] | None = None
-    refused: dict[int, frozenset[int]] = field(default_factory=dict)
-    statements: dict[int, Parts] = field(default_factory=dict)
-
-
-@dataclass
-class _Round:
-    """What came in a round.
-
-    model: digest of the round's model. vectors: on a sparse graph, the masked vectors until `close`, which may have to
-    leave a client out. seeds: of the survivors that revealed theirs, from the first noise part that is not needed on.
-    liars: client -> the clients with which it shares secrets that it lied about; itself for its own seed.
-    """
-
-    number: int
-    lanes: Lanes
-    model: bytes
-    masked: set[int] = field(default_factory=set)
-    vectors: dict[int, Lanes] = field(default_factory=dict)
-    survivors: tuple[int, ...] | None = None
-    signatures: dict[int, bytes] = field(default_factory=dict)
-    unmaskings: dict[int, Parts] = field(default_factory=dict)
-    seeds: dict[int, list[bytes]] = field(default_factory=dict)
-    recoveries: dict[int, Parts] = field(default_factory=dict)
-    liars: dict[int, set[int]] = field(default_factory=dict)
-
-    def blame(self, client: int, about: int) -> None:
-        self.liars.setdefault(client, set()).add(about)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Total:
-    """The sum of the survivors' codes, one number per coordinate.
-
-    width: the numbers are taken modulo 2^width. trials: binomial trials in the sum. If survivors left before they
-    revealed their seeds, all of their noise is in it, and the expectation of what is not needed has been subtracted,
-    rounded down. seeded: the clients' randomness came from seeds, so there is no claim.
-    """
-
-    lanes: Lanes
-    width: int
-    survivors: tuple[int, ...]
-    trials: int
-    seeded: bool
+from bqsgd._src.secure.masks import NO_MODEL, lane_type
+from bqsgd._src.secure.messages import Bytes, Kind, Parts, SumHeader
+from bqsgd._src.secure.opening import Opening, ServerBatch, ServerRound, Total
+from bqsgd._src.secure.sharing import check_of
 
 
 class SumServer:
@@ -124,8 +53,8 @@ class SumServer:
         self.agreement = agreement
         self.sparse = agreement.rule.sparse is not None
         """Whether clients state their partners, and only a committee signs."""
-        self._batch: _Batch | None = None
-        self._round: _Round | None = None
+        self._batch: ServerBatch | None = None
+        self._round: ServerRound | None = None
         # Client -> its public key whose signature was verified. A client signs its key once for the whole run.
         self._verified: dict[int, bytes] = {}
 
@@ -148,7 +77,7 @@ class SumServer:
         """
         agreed = self.agreement.of(cohort, width=width)
         invited = tuple(client for client in agreed.members.clients if client not in without)
-        self._batch, self._round = _Batch(agreed, epoch, first_round, rounds, invited), None
+        self._batch, self._round = ServerBatch(agreed, epoch, first_round, rounds, invited), None
 
     @property
     def last_round(self) -> int:
@@ -206,9 +135,7 @@ class SumServer:
     def take_shares(self, message: Bytes) -> None:
         """Take a client's tags and corrections of its shares."""
         batch = self._current()
-        shares = messages.read_parts(message, batch.agreement, Kind.SHARES)
-        batch.check(shares.header)
-        client = shares.header.client
+        client, shares = self._parts(message, Kind.SHARES)
         if batch.peers is None or batch.partners is not None or client not in batch.peers:
             raise WrongRound(f"shares of client {client} came too early, too late or without its keys")
         if not shares.parts.keys() <= batch.peers[client]:
@@ -238,9 +165,7 @@ class SumServer:
         """Take a client's statement of its partners: of every client on a sparse graph; on a full graph of one that
         found a wrong tag in its bundle."""
         batch = self._current()
-        statement = messages.read_parts(message, batch.agreement, Kind.PARTNERS)
-        batch.check(statement.header)
-        client = statement.header.client
+        client, statement = self._parts(message, Kind.PARTNERS)
         if batch.partners is None or client not in batch.partners:
             raise WrongRound(f"client {client} states its partners but sent no shares")
         near = batch.agreement.graph.masks(client)
@@ -307,7 +232,7 @@ class SumServer:
         # Closes the exchange of shares: those that come after a round has begun are too late.
         self._partners()
         agreed = batch.agreement
-        self._round = _Round(round, np.zeros(agreed.dimension, lane_type(agreed.width)), model)
+        self._round = ServerRound(round, np.zeros(agreed.dimension, lane_type(agreed.width)), model)
 
     def take_masked(self, message: Bytes) -> int:
         """Add a client's masked vector to the sum; returns its number."""
@@ -390,9 +315,7 @@ class SumServer:
             BadShares: the seed is wrong.
         """
         batch, current, listed = self._current(), self._open(), self.close()
-        revealed = messages.read_parts(message, batch.agreement, Kind.UNMASKING)
-        batch.check(revealed.header, current.number)
-        client = revealed.header.client
+        client, revealed = self._parts(message, Kind.UNMASKING, current.number)
         if client not in listed:
             raise ForeignClient(f"client {client} is not among the survivors")
         if not revealed.parts.keys().isdisjoint(listed):
@@ -420,10 +343,8 @@ class SumServer:
 
     def take_recovery(self, message: Bytes) -> None:
         """Keep the shares of self seeds that a survivor reveals."""
-        batch, current = self._current(), self._open()
-        revealed = messages.read_parts(message, batch.agreement, Kind.RECOVERY)
-        batch.check(revealed.header, current.number)
-        client = revealed.header.client
+        current = self._open()
+        client, revealed = self._parts(message, Kind.RECOVERY, current.number)
         if client not in current.unmaskings:
             raise ForeignClient(f"client {client} was not asked for shares")
         current.recoveries.setdefault(client, revealed)
@@ -442,170 +363,26 @@ class SumServer:
             TooFewClients: too few shares of a secret came; the round is lost.
             BadShares: no choice among the shares of a secret fits; the round is lost.
         """
-        current, agreed, listed = self._open(), self._current().agreement, self.close()
-        noise = agreed.noise
-        # A copy, so that the sum can be tried again after more shares have come.
-        lanes, extra = current.lanes.copy(), 0
-        scratch = scratch_for(lanes)
-        for rank, client in enumerate(listed):
-            part = noise.first_unneeded(len(listed), rank)
-            if (chain := current.seeds.get(client)) is not None:
-                noise.add_parts(part, chain, lanes, agreed.run_digest, subtract=True)
-                self_seed = chain[-1]
-            else:
-                # Only the self seed opens, so the client's noise stays. Its expectation is taken out below.
-                extra += noise.drawn - noise.cuts[part]
-                opened, wrong = self._opened(client, current.recoveries, masks=False)
-                self._blame_holders(client, wrong)
-                self_seed = extend(opened, [0])[0]
-            key = self_key(self_seed, agreed.session, client=client, round=current.number)
-            add_mask(lanes, key, scratch=scratch, subtract=True)
-        contested: dict[int, list[blame.Contested]] = {}
-        unconfirmed = []
-        for client in sorted(self._partners().keys() - set(listed)):
-            # A survivor that exchanged shares with a missing client has masked its vector with their common mask.
-            affected = self._partners()[client].intersection(listed, agreed.graph.masks(client))
-            if affected and (pairs := self._remove_pairs(client, sorted(affected), lanes, scratch)):
-                contested[client] = pairs
-            if not all(self._confirmed(client, other) for other in affected):
-                unconfirmed.append(client)
-        if contested:
-            self._settle(contested, lanes)
-        if unconfirmed and not blame.is_sum(lanes, agreed.width):
-            raise BadShares(
-                f"what is left is no sum: what client {', '.join(map(str, unconfirmed))} said about its masks is "
-                f"false, or so is a vector; round {current.number} is lost"
-            )
-        lanes -= lanes.dtype.type(extra // 2 % (1 << agreed.width))
-        lanes &= lanes.dtype.type((1 << agreed.width) - 1)
-        return Total(
-            lanes=lanes,
-            width=agreed.width,
-            survivors=listed,
-            trials=noise.in_sum(len(listed)) + extra,
-            seeded=agreed.seeded,
-        )
+        return Opening(self._current(), self._open(), self._partners(), self.close()).total()
 
-    def _remove_pairs(self, client: int, affected: list[int], lanes: Lanes, scratch: Lanes) -> list[blame.Contested]:
-        """Remove the masks that survivors share with a client that is missing; return those that it and a survivor
-        state differently."""
-        batch, current = self._current(), self._open()
-        agreed, shares = batch.agreement, batch.shares[client]
-        said = shares.corrections(agreed, current.number)
-        try:
-            opened, wrong = self._opened(client, current.unmaskings, masks=True)
-        except BadShares:
-            told = {other: said.parts[client] for other, said in current.unmaskings.items() if client in said.parts}
-            if agreed.rule.sparse is not None or not told.keys() >= set(affected):
-                raise
-            # Nothing follows from what it said. Each survivor's share is the secret of their mask.
-            pairs = []
-            for other, key in zip(affected, self._pair_keys([told[other] for other in affected]), strict=True):
-                add_mask(lanes, key, scratch=scratch, subtract=other < client)
-                pairs.append(blame.Contested(other, told=key, derived=None))
-            return pairs
-        if agreed.rule.sparse is None:
-            points, nothing = agreed.graph.points(client), bytes(SHARE_BYTES)
-            true = extend(opened, [points[other] for other in affected])
-            secrets = [xor(v, said.mask_shares.get(o, nothing)) for v, o in zip(true, affected, strict=True)]
-        else:
-            self._blame_holders(client, wrong)  # their shares say nothing about a mask
-            others, wrong = shares.masked_with(agreed), []
-            stream = xor(said.wrapped, keystream(extend(opened, [0])[0], len(said.wrapped)))
-            secret_of = {other: stream[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, other in enumerate(others)}
-            secrets = [secret_of[other] for other in affected]
-        keys = dict(zip(affected, self._pair_keys(secrets), strict=True))
-        for other, key in keys.items():
-            # The lower client of a pair added their mask, the higher one subtracted it.
-            add_mask(lanes, key, scratch=scratch, subtract=other < client)
-        wrong = [other for other in wrong if other in keys]
-        stated = self._pair_keys([current.unmaskings[other].parts[client] for other in wrong])
-        return [blame.Contested(other, told=key, derived=keys[other]) for other, key in zip(wrong, stated, strict=True)]
-
-    def _confirmed(self, client: int, other: int) -> bool:
-        """Whether the mask of a missing client and a survivor follows from more than what the missing client said."""
-        current, agreed = self._open(), self._current().agreement
-        if agreed.rule.sparse is not None:
-            return False
-        said = self._current().shares[client].corrections(agreed, current.number)
-        revealed = current.unmaskings.get(other)
-        return other not in said.mask_shares or (revealed is not None and client in revealed.parts)
-
-    def _settle(self, contested: Mapping[int, list[blame.Contested]], lanes: Lanes) -> None:
-        """Find out who lied about masks that are stated differently, and remove the true ones from the sum.
-
-        Raises:
-            BadShares: whoever lied, what is left is no sum. The holders are blamed.
-        """
-        current, agreed = self._open(), self._current().agreement
-        known = {client for client, about in current.liars.items() if client in about}
-        lied: frozenset[int] = frozenset()
-        try:
-            lied = blame.settle(contested, lanes, width=agreed.width, most=agreed.rule.liars, known=known)
-        finally:
-            for client, pairs in contested.items():
-                for pair in pairs:
-                    current.blame(*((client, pair.holder) if client in lied else (pair.holder, client)))
-
-    def _blame_holders(self, client: int, holders: list[int]) -> None:
-        """Blame holders whose shares do not fit; or, if more of them would lie than a sum can do without, the client
-        whose corrections may be false."""
-        rule, current = self.agreement.rule, self._open()
-        for holder in holders:
-            if len(holders) > max(rule.liars, rule.dropouts):
-                current.blame(client, holder)
-            else:
-                current.blame(holder, client)
-
-    def _pair_keys(self, secrets: list[bytes]) -> list[bytes]:
-        current = self._open()
-        return pair_keys(secrets, self._current().agreement.session, round=current.number, model=current.model)
-
-    def _opened(self, client: int, revealed: Mapping[int, Parts], *, masks: bool) -> tuple[dict[int, bytes], list[int]]:
-        """Enough good shares, by point, of a client's mask seed or else its self seed, and the holders whose shares do
-        not fit."""
-        batch, current = self._current(), self._open()
-        agreed, shares = batch.agreement, batch.shares[client]
-        said = shares.corrections(agreed, current.number)
-        differ, check = (said.mask_shares, said.mask_check) if masks else (said.self_shares, said.self_check)
-        threshold = messages.threshold_of(agreed, len(shares.parts))
-        points = {holder: point for holder, point in agreed.graph.points(client).items() if holder in shares.parts}
-        holders = {
-            point: holder for holder, point in points.items() if holder in revealed and client in revealed[holder].parts
-        }
-        if len(holders) < threshold:
-            raise TooFewClients(
-                f"{len(holders)} shares of a secret of client {client} came, {threshold} are needed; "
-                f"round {current.number} is lost"
-            )
-        nothing = bytes(SHARE_BYTES)
-        came = {
-            point: xor(revealed[holder].parts[client], differ.get(holder, nothing)) for point, holder in holders.items()
-        }
-        base = base_points(points.values(), threshold, with_secret=not masks)
-        about = batch.about("mask-check" if masks else "self-check", client=client, round=current.number)
-        try:
-            good = good_shares(came, threshold=threshold, points=base, check=check, about=about)
-        except BadShares:
-            # As many holders as may lie would have been found, so the client's own corrections or checks are false.
-            if len(came) - threshold >= 2 * agreed.rule.liars:
-                current.blame(client, client)
-            raise
-        true = extend(good, list(came))
-        wrong = [holders[point] for (point, share), value in zip(came.items(), true, strict=True) if share != value]
-        return good, wrong
+    def _parts(self, message: Bytes, kind: Kind, round: int | None = None) -> tuple[int, Parts]:
+        """The client that a message of parts names, and the message, which must be of this batch, or of this round."""
+        batch = self._current()
+        parts = messages.read_parts(message, batch.agreement, kind)
+        batch.check(parts.header, round)
+        return parts.header.client, parts
 
     def _enough(self, count: int, what: str) -> None:
         fewest = self.agreement.rule.fewest
         if count < fewest:
             raise TooFewClients(f"{count} clients {what}, a sum needs {fewest}")
 
-    def _current(self) -> _Batch:
+    def _current(self) -> ServerBatch:
         if self._batch is None:
             raise WrongRound("no key batch has begun")
         return self._batch
 
-    def _open(self) -> _Round:
+    def _open(self) -> ServerRound:
         if self._round is None:
             raise WrongRound("no round is open")
         return self._round

@@ -26,7 +26,7 @@ from bqsgd._src.planner.search import largest_reach
 from bqsgd._src.planner.sums import variance_of_groups
 from bqsgd._src.records.checkpoint import Arrays, CheckpointError, take
 from bqsgd._src.records.record import ClientRecord, RoundRecord, Status
-from bqsgd._src.secure.server import Total
+from bqsgd._src.secure.opening import Total
 from bqsgd._src.server.aggregation import aggregate, one_liar_in_sum, one_liar_moves, one_liar_words
 from bqsgd._src.server.least_squares import solve
 from bqsgd._src.server.sums import SumOutcome

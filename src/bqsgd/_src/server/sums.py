@@ -31,7 +31,8 @@ from bqsgd._src.secure import messages
 from bqsgd._src.secure.agreement import Agreement
 from bqsgd._src.secure.masks import NO_MODEL
 from bqsgd._src.secure.messages import Bytes
-from bqsgd._src.secure.server import SumServer, Total
+from bqsgd._src.secure.opening import Total
+from bqsgd._src.secure.server import SumServer
 from bqsgd._src.server.widths import Widths
 from bqsgd._src.wire.reply import Reply
 

@@ -18,7 +18,7 @@ from typing import Any
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
 from bqsgd._src.planner.sums import SumPlan, width_of
-from bqsgd._src.secure.server import Total
+from bqsgd._src.secure.opening import Total
 
 _MARGIN = 2.0
 """Room for signals so many times as large as the largest of late."""

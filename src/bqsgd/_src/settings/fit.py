@@ -9,7 +9,8 @@ from typing import Any
 
 from bqsgd._src.planner.recipe import Federation, fitting_range, rounds_for
 from bqsgd._src.release import Scheme, Unit
-from bqsgd._src.settings.config import LEAST_SQUARES, Config
+from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.groups import LEAST_SQUARES
 
 
 @dataclass(frozen=True, kw_only=True)

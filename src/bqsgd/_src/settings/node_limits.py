@@ -25,8 +25,9 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_delta, short_repr
 from bqsgd._src.privacy.guarantee import as_given
 from bqsgd._src.release import SAMPLINGS, Unit
-from bqsgd._src.settings.config import CLIPS, Config
+from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.group import check_setting, setting
+from bqsgd._src.settings.groups import CLIPS
 from bqsgd._src.storage import read_toml
 
 _MAX_DIMENSION = 2**53

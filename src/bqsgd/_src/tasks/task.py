@@ -21,8 +21,8 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import device_of, dimension_of, load_vector
 from bqsgd._src.persample.program import Forward, LossFunction, inputs_then_target
 from bqsgd._src.privacy.guarantee import Guarantee
-from bqsgd._src.settings.config import LEAST_SQUARES
 from bqsgd._src.settings.fit import Sizes, fit
+from bqsgd._src.settings.groups import LEAST_SQUARES
 from bqsgd._src.tasks.metrics import NAMES, Tally
 
 if TYPE_CHECKING:
