@@ -36,13 +36,14 @@ from bqsgd._src.errors import (
 )
 
 if TYPE_CHECKING:
-    from bqsgd._src.answers import AccountAnswer, PlanAnswer, SumPlanAnswer, account, plan, plan_secure
+    from bqsgd._src.answers import account, plan, plan_secure
     from bqsgd._src.codec import Accumulator, decode_frame, encode_frame
     from bqsgd._src.ledger import Ledger
     from bqsgd._src.noise import privacy_rng, seeded_rng
     from bqsgd._src.params import Mechanism
     from bqsgd._src.planner.plan import Budget, Plan
     from bqsgd._src.planner.search import PlanningTooLong
+    from bqsgd._src.planner.statements import AccountAnswer, PlanAnswer, SumPlanAnswer
     from bqsgd._src.privacy.accountant import Accountant
     from bqsgd._src.privacy.guarantee import Guarantee
     from bqsgd._src.private import PoissonLoader, Private, SecureRanks, make_private
@@ -113,13 +114,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "bqsgd._src.answers": ("AccountAnswer", "PlanAnswer", "SumPlanAnswer", "account", "plan", "plan_secure"),
+    "bqsgd._src.answers": ("account", "plan", "plan_secure"),
     "bqsgd._src.codec": ("Accumulator", "decode_frame", "encode_frame"),
     "bqsgd._src.ledger": ("Ledger",),
     "bqsgd._src.noise": ("privacy_rng", "seeded_rng"),
     "bqsgd._src.params": ("Mechanism",),
     "bqsgd._src.planner.plan": ("Budget", "Plan"),
     "bqsgd._src.planner.search": ("PlanningTooLong",),
+    "bqsgd._src.planner.statements": ("AccountAnswer", "PlanAnswer", "SumPlanAnswer"),
     "bqsgd._src.privacy.accountant": ("Accountant",),
     "bqsgd._src.privacy.guarantee": ("Guarantee",),
     "bqsgd._src.private": ("PoissonLoader", "Private", "SecureRanks", "make_private"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping
+
 
 def one_line(words: object, *, limit: int | None = 300) -> str:
     r"""`str(words)` as one line of bounded length in which everything that does not print shows as an escape.
@@ -28,3 +31,21 @@ def volume(count: float) -> str:
     steps = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     size, name = next((step for step in steps if count >= step[0]), (1, "B"))
     return f"{count / size:.4g} {name}"
+
+
+def aligned(title: str, lines: Mapping[str, str], *, width: int) -> str:
+    """A title and, below it, one aligned line per label. Long lines wrap within the width."""
+    indent = 4 + max(map(len, lines), default=0)
+    wrapped = (
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"  {label}".ljust(indent),
+            subsequent_indent=" " * indent,
+            # Commands and figures must stay whole, so that a reader can copy them.
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for label, text in lines.items()
+    )
+    return "\n".join((title, *wrapped))

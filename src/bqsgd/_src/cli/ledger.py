@@ -33,8 +33,8 @@ def show(path: _Where, client: _Client = None, delta: _Delta = None, json: Json 
     Example:
       bqsgd ledger show runs/first/ledgers/client-0000.ledger
     """
-    from bqsgd._src.answers import guarantee_lines
     from bqsgd._src.ledger.register import Ledgers
+    from bqsgd._src.planner.statements import guarantee_lines
     from bqsgd._src.privacy.guarantee import Guarantee, as_given
 
     with Ledgers(path) as ledgers:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bqsgd._src.text import one_line, volume
+from bqsgd._src.text import aligned, one_line, volume
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,8 +44,6 @@ def _named_path(text: str) -> Path:
 
 def answer(title: str, lines: Mapping[str, str], fields: Mapping[str, Any], *, json: bool) -> None:
     """Print a title with an aligned line per label, wrapped within the terminal; with `json` print the fields."""
-    from bqsgd._src.answers import aligned
-
     lines = {one_line(label): one_line(text, limit=None) for label, text in lines.items()}
     title = one_line(title, limit=None)
     width = max(40, shutil.get_terminal_size().columns)
@@ -61,7 +59,7 @@ def to_json(fields: Mapping[str, Any]) -> str:
 
 def summary_lines(summary: Summary) -> dict[str, str]:
     """A run's result in words: the model on the test data, the guarantee, and the bytes that were sent."""
-    from bqsgd._src.answers import guarantee_lines
+    from bqsgd._src.planner.statements import guarantee_lines
 
     after = f"on the test data, after {summary.rounds} rounds"
     if summary.metric is not None and summary.metric_name is not None:

@@ -110,10 +110,10 @@ def paper_plan(asked: _Plan) -> None:
       bqsgd paper plan --bits 8 --epsilon 3.45 --delta 1e-4 \
         --dimension 3000 --batch-size 32 --dataset-size 15000
     """
-    from bqsgd._src.answers import message_lines
     from bqsgd._src.mechanism.properties import noise_variance
     from bqsgd._src.paper.nominal import NominalPrivacy, nearest_mechanism, strict_mechanism
     from bqsgd._src.planner.plan import Budget
+    from bqsgd._src.planner.statements import message_lines
     from bqsgd._src.privacy.guarantee import as_given
 
     budget, setting = Budget(bits=asked.bits, epsilon=asked.epsilon, delta=asked.delta), asked.setting
