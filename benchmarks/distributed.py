@@ -29,8 +29,9 @@ import torch
 import benchmarks
 from bqsgd._src import models
 from bqsgd._src.client.client import Client
+from bqsgd._src.engines.round import run_round
 from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
-from bqsgd._src.run import Run, run_round
+from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply

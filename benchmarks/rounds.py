@@ -19,7 +19,8 @@ import torch
 
 import benchmarks
 from bqsgd._src import models
-from bqsgd._src.run import Run, run_round
+from bqsgd._src.engines.round import run_round
+from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 

@@ -14,6 +14,7 @@ import pytest
 from bqsgd._src import errors
 from bqsgd._src.cli.app import main
 from bqsgd._src.cli.output import answer
+from bqsgd._src.engines.round import log_trouble
 from bqsgd._src.engines.torch_distributed.engine import _words
 from bqsgd._src.errors import FrameError
 from bqsgd._src.ledger.history import Earlier
@@ -21,7 +22,6 @@ from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.folder import read_history
 from bqsgd._src.records.record import RoundRecord
 from bqsgd._src.reports.page import comparison_page, run_page
-from bqsgd._src.run import _log_trouble
 from bqsgd._src.text import one_line
 from ledger.test_ledger import RELEASE, open_ledger
 from synthetic_run import synthetic_run
@@ -97,7 +97,7 @@ def test_reasons_of_ranks_and_of_replies_in_the_log(caplog):
         {"round": 3, "time": 1.0, "clients": [{"client": 1, "status": "refused", "reason": NASTY}], "stepped": True}
     )
     with caplog.at_level(logging.WARNING):
-        _log_trouble(record)
+        log_trouble(record)
     assert clean(caplog.messages[0])
 
 

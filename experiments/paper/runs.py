@@ -24,9 +24,9 @@ from experiments.paper.padded_digits import padded_digits
 
 from bqsgd._src.engines.engine import Setup
 from bqsgd._src.engines.in_process import InProcess, in_process
+from bqsgd._src.engines.round import run_round
 from bqsgd._src.models import to_vector
 from bqsgd._src.records.checkpoint import load_checkpoint, save_checkpoint
-from bqsgd._src.run import run_round
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.server.server import Server
 from bqsgd._src.settings.config import Config

@@ -16,9 +16,9 @@ from experiments.paper.published import FASHION_MNIST, MNIST, PublishedSetting
 from experiments.paper.runs import simulation, task
 from experiments.paper.tables import DATASETS, job
 
+from bqsgd._src.engines.round import run_round
 from bqsgd._src.models import load_vector
 from bqsgd._src.params import Mechanism
-from bqsgd._src.run import run_round
 
 NOISELESS = Mechanism(levels=127, trials=0)
 MEASURED_AFTER, BATCHES = (0, 20, 100), 20

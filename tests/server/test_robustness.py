@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from bqsgd._src.codec import decode_frame
+from bqsgd._src.engines.round import run_round
 from bqsgd._src.models import to_vector
 from bqsgd._src.params import Mechanism, parameters_digest
-from bqsgd._src.run import run_round
 from bqsgd._src.server.server import Server
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.fixed import FixedWidth

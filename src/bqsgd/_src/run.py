@@ -23,10 +23,9 @@ import math
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,8 +37,9 @@ from torch import Tensor
 from bqsgd import __version__
 from bqsgd._src.client.least_squares import LeastSquares, message_dimension
 from bqsgd._src.client.sums import SumSetup, with_roster
-from bqsgd._src.engines.engine import Engine, MakeEngine, Setup
+from bqsgd._src.engines.engine import MakeEngine, Setup
 from bqsgd._src.engines.in_process import in_process
+from bqsgd._src.engines.round import log_trouble, run_round
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import as_numpy, load_vector, to_vector
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
@@ -59,12 +59,11 @@ from bqsgd._src.records.folder import CONFIG, RunWriter, read_config, read_round
 from bqsgd._src.records.record import RoundRecord, Status, Summary
 from bqsgd._src.reports.page import write_report
 from bqsgd._src.runtime.modes import one_thread
-from bqsgd._src.secure.masks import model_digest
 from bqsgd._src.secure.state import EpochFile
 from bqsgd._src.server.aggregation import client_weights, read_sizes
 from bqsgd._src.server.cohort import Choose, Cohorts
 from bqsgd._src.server.server import Server
-from bqsgd._src.server.sums import SumRounds, together
+from bqsgd._src.server.sums import SumRounds
 from bqsgd._src.server.widths import Widths
 from bqsgd._src.settings.config import Config
 from bqsgd._src.settings.groups import LEAST_SQUARES
@@ -72,10 +71,7 @@ from bqsgd._src.settings.outlook import check_outlook, foresee
 from bqsgd._src.storage import one_writer
 from bqsgd._src.tasks.best import Best
 from bqsgd._src.tasks.task import Evaluation, Task
-from bqsgd._src.text import one_line
-from bqsgd._src.wire.model_change import is_change
-from bqsgd._src.wire.model_steps import is_steps
-from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, RUN_SPENT, WHOLE_MODEL_NEEDED, Reply
+from bqsgd._src.wire.reply import BUDGET_SPENT, NO_PLAN, RUN_SPENT
 
 _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
@@ -84,7 +80,6 @@ _WIDTHS = "sum_widths"
 _BEST = "best"
 """The array of a checkpoint that holds the best model so far."""
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
-_MOST_NAMED = 10
 _OUTLOOK_SECONDS = 60.0
 """CPU time for the outlook if it rests on sizes that clients claim."""
 STILL_ROUNDS = 10
@@ -368,11 +363,11 @@ class Run:
                 # Before the checkpoint below: a resumed run drops records after its checkpoint, but cannot make up one
                 # that is missing before it.
                 self._writer.append(record)
-            _log_trouble(record)
+            log_trouble(record)
             yield record
             if self.round % settings.checkpoint_every == 0 or self.round == settings.rounds:
                 self.checkpoint()
-            left, needed = len(self.engine.samples) - len(self.engine.lost), self._fewest_frames
+            left, needed = len(self.engine.samples) - len(self.engine.lost), self.config.fewest_clients
             self._note_spent(record)
             if left - len(self._spent - set(self.engine.lost)) < needed <= left:
                 self.out_of_budget = self._budget_text(needed)
@@ -448,10 +443,6 @@ class Run:
         if self._still >= STILL_ROUNDS:
             return f"no round has moved the model in the last {self._still}; rounds.jsonl says why"
         return "too many secure sums in a row were lost; rounds.jsonl says why"
-
-    @property
-    def _fewest_frames(self) -> int:
-        return self.config.fewest_clients
 
     @property
     def stalled(self) -> bool:
@@ -585,46 +576,6 @@ class Run:
             self._resources.close()
 
 
-def run_round(
-    server: Server, engine: Engine, *, asked: Sequence[int] | None = None, sums: Sequence[SumRounds] = ()
-) -> RoundRecord:
-    """One round of Algorithm 1: open, exchange, close. Accuracy and epsilon are left to the caller.
-
-    asked: the clients to ask, most wanted first; all by default.
-    sums: run the exchanges of the secure sum of each group of clients.
-    """
-    began = time.perf_counter()
-    messages = server.open_round(asked)
-    writing = time.perf_counter() - began
-    if not sums:
-        wanted = messages if asked is None else {client: messages[client] for client in asked}
-        for reply in _exchanged(server, engine, wanted):
-            server.take(reply)
-    else:
-        carry = partial(_exchanged, server, engine)
-        model = model_digest(server.model, server.config.summed)
-        server.receive_sums(together(sums, messages, round=server.round, carry=carry, model=model))
-    record = server.close_round()
-    seconds = dict(engine.seconds())
-    for stage, elapsed in {**record.seconds, "frame": writing}.items():
-        seconds[stage] = seconds.get(stage, 0.0) + elapsed
-    return replace(record, seconds=seconds)
-
-
-def _exchanged(server: Server, engine: Engine, messages: Mapping[int, bytes]) -> Iterator[Reply]:
-    """The replies to these messages. A client that does not hold the model that was changed is sent the whole one."""
-    clients, carry = server.config.clients, partial(engine.exchange, round=server.round)
-    whole: dict[int, bytes] = {}
-    for reply in carry(messages) if clients.ask is None else carry(messages, enough=clients.cohort):
-        message = messages.get(reply.client, b"")
-        if reply.reason == WHOLE_MODEL_NEEDED and (is_change(message) or is_steps(message)):
-            whole[reply.client] = server.whole_model(reply.client)
-        else:
-            yield reply
-    if whole:
-        yield from carry(whole)
-
-
 def train(
     task: Task,
     config: Config | None = None,
@@ -681,18 +632,6 @@ def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
 def _epoch_file(group: int) -> str:
     """The file of the run folder with the number of a group's last key batch; groups have numbers of their own."""
     return f"secure-{group}.epoch" if group else "secure.epoch"
-
-
-def _log_trouble(record: RoundRecord) -> None:
-    """A line for each client whose frame was not used, up to a limit, and one for a round without a step."""
-    trouble = record.trouble
-    for entry in trouble[:_MOST_NAMED]:
-        who = "somebody" if entry.client is None else f"client {entry.client}"
-        _log.warning("round %d: %s %s: %s", record.round, who, entry.status, one_line(entry.reason or "-"))
-    if len(trouble) > _MOST_NAMED:
-        _log.warning("round %d: %d more answers were not used", record.round, len(trouble) - _MOST_NAMED)
-    if not record.stepped:
-        _log.warning("round %d: %d frames are too few; the model stays as it is", record.round, record.used)
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What an engine is: it carries bytes between the server and its clients, and reports their guarantees.
 
-An engine contains no algorithm. `bqsgd._src.run` decides who is asked, with which bytes, and in how many exchanges.
+An engine contains no algorithm. `run` and `engines.round` decide who is asked, with which bytes, in how many exchanges.
 """
 
 from __future__ import annotations
