@@ -12,7 +12,7 @@ from typing import Any
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.mechanism.properties import noise_variance
-from bqsgd._src.params import Mechanism, check_delta, check_int
+from bqsgd._src.params import Mechanism, check_choice, check_delta, check_int
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.recipe import CLIENTS, Federation, Proposal, propose
 from bqsgd._src.planner.search import make_plan
@@ -217,9 +217,6 @@ def _proposed(
 
 
 def terms_of(*, sampling: str, relation: str | None, **client: Any) -> Terms:
-    if sampling not in SAMPLINGS:
-        raise InvalidParameter(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
-    if relation is not None and relation not in RELATIONS:
-        raise InvalidParameter(f"relation must be one of {', '.join(RELATIONS)}, got {relation!r}")
-    chosen = None if relation is None else RELATIONS[relation]
-    return Terms.of_batch(scheme=SAMPLINGS[sampling], relation=chosen, **client)
+    scheme = SAMPLINGS[check_choice("sampling", sampling, SAMPLINGS)]
+    chosen = None if relation is None else RELATIONS[check_choice("relation", relation, RELATIONS)]
+    return Terms.of_batch(scheme=scheme, relation=chosen, **client)

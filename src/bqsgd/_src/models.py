@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
-from bqsgd._src.params import check_int
+from bqsgd._src.params import check_choice, check_finite, check_int
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 """tanh is bounded and copes with noise; ReLU is there for comparison."""
@@ -141,10 +141,8 @@ def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, a
     check_int("classes", classes, 2, 2**20)
     check_int("seed", seed, 0, 2**63 - 1)
     check_int("width", math.prod(input_shape), 1, 2**31)
-    if name not in _MODELS:
-        raise InvalidParameter(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
-    if activation not in _ACTIVATIONS:
-        raise InvalidParameter(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    check_choice("model", name, _MODELS)
+    check_choice("activation", activation, _ACTIVATIONS)
     if name in _FOR_28_BY_28 and input_shape != (1, 28, 28):
         raise InvalidParameter(
             f"model {name} takes inputs of shape (1, 28, 28), but the data have shape {input_shape}; try mlp or linear"
@@ -228,8 +226,7 @@ def load_vector(model: nn.Module, vector: npt.ArrayLike) -> None:
     sizes = [parameter.numel() for parameter in parameters]
     if array.shape != (sum(sizes),):
         raise InvalidParameter(f"the model takes a vector of {sum(sizes)} coordinates, got shape {array.shape}")
-    if not bool(np.isfinite(array).all()):
-        raise NonFiniteInput("the model vector holds NaN or infinity; lower the learning rate and resume")
+    check_finite(array, "the model vector holds NaN or infinity; lower the learning rate and resume")
     # The array may be read-only (a mapped checkpoint), and torch warns about tensors over such memory: hence the copy.
     parts = torch.from_numpy(array.copy()).split_with_sizes(sizes)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.laws import MAX_TRIALS, Binomial, NoiseLaw, law_from
 
 MAX_LEVELS = 1 << 20
@@ -66,6 +67,20 @@ def check_delta(name: str, value: object) -> float:
     if delta >= 1:
         raise InvalidParameter(f"{name} must be above 0 and below 1, got {short_repr(value)}")
     return delta
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> str:
+    """Return `value` if it is one of these words."""
+    words = tuple(choices)
+    if value not in words:
+        raise InvalidParameter(f"{name} must be one of {', '.join(words)}, got {short_repr(value)}")
+    return value
+
+
+def check_finite(values: npt.NDArray[np.floating], otherwise: str) -> None:
+    """Raise NonFiniteInput, which says `otherwise`, if there is a NaN or an infinity among the values."""
+    if not bool(np.isfinite(values).all()):
+        raise NonFiniteInput(otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
 from bqsgd._src.errors import FolderInUse, InvalidParameter, NotWritten, UnsafeFile
 
@@ -163,6 +163,19 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_Open = TypeVar("_Open")
+
+
+@contextlib.contextmanager
+def closed_on_error(opened: _Open) -> Iterator[_Open]:
+    """Close what was opened if the block raises; otherwise it stays open, for whoever made it."""
+    try:
+        yield opened
+    except BaseException:
+        opened.close()  # type: ignore[attr-defined]
+        raise
 
 
 class Appended(Closing):

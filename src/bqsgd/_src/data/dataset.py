@@ -20,7 +20,8 @@ from bqsgd._src.data import _plays as plays
 from bqsgd._src.data import _visits as visits
 from bqsgd._src.data._own_clients import Parts
 from bqsgd._src.data._sources import Published, fetched, listed
-from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_choice, check_finite
 
 _DIGITS_TEST_SAMPLES = 360
 _UNSIGNED_BYTE = 8
@@ -140,8 +141,7 @@ class Dataset:
         for split in (self.train, self.test):
             if split.labels.min() < 0 or split.labels.max() >= self.classes:
                 raise InvalidParameter(f"labels of {self.name} must lie in 0..{self.classes - 1}")
-            if not bool(np.isfinite(split.inputs).all()):
-                raise NonFiniteInput(f"inputs of {self.name} hold NaN or infinity; clean them before training")
+            check_finite(split.inputs, f"inputs of {self.name} hold NaN or infinity; clean them before training")
             if split.inputs.shape[1:] != self.train.inputs.shape[1:]:
                 raise InvalidParameter(f"training and test inputs of {self.name} differ in shape")
 
@@ -169,8 +169,7 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
         )
     if name == "digits":
         return _digits()
-    if name not in CATALOGUE:
-        raise InvalidParameter(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
+    check_choice("dataset", name, DATASETS)
     return load_entry(CATALOGUE[name], folder=None if folder is None else Path(folder), quiet=quiet)
 
 

@@ -23,7 +23,7 @@ from rich.progress import MofNCompleteColumn
 from bqsgd._src.data._sources import cache_folder, progress_bar
 from bqsgd._src.data.dataset import CATALOGUE, Dataset, Split
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput, NotWritten, UnsafeFile
-from bqsgd._src.params import check_int
+from bqsgd._src.params import check_choice, check_int
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.storage import draft, open_regular, write_all
 
@@ -134,9 +134,7 @@ def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _transform(name: str) -> Transform:
     """The transform of this name. Imported here because it loads torch and compiled loops."""
-    if name not in FEATURES:
-        raise InvalidParameter(f"features must be one of {', '.join(FEATURES)}, got {name!r}")
-    if name == "imagenet":
+    if check_choice("features", name, FEATURES) == "imagenet":
         from bqsgd._src.data.pretrained import IMAGENET
 
         return IMAGENET

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.errors import InvalidParameter, NonFiniteInput
-from bqsgd._src.params import check_int, check_positive
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_finite, check_int, check_positive
 from bqsgd._src.settings.groups import ServerSettings
 
 _Array = npt.NDArray[np.float64]
@@ -28,8 +28,7 @@ def _checked(gradient: npt.ArrayLike, state: State, key: str | None) -> _Array:
     array = np.asarray(gradient, dtype=np.float64)
     if array.ndim != 1 or (key is not None and array.shape != state[key].shape):
         raise InvalidParameter(f"gradient must be flat and as long as the state, got shape {array.shape}")
-    if not bool(np.isfinite(array).all()):
-        raise NonFiniteInput("the aggregated gradient holds NaN or infinity; the model was not changed")
+    check_finite(array, "the aggregated gradient holds NaN or infinity; the model was not changed")
     return array
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bqsgd._src.errors import LedgerError, NotWritten, UnsafeFile
-from bqsgd._src.storage import draft, open_regular
+from bqsgd._src.storage import closed_on_error, draft, open_regular
 
 APPLICATION_ID = 0x62715347
 BUSY_SECONDS = 60.0
@@ -157,14 +157,11 @@ def _connect(path: Path, *, mode: str) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,  # LedgerFile.lock keeps threads apart
     )
-    try:
+    with closed_on_error(connection):
         for pragma in ("trusted_schema = OFF", "synchronous = EXTRA", "fullfsync = ON"):
             connection.execute(f"PRAGMA {pragma}")
         if mode != "ro":
             connection.execute("PRAGMA journal_mode = DELETE")
-    except BaseException:
-        connection.close()
-        raise
     return connection
 
 
@@ -191,15 +188,11 @@ class LedgerFile:
                 raise LedgerError(
                     f"{path} is empty, which a ledger never is; restore it from a backup, do not start a new one"
                 )
-        with _explained(path):
-            # Read-write even for reading, if allowed: the first reader after a crash must roll the journal back.
-            self.connection = _connect(path, mode="rw" if os.access(path, os.W_OK) else "ro")
-            try:
-                self.form = self._checked_form()
-                self.clients = self._read_clients()
-            except BaseException:
-                self.connection.close()
-                raise
+        # Read-write even for reading, if allowed: the first reader after a crash must roll the journal back.
+        mode = "rw" if os.access(path, os.W_OK) else "ro"
+        with _explained(path), closed_on_error(_connect(path, mode=mode)) as self.connection:
+            self.form = self._checked_form()
+            self.clients = self._read_clients()
         self._identity = self._file_identity()
 
     @property

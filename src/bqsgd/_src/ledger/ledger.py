@@ -45,7 +45,7 @@ from bqsgd._src.params import check_int
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee, as_given
 from bqsgd._src.release import Release
-from bqsgd._src.storage import Closing
+from bqsgd._src.storage import Closing, closed_on_error
 
 
 class Ledger(Closing):
@@ -66,14 +66,10 @@ class Ledger(Closing):
 
         client: whose ledger to open, needed if the file is a register.
         """
-        file = LedgerFile(Path(path))
-        try:
+        with closed_on_error(LedgerFile(Path(path))) as file:
             if file.is_register and client is None:
                 raise LedgerError(f"{path} is a register of {len(file.clients)} clients; say which client's is meant")
             self._take(file, file.clients[0] if client is None else client, Headroom())
-        except BaseException:
-            file.close()
-            raise
         self._owns_file = True
 
     @classmethod
@@ -123,8 +119,7 @@ class Ledger(Closing):
         where = Path(path)
         if create_missing and not where.exists():
             create_file(where, LEDGER, {client: first_entry(budget)})
-        ledger = cls(where)
-        try:
+        with closed_on_error(cls(where)) as ledger:
             ledger._file.check_client(client)
             if ledger.budget != budget and change_reason is not None:
                 ledger.change_budget(epsilon=budget.epsilon, delta=budget.delta, reason=change_reason)
@@ -134,9 +129,6 @@ class Ledger(Closing):
                     f"it first: bqsgd.Ledger({str(where)!r}).change_budget(epsilon={as_given(budget.epsilon)}, "
                     f"delta={as_given(budget.delta)}, reason='...')"
                 )
-        except BaseException:
-            ledger.close()
-            raise
         return ledger
 
     @property

@@ -41,7 +41,7 @@ from bqsgd._src.runtime.interrupts import errors_dropped
 from bqsgd._src.secure.graph import Thresholds
 from bqsgd._src.settings.client_plan import clipped_terms, plan_release
 from bqsgd._src.settings.study import Study, check_not_lost
-from bqsgd._src.storage import Closing
+from bqsgd._src.storage import Closing, closed_on_error
 from bqsgd._src.wire.frame import read_frame
 
 _log = logging.getLogger("bqsgd.gate")
@@ -99,11 +99,8 @@ class UpdateGate(Closing):
         self._ledger = opened_ledger(ledger, self._budget.privacy)
         # A ledger that was open already belongs to the caller, who closes it.
         self._close = weakref.finalize(self, (lambda: None) if isinstance(ledger, Ledger) else self._ledger.close)
-        try:
+        with closed_on_error(self):
             self._study = Study(self._ledger, study)
-        except BaseException:
-            self._close()
-            raise
         self._client = self._ledger.client
         spending = Spending(self._ledger, run=self._study.run, seeded=seed is not None)
         self._sender = Sender(spending, Sources(seed=seed, client=self._client))

@@ -21,7 +21,7 @@ from bqsgd._src.errors import InvalidParameter, UnsafeFile
 from bqsgd._src.params import Coarsening, Mechanism
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.records.record import ClientRecord, RoundRecord, RunFolderError, Status, Summary
-from bqsgd._src.storage import Appended, Closing, open_regular, read_regular, write_atomic
+from bqsgd._src.storage import Appended, Closing, closed_on_error, open_regular, read_regular, write_atomic
 
 CONFIG, ROUNDS, SUMMARY, REPORT = "config.toml", "rounds.jsonl", "summary.json", "report.html"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -45,12 +45,9 @@ class RunWriter(Closing):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._rounds = Appended(self.folder / ROUNDS, mode=SHOWN)
         self._summary_is_gone = False
-        try:
+        with closed_on_error(self._rounds):
             # Before the first append: a new line after a half-written one would make both unreadable.
             _trim(self._rounds, keep_through)
-        except BaseException:
-            self._rounds.close()
-            raise
 
     def config(self, settings: Mapping[str, Any]) -> None:
         """Write config.toml, whole or not at all. `settings` must hold TOML's types; TOML has no null."""

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.errors import InvalidParameter, NonFiniteInput
-from bqsgd._src.params import check_int, short_repr
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_finite, check_int, short_repr
 from bqsgd._src.planner.sums import SumPlan
 from bqsgd._src.storage import read_toml
 
@@ -28,8 +28,7 @@ def _checked(updates: npt.ArrayLike) -> _Array:
     array = np.asarray(updates, dtype=np.float64)
     if array.ndim != 2 or 0 in array.shape:
         raise InvalidParameter(f"updates must have shape (clients, dimension), neither of them 0, got {array.shape}")
-    if not bool(np.isfinite(array).all()):
-        raise NonFiniteInput("an update holds NaN or infinity; refuse that client's frame before aggregating")
+    check_finite(array, "an update holds NaN or infinity; refuse that client's frame before aggregating")
     return array
 
 
@@ -66,8 +65,7 @@ def _krum_scores(array: _Array, f: int) -> _Array:
     for i in range(n - 1):  # Differences rather than the Gram matrix, in which close updates cancel.
         difference = array[i + 1 :] - array[i]
         squared[i, i + 1 :] = squared[i + 1 :, i] = np.einsum("ij,ij->i", difference, difference)
-    if not bool(np.isfinite(squared).all()):
-        raise NonFiniteInput("updates are so large that their squared distances overflow")
+    check_finite(squared, "updates are so large that their squared distances overflow")
     np.fill_diagonal(squared, np.inf)
     return np.asarray(np.sort(squared, axis=1)[:, : n - f - 2].sum(axis=1), dtype=np.float64)
 

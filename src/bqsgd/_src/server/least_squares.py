@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bqsgd._src.client.least_squares import LeastSquares
-from bqsgd._src.errors import InvalidParameter, NonFiniteInput
+from bqsgd._src.errors import InvalidParameter
+from bqsgd._src.params import check_finite
 from bqsgd._src.persample.moments import CLASS_WEIGHT, triangle
 
 RIDGE = 0.7
@@ -28,8 +29,7 @@ def solve(problem: LeastSquares, mean: npt.ArrayLike, *, noise_variance: float) 
     values = np.asarray(mean, dtype=np.float64)
     if values.shape != (problem.dimension,):
         raise InvalidParameter(f"the mean must have {problem.dimension} coordinates, got shape {values.shape}")
-    if not bool(np.isfinite(values).all()):
-        raise NonFiniteInput("the mean holds NaN or infinity; the model was not changed")
+    check_finite(values, "the mean holds NaN or infinity; the model was not changed")
     rows, columns = triangle(problem.features)
     moments = np.empty((problem.features, problem.features))
     moments[rows, columns] = moments[columns, rows] = values[: len(rows)]

@@ -20,7 +20,7 @@ from bqsgd._src.data.dataset import Split, load
 from bqsgd._src.data.features import FEATURES, PUBLIC_DATA, features_shape, whole_features
 from bqsgd._src.data.shares import load_shares
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.params import check_int
+from bqsgd._src.params import check_choice, check_int
 from bqsgd._src.settings.config import CONFIG_GROUPS, Config
 from bqsgd._src.settings.fit import Sizes
 from bqsgd._src.settings.group import Group, by_group, file_setting, setting
@@ -218,6 +218,4 @@ def preset(name: str) -> dict[str, Any]:
     1.16
     """
     known = presets()
-    if name not in known:
-        raise InvalidParameter(f"preset must be one of {', '.join(known)}, got {name!r}")
-    return dict(known[name])  # a copy, because `presets` is cached
+    return dict(known[check_choice("preset", name, known)])  # a copy, because `presets` is cached

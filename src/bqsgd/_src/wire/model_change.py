@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bqsgd._src.errors import FrameError, InvalidParameter, ModelMessageError, ModelNotHeld, NonFiniteInput
-from bqsgd._src.params import Codes, check_int
+from bqsgd._src.errors import FrameError, InvalidParameter, ModelMessageError, ModelNotHeld
+from bqsgd._src.params import Codes, check_finite, check_int
 from bqsgd._src.wire.fixed import FixedWidth
-from bqsgd._src.wire.model_message import ModelMessage, check_finite, opened, read_model, sealed
+from bqsgd._src.wire.model_message import NOT_SENT, ModelMessage, opened, read_model, sealed
 
 BLOCK = 1024
 """Coordinates that share a scale."""
@@ -58,13 +58,12 @@ def make_change(model: _Model, wanted: npt.NDArray[np.float64], *, bits: int) ->
     """
     check_int("bits", bits, FEWEST_BITS, MOST_BITS)
     moved = np.asarray(wanted, np.float64) - model
-    check_finite(moved)
+    check_finite(moved, NOT_SENT)
     most = (1 << (bits - 1)) - 1
     starts = np.arange(0, model.size, BLOCK)
     with np.errstate(over="ignore"):
         scales = (np.maximum.reduceat(np.abs(moved), starts) / most).astype(np.float32)
-    if not bool(np.isfinite(scales).all()):
-        raise NonFiniteInput("the model changes by more than float32 holds; it was not sent. Lower the learning rate")
+    check_finite(scales, "the model changes by more than float32 holds; it was not sent. Lower the learning rate")
     per_value = np.repeat(scales, BLOCK)[: model.size].astype(np.float64)
     whole = np.divide(moved, per_value, out=np.zeros_like(moved), where=per_value > 0)
     codes = (np.clip(np.rint(whole), -most, most) + most).astype(np.uint8)
@@ -73,7 +72,7 @@ def make_change(model: _Model, wanted: npt.NDArray[np.float64], *, bits: int) ->
     coder.pack(codes, payload)
     # The server continues from this model, not from `wanted`: it must be the one that the clients compute.
     after = _applied(model, codes, scales, most)
-    check_finite(after)
+    check_finite(after, NOT_SENT)
     return Change(bits=bits, scales=scales, payload=payload), after
 
 

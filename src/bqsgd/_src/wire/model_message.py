@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInput
-from bqsgd._src.params import check_int
+from bqsgd._src.errors import InvalidParameter, ModelMessageError
+from bqsgd._src.params import check_finite, check_int
 from bqsgd._src.wire.frame import checksum_of
 
 _HEAD = struct.Struct("<4sHHQQ")
@@ -22,6 +22,7 @@ _CHECKSUM = struct.Struct("<Q")
 MODEL_HEADER_BYTES = _HEAD.size + _CHECKSUM.size
 _MAGIC, _VERSION, _FLOAT32, _WITH_MEMORY = b"BQSM", 1, 1, 2
 Memory = npt.NDArray[np.float64]
+NOT_SENT = "the model holds NaN or infinity; it was not sent. Lower the learning rate and resume"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,12 +35,6 @@ class ModelMessage:
     round: int
     model: npt.NDArray[np.float32]
     memory: Memory | None = None
-
-
-def check_finite(model: npt.NDArray[np.floating]) -> None:
-    """Raise NonFiniteInput if a model that the server is about to send holds NaN or infinity."""
-    if not bool(np.isfinite(model).all()):
-        raise NonFiniteInput("the model holds NaN or infinity; it was not sent. Lower the learning rate and resume")
 
 
 def sealed(head: bytes, body: bytes) -> bytes:
@@ -71,10 +66,10 @@ def write_model(model: npt.NDArray[np.float32], *, round: int, memory: Memory | 
     """The bytes of the model for `round`, with the optimizer's memory if it is given and not empty."""
     if model.ndim != 1 or model.dtype != np.float32 or model.size == 0:
         raise InvalidParameter(f"the model must be a flat float32 vector, got {model.dtype} {model.shape}")
-    check_finite(model)
+    check_finite(model, NOT_SENT)
     body, dtype = model.astype("<f4", copy=False).tobytes(), _FLOAT32
     if memory is not None and memory.size:
-        check_finite(memory)
+        check_finite(memory, NOT_SENT)
         body, dtype = body + memory.astype("<f8", copy=False).tobytes(), _WITH_MEMORY
     return sealed(_HEAD.pack(_MAGIC, _VERSION, dtype, check_int("round", round, 0, 2**63 - 1), model.size), body)
 
