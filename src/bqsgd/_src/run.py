@@ -558,11 +558,8 @@ class Run:
 
     def _stated(self, guarantee: Guarantee) -> Guarantee:
         """The guarantee with what it assumes of the task, the objective and an early stop."""
-        stated = self._objective.stated(self.task.stated(guarantee))
-        if self.stopped is None:
-            return stated
-        public = "the test data that stopped the run early are public"
-        return replace(stated, assumption="; ".join(filter(None, (stated.assumption, public))))
+        public = "" if self.stopped is None else "the test data that stopped the run early are public"
+        return self._objective.stated(self.task.stated(guarantee)).assuming(public)
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from bqsgd._src.data import _cifar10 as cifar10
 from bqsgd._src.data import _plays as plays
 from bqsgd._src.data import _visits as visits
-from bqsgd._src.data._own_clients import Parts
+from bqsgd._src.data._own_clients import Parts, Rows
 from bqsgd._src.data._sources import Published, fetched, listed
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_choice, check_finite
@@ -176,27 +176,15 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
 def load_entry(entry: CatalogueEntry, *, folder: Path | None, quiet: bool) -> Dataset:
     """`load` for an entry of the catalogue, or for one of your own with the same kinds of files."""
     raw, source = fetched(entry, folder=folder, quiet=quiet)
+    classes, owners = 10, None
     if entry.parse is not None:
-        found = entry.parse(raw)
-        splits = [Split(inputs=inputs, labels=labels) for inputs, labels in (found.train, found.test)]
-        return Dataset(
-            name=entry.name,
-            train=splits[0],
-            test=splits[1],
-            classes=found.classes,
-            source=source,
-            owners=found.owners,
-        )
-    train, test = _batches(raw) if entry.files[0].name.endswith(".bin") else _idx(raw)
-    return Dataset(
-        name=entry.name,
-        train=_normalised(entry, *train),
-        test=_normalised(entry, *test),
-        classes=10,
-        source=source,
-        mean=entry.mean,
-        deviation=entry.deviation,
-    )
+        *rows, classes, owners = entry.parse(raw)
+    else:
+        read = _batches if entry.files[0].name.endswith(".bin") else _idx
+        rows = [_normalised(entry, *split) for split in read(raw)]
+    train, test = (Split(inputs=inputs, labels=labels) for inputs, labels in rows)
+    public = {"mean": entry.mean, "deviation": entry.deviation}
+    return Dataset(name=entry.name, train=train, test=test, classes=classes, source=source, owners=owners, **public)
 
 
 _Bytes = npt.NDArray[np.uint8]
@@ -211,12 +199,12 @@ def _batches(raw: list[bytes]) -> list[tuple[_Bytes, _Bytes]]:
     return [cifar10.parse_batch(b"".join(part)) for part in (raw[:-1], raw[-1:])]
 
 
-def _normalised(entry: CatalogueEntry, images: _Bytes, labels: _Bytes) -> Split:
+def _normalised(entry: CatalogueEntry, images: _Bytes, labels: _Bytes) -> Rows:
     # In place: a data set and its copy may not both fit into memory.
     inputs = images.astype(np.float32)
     inputs *= np.float32(1 / (255 * entry.deviation))
     inputs -= np.float32(entry.mean / entry.deviation)
-    return Split(inputs=inputs, labels=labels.astype(np.int64))
+    return inputs, labels.astype(np.int64)
 
 
 def _digits() -> Dataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from enum import StrEnum
 from typing import Any
@@ -109,6 +109,11 @@ class Guarantee:
         check_delta("delta", self.delta)
         if not 0 <= self.delta_floor <= 1:
             raise InvalidParameter(f"delta_floor must be from 0 to 1, got {self.delta_floor}")
+
+    def assuming(self, *assumptions: str) -> Guarantee:
+        """The same guarantee, which rests on these assumptions too; empty ones, and those it states, add nothing."""
+        parts = [part for text in (self.assumption, *assumptions) for part in text.split("; ") if part]
+        return replace(self, assumption="; ".join(dict.fromkeys(parts)))
 
     @property
     def epsilon_text(self) -> str:

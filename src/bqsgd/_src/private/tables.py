@@ -14,7 +14,7 @@ with `make_private`, whose ledger counts every step. So the whole argument about
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -236,8 +236,7 @@ class PrivateClassifier(ClassifierMixin, _Tables):  # type: ignore[misc]
         inputs, labels = self._inputs(X), torch.from_numpy(_numbers_of(y, classes))
         self._train(inputs, labels, outputs=len(classes), loss_fn=nn.CrossEntropyLoss(reduction="none"))
         if _is_from_y(self.classes) and self.guarantee_ is not None:
-            stated = "; ".join(filter(None, (self.guarantee_.assumption, _PUBLIC_CLASSES)))
-            self.guarantee_ = replace(self.guarantee_, assumption=stated)
+            self.guarantee_ = self.guarantee_.assuming(_PUBLIC_CLASSES)
         self.classes_ = classes
         return self
 

@@ -338,13 +338,8 @@ def _from_ledgers(summary: Summary, folder: Path) -> Summary:
     worst = max(guarantees, key=lambda number: (guarantees[number].epsilon, -number))
     claim = guarantees[worst]
     if stated is not None:  # a ledger does not know which data the run assumed to be public
-        claim = replace(claim, assumption=_both(claim.assumption, stated.assumption))
+        claim = claim.assuming(stated.assumption)
     return replace(summary, guarantee=claim, guarantee_client=worst, seeded=summary.seeded or claim.seeded)
-
-
-def _both(*assumptions: str) -> str:
-    parts = [part for text in assumptions for part in text.split("; ") if part]
-    return "; ".join(dict.fromkeys(parts))
 
 
 def _spent(folder: Path, *, delta: float | None) -> Iterator[tuple[int, Guarantee]]:

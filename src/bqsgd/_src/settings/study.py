@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -109,16 +110,11 @@ def check_not_lost(ledger: Path) -> None:
 
 def differences(plan: Plan, *, budget: Budget, rounds: int, terms: Terms) -> list[str]:
     """What differs between a plan and other settings, in words."""
-    told = [
-        f"{field.name} {getattr(plan.budget, field.name)} then, {getattr(budget, field.name)} now"
-        for field in fields(Budget)
-        if getattr(plan.budget, field.name) != getattr(budget, field.name)
-    ]
-    if plan.rounds != rounds:
-        told.append(f"{plan.rounds} steps in all then, {rounds} now")
-    told += [
-        f"{field.name} {getattr(plan.release.terms, field.name)} then, {getattr(terms, field.name)} now"
-        for field in fields(Terms)
-        if getattr(plan.release.terms, field.name) != getattr(terms, field.name)
-    ]
-    return told
+    steps = [] if plan.rounds == rounds else [f"{plan.rounds} steps in all then, {rounds} now"]
+    return [*_changed_fields(plan.budget, budget), *steps, *_changed_fields(plan.release.terms, terms)]
+
+
+def _changed_fields(then: Budget | Terms, now: Budget | Terms) -> Iterator[str]:
+    for name in (field.name for field in fields(then)):
+        if getattr(then, name) != getattr(now, name):
+            yield f"{name} {getattr(then, name)} then, {getattr(now, name)} now"

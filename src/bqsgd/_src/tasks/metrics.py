@@ -70,7 +70,9 @@ class Tally:
         probabilities for the label 0.
         """
         quarter = torch.full_like(outputs[:1], 0.25)
-        one, zero = (float(self._loss_fn(quarter, make(targets[:1])).sum()) for make in (_ones, torch.zeros_like))
+        one, zero = (
+            float(self._loss_fn(quarter, make(targets[:1])).sum()) for make in (torch.ones_like, torch.zeros_like)
+        )
         return 0.5 if one > zero else 0.0
 
     def figure(self) -> Figure:
@@ -94,10 +96,6 @@ class Tally:
         around_mean = squares - total * total / self._count
         # Targets that are all alike have nothing to be explained.
         return name, 1 - squared / around_mean if around_mean > 0 else 0.0
-
-
-def _ones(like: Tensor) -> Tensor:
-    return torch.ones_like(like)
 
 
 def _are_classes(outputs: Tensor, targets: Tensor) -> bool:

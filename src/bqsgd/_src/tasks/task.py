@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,10 +92,8 @@ class Task:
 
     def stated(self, guarantee: Guarantee) -> Guarantee:
         """The guarantee, with the assumption about public data added."""
-        if not self.public_data:
-            return guarantee
         public = f"{self.public_data}, which a pretrained network saw, is public"
-        return replace(guarantee, assumption="; ".join(filter(None, (guarantee.assumption, public))))
+        return guarantee.assuming(public if self.public_data else "")
 
     def config(self, **settings: Any) -> Config:
         """The settings of a run on this task: the given ones, and for all others what fits its data.
