@@ -87,7 +87,6 @@ _RAND_HIE = CatalogueEntry(
     "statsmodels 0.15 holds it.",
 )
 CATALOGUE = {entry.name: entry for entry in (_MNIST, _FASHION_MNIST, _CIFAR_10, _SHAKESPEARE, _RAND_HIE)}
-DATASETS = (*CATALOGUE, "digits")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,7 +168,7 @@ def load(name: str, *, folder: str | Path | None = None, quiet: bool = False) ->
         )
     if name == "digits":
         return _digits()
-    check_choice("dataset", name, DATASETS)
+    check_choice("dataset", name, (*CATALOGUE, "digits"))
     return load_entry(CATALOGUE[name], folder=None if folder is None else Path(folder), quiet=quiet)
 
 
