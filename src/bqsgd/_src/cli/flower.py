@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bqsgd._src.cli._options import takes
 from bqsgd._src.cli.output import Json, answer, out_option, summary_lines
 from bqsgd._src.errors import InvalidParameter
 
@@ -37,25 +39,31 @@ def init(folder: Annotated[Path, typer.Argument()]) -> None:
     typer.echo(f"Edit {folder / 'private_app' / 'task.py'}, then: flwr run {folder} --stream")
 
 
-@flower.command()
-def demo(
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The options of `bqsgd flower demo`."""
+
     tls: Annotated[
         bool, typer.Option("--tls", help="Start real processes with TLS and node keys instead of a simulation.")
-    ] = False,
+    ] = False
     secure: Annotated[
         bool,
         typer.Option("--secure", help="Use secure sums: the server sees only sums, and the clients share one noise."),
-    ] = False,
-    clients: Annotated[int, typer.Option(help="Number of clients.")] = 4,
-    rounds: Annotated[int | None, typer.Option(help="Rounds to train. Default: 30; with --tls 4.")] = None,
-    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0,
-    seed: Annotated[int | None, typer.Option(help="Seed for reproducible noise. It voids the privacy claim.")] = None,
+    ] = False
+    clients: Annotated[int, typer.Option(help="Number of clients.")] = 4
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train. Default: 30; with --tls 4.")] = None
+    epsilon: Annotated[float, typer.Option(help="Total privacy budget of each client (proven).")] = 3.0
+    seed: Annotated[int | None, typer.Option(help="Seed for reproducible noise. It voids the privacy claim.")] = None
     out: Annotated[
         Path | None, out_option("Keep everything in this folder. Default: a folder that is deleted at the end.")
-    ] = None,
-    limit_seconds: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 900.0,
-    json: Json = False,
-) -> None:
+    ] = None
+    limit_seconds: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 900.0
+    json: Json = False
+
+
+@flower.command()
+@takes(DemoOptions)
+def demo(asked: DemoOptions) -> None:
     """Train on a Flower federation on this machine, then stop all its processes.
 
     The default is Flower's simulation. With --tls it is a SuperLink that
@@ -65,17 +73,19 @@ def demo(
     Example:
       bqsgd flower demo --tls --secure
     """
-    if not 1 <= clients <= _SAMPLES // 16:
+    out, tls = asked.out, asked.tls
+    if not 1 <= asked.clients <= _SAMPLES // 16:
         raise InvalidParameter(
-            f"clients must be from 1 to {_SAMPLES // 16}, so that each has 16 samples, got {clients}"
+            f"clients must be from 1 to {_SAMPLES // 16}, so that each has 16 samples, got {asked.clients}"
         )
-    settings = demo_settings(clients=clients, rounds=rounds, tls=tls, epsilon=epsilon, seed=seed, secure=secure)
+    chosen = {name: getattr(asked, name) for name in ("clients", "rounds", "epsilon", "seed", "secure")}
+    settings = demo_settings(tls=tls, **chosen)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidParameter(f"{out} is not empty; name another folder")
-    fields = run_demo(None if out is None else out.resolve(), settings, tls=tls, limit_seconds=limit_seconds)
+    fields = run_demo(None if out is None else out.resolve(), settings, tls=tls, limit_seconds=asked.limit_seconds)
     if out is None:
         del fields["report"]  # it was in the deleted folder
-    answer("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields), fields, json=json)
+    answer("Flower demo" + (" with TLS and node keys" if tls else ""), _lines(fields), fields, json=asked.json)
 
 
 @flower.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

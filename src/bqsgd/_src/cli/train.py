@@ -234,8 +234,7 @@ def _foresee_run(config: Config, sizes: Sizes, *, force: bool) -> None:
 
     clients = config.clients.count
     # Even data shares: the real ones may differ, but nobody has divided the data yet.
-    per_client, left_over = divmod(sizes.samples, clients)
-    samples = {client: per_client + (client < left_over) for client in range(clients)}
+    samples = {client: len(range(client, sizes.samples, clients)) for client in range(clients)}
     with planning() as progress:
         outlook = foresee(
             config, samples, dimension=config.kept(sizes.dimension), learnt=sizes.parameters, progress=progress

@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter
-from bqsgd._src.ledger import Ledger
+from bqsgd._src.ledger import Ledger, PrivacyBudget
 from bqsgd._src.models import dimension_of
 from bqsgd._src.params import Mechanism, check_int, check_positive
 from bqsgd._src.persample.program import LossFunction
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.recipe import CLIP_NORM, Federation, rounds_for
 from bqsgd._src.privacy.guarantee import Guarantee, rounded_up
+from bqsgd._src.private.gate import opened_ledger
 from bqsgd._src.private.loop import Private, make_private
 
 _Array = npt.NDArray[Any]
@@ -156,9 +157,7 @@ class _Tables(BaseEstimator):
     def _opened_ledger(self) -> Ledger | None:
         if self.ledger is None:
             return None
-        if not Path(self.ledger).exists():
-            return Ledger.open(self.ledger, client=0, budget_epsilon=self.epsilon, budget_delta=self.delta)
-        ledger = Ledger(self.ledger)
+        ledger = opened_ledger(self.ledger, PrivacyBudget(epsilon=self.epsilon, delta=self.delta))
         if ledger.budget.delta != self.delta:
             ledger.close()
             raise InvalidParameter(

@@ -197,18 +197,11 @@ class Frame:
     header: Header
     payload: Payload
 
-    def expect(
-        self,
-        *,
-        dimension: int | None = None,
-        mechanism: Mechanism | None = None,
-        range: Range | None = None,
-        kept: Kept | None = None,
-        client: int | None = None,
-        round: int | None = None,
-    ) -> Frame:
+    def expect(self, **expected: Unpack[Expected]) -> Frame:
         """Return this frame if it agrees with everything stated here; see `read_frame` for arguments and errors."""
-        header = self.header
+        header, dimension, mechanism = self.header, expected.get("dimension"), expected.get("mechanism")
+        range, kept = expected.get("range"), expected.get("kept")
+        client, round = expected.get("client"), expected.get("round")
         # The dimension comes first: the checks after it compute with it, and a digest over a vector of ranges reads
         # as many numbers as there are coordinates.
         if dimension is not None and header.dimension != dimension:
