@@ -114,3 +114,10 @@ def test_plan_proposes_batch_rounds_and_clip_when_none_are_given(bqsgd):
     assert f"train with bqsgd train --epsilon 3 --delta 1e-05 --bits 8 --rounds {proposal['rounds']}" in shown
     assert f"--clients 4 --batch-size {proposal['batch_size']} --range {proposal['range']} --one-in 13" in shown
     assert "a message carries one in 13 coordinates, 0.61 bits per coordinate of the model" in shown
+
+
+@pytest.mark.parametrize("option", [["--secure"], ["--bits", 8], ["--dimension", 3], ["--figure", "x.png"]])
+def test_a_query_takes_no_option_of_messages(bqsgd, option):
+    refused = bqsgd("plan", "--query", "count", "--epsilon", 1, "--delta", 1e-6, *option)
+    assert refused.code == 2
+    assert f"{option[0]} cannot be used with --query" in refused.err

@@ -120,7 +120,7 @@ class PlanOptions(SampleOptions):
     @property
     def given(self) -> dict[str, Any]:
         """The options that were given, and those with a default, for the functions that answer."""
-        handled_here = ("secure", "json", "figure", "bins", "times")
+        handled_here = ("secure", "json", "bins", "times")
         return {name: value for name, value in vars(self).items() if value is not None and name not in handled_here}
 
     def refuse_others(self, *known: str, why: str) -> None:
@@ -222,7 +222,7 @@ def _plan_sites(asked: PlanOptions, path: Path) -> None:
     import bqsgd
     from bqsgd._src.settings.sites import read_bytes, read_sites
 
-    asked.refuse_others("sites", "parameters", "upload", "epsilon", "delta", why="--sites chooses {} itself")
+    asked.refuse_others("sites", "parameters", "upload", "figure", "epsilon", "delta", why="--sites chooses {} itself")
     if asked.parameters is None or asked.parameters != int(asked.parameters):
         raise InvalidParameter("--sites needs --parameters, the number of trained parameters, such as 1e6")
     planned = bqsgd.plan_sites(
