@@ -34,6 +34,7 @@ import benchmarks
 import bqsgd
 from bqsgd import data
 from bqsgd._src.privacy.guarantee import as_given, rounded_up
+from bqsgd.clips import L2
 from experiments import pages
 
 BATCH, DELTA, CLIP, LEARNING_RATE, PLAIN_LEARNING_RATE = 256, 1e-5, 1.0, 0.25, 0.05
@@ -87,7 +88,7 @@ def train_opacus(model: Any, optimizer: Any, loader: Any, epochs: int, folder: P
 def train_ours(model: Any, optimizer: Any, loader: Any, epochs: int, folder: Path) -> str:
     private = bqsgd.make_private(
         model, optimizer, loader, loss_fn=nn.CrossEntropyLoss(reduction="none"), epsilon=EPSILON, delta=DELTA,
-        clip_norm=CLIP, epochs=epochs, ledger=folder / "me.ledger",
+        clip=L2(CLIP), epochs=epochs, ledger=folder / "me.ledger",
     )  # fmt: skip
     for _ in range(epochs):
         for batch in private.loader:
@@ -183,7 +184,7 @@ def plain_turn(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataL
 def our_turn(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], folder: Path) -> Turn:
     private = bqsgd.make_private(
         model, optimizer, loader, loss_fn=nn.CrossEntropyLoss(reduction="none"), epsilon=1e3, delta=DELTA, epochs=1000,
-        clip_norm=CLIP, ledger=folder / "speed.ledger", mechanism=bqsgd.Mechanism(levels=3, trials=249), range=0.05,
+        clip=L2(CLIP), ledger=folder / "speed.ledger", mechanism=bqsgd.Mechanism(levels=3, trials=249), range=0.05,
     )  # fmt: skip
 
     def step(batch: Any) -> int:

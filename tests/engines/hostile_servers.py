@@ -16,8 +16,8 @@ from bqsgd._src.wire.frame import read_frame
 LOSS = nn.CrossEntropyLoss(reduction="none")
 SAMPLES, FEATURES, CLASSES = 12, 3, 2
 UNITS_AND_CLIPS = [
-    *(("sample", clip) for clip in ("dual", "clamp", "l2", "scale", "batch-mean")),
-    *(("client", clip) for clip in ("dual", "clamp", "l2", "scale")),
+    *(("sample", clip) for clip in ("dual", "clamp", "l2", "scale", "batch-mean", "normalize", "per-layer")),
+    *(("client", clip) for clip in ("dual", "clamp", "l2", "scale", "per-layer")),
 ]
 BASE = {
     "clients": 2,

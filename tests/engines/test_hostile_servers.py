@@ -38,7 +38,7 @@ from bqsgd._src.errors import InvalidParameter, ModelMessageError, NonFiniteInpu
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import privacy_rng, seeded_rng
 from bqsgd._src.params import Mechanism
-from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer, Scale, clipped_gradients
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply
 from bqsgd.distributed import BQHookState, PrivateSteps
@@ -151,8 +151,13 @@ def test_the_trial_changes_no_random_draw():
 
 
 @pytest.mark.parametrize(
-    "clip", [Dual(norm=0.5, bound=0.1), Clamp(0.1), Clamp((0.1, 0.3)), L2(0.5), Scale(0.1), BatchMean(0.1)], ids=str
-)
+    "clip",
+    [
+        Dual(norm=0.5, bound=0.1), Clamp(0.1), PerLayer(L2(0.5)), PerLayer((L2(0.1), Clamp(0.3))), Normalize(0.5),
+        L2(0.5), Scale(0.1), BatchMean(0.1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_sample_that_raises_counts_as_zero_and_the_others_count(clip):
     torch.manual_seed(0)
     model, data = nn.Linear(3, 2), data_sets()

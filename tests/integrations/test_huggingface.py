@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import bqsgd
+from bqsgd.clips import L2
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = bqsgd.Mechanism(levels=1000, trials=0)
@@ -87,7 +88,7 @@ def test_each_step_of_the_trainer_is_private_counted_and_logged_without_the_loss
 
 def test_the_gradient_is_the_mean_of_the_clipped_gradients_of_the_trainers_own_loss(trainer):
     """Without noise and with every sample in the batch: what is left is the rounding of the encoder."""
-    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip_norm": 1e3, "range": 2.0}
+    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip": L2(1e3), "range": 2.0}
     made = trainer(per_device_train_batch_size=24, privacy=loose, label_smoothing_factor=0.1)
     made.private.backward(next(iter(made.private.loader)))
     got = made.model.classifier.weight.grad.clone()

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bqsgd
+from bqsgd.clips import L2
 
 L = pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,7 +97,7 @@ def test_an_ordinary_module_is_trained_in_private_and_every_step_counts(parts):
 
 def test_the_gradient_is_the_mean_of_the_clipped_gradients_of_the_modules_own_loss(parts):
     """Without noise and with every sample in the batch: what is left is the rounding of the encoder."""
-    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip_norm": 1e3, "range": 2.0}
+    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip": L2(1e3), "range": 2.0}
     trainer, _ = parts(privacy=loose, max_steps=1)
     module, plain, data = Net(), Net(), loader(32)
     trainer.fit(module, data)
@@ -169,7 +170,7 @@ class Annealed(Net):
 
 
 def test_what_changes_from_epoch_to_epoch_is_an_attribute(parts):
-    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip_norm": 10.0}
+    loose = {"epsilon": 1e9, "mechanism": EXACT, "ledger": None, "seed": 0, "clip": L2(10.0)}
     with pytest.raises(bqsgd.InvalidParameter, match=r"'current_epoch'.*set an attribute"):
         parts(privacy=loose)[0].fit(Annealed(by_trainer=True), loader(32))
     module = Annealed(by_trainer=False)

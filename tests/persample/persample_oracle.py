@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Normalize, PerLayer, Scale
 from bqsgd._src.persample.program import inputs_then_target
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -65,16 +65,20 @@ def gradients_one_by_one(case: Case) -> Tensor:
 def clip_each(gradients: Tensor, clip: Clip, sizes: list[int]) -> Tensor:
     """(samples, coordinates) clipped gradients; those of `BatchMean` are unclipped."""
     match clip:
+        case PerLayer():
+            parts, clips = gradients.split(sizes, dim=1), clip.layers(len(sizes))
+            return torch.cat([clip_each(part, own, sizes) for part, own in zip(parts, clips, strict=True)], dim=1)
         case Scale(bound=bound):
             return gradients / (gradients.abs().amax(dim=1, keepdim=True) / bound).clamp(min=1)
-        case Clamp():
-            limit = torch.cat([torch.full((n,), c) for n, c in zip(sizes, clip.bounds(len(sizes)), strict=True)])
-            return torch.minimum(torch.maximum(gradients, -limit.double()), limit.double())
-        case L2(norm=norm):
-            return gradients / (gradients.norm(dim=1, keepdim=True) / norm).clamp(min=1)
+        case Clamp(bound=bound):
+            return gradients.clamp(-bound, bound)
+        case Normalize(norm=norm, gamma=gamma):
+            return gradients * norm / (gradients.norm(dim=1, keepdim=True) + gamma)
         case Dual(norm=norm, bound=bound):
             held = gradients.clamp(-bound, bound)
             return held / (held.norm(dim=1, keepdim=True) / norm).clamp(min=1)
+        case L2(norm=norm):
+            return gradients / (gradients.norm(dim=1, keepdim=True) / norm).clamp(min=1)
     return gradients
 
 
@@ -88,5 +92,8 @@ def clips_for(gradients: Tensor, strength: float, sizes: list[int]) -> list[Clip
     """A clip of every kind that bites as hard as `strength` says, measured against these gradients."""
     peak = max(float(gradients.abs().amax(dim=1).median()), 1e-6) * strength
     norm = max(float(gradients.norm(dim=1).median()), 1e-6) * strength
-    by_tensor = Clamp(tuple(peak * (1 + index % 3) for index in range(len(sizes))))
-    return [Scale(peak), Clamp(peak), by_tensor, L2(norm), Dual(norm / 2, peak / 2), BatchMean(peak)]
+    each = [Dual(norm, peak), Clamp(3 * peak), L2(norm / 3), Normalize(norm / 100, norm / 4), Scale(peak / 10)]
+    return [
+        Scale(peak), Clamp(peak), L2(norm), Dual(norm / 2, peak / 2), Normalize(norm, norm / 8), PerLayer(L2(norm)),
+        PerLayer([each[n % len(each)] for n in range(len(sizes))]), BatchMean(peak),
+    ]  # fmt: skip

@@ -1,46 +1,59 @@
-"""Automatic clipping and clip schedules are the L2 clip under other names; the pages say how to ask for them."""
+"""A clip schedule is a schedule of the loss; the page of clips says how to write it, and that it is traced once."""
 
 import pytest
 import torch
-from torch import nn
 
-from bqsgd._src.persample import L2, clipped_gradients
-from persample.persample_oracle import Case, gradients_one_by_one
-
-
-class Scaled(nn.Module):
-    """A loss over a public scale, as the page of clips has it."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs, targets, reduction="none") / self.scale
+from bqsgd._src.persample import L2, Normalize, PerLayer, clipped_gradients, program
+from persample.persample_models import branches_on_values, case_of, conv2d, encoder
+from persample.persample_oracle import clip_each, gradients_one_by_one
 
 
-@pytest.fixture
-def case():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    return Case(model, (torch.randn(16, 5), torch.arange(16) % 3), Scaled())
+@pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning")
+@pytest.mark.parametrize("build", [conv2d, encoder, branches_on_values], ids=lambda build: build.__name__)
+def test_a_schedule_of_the_loss_is_a_schedule_of_the_clip(build, monkeypatch):
+    """clip(g / s) at C is clip(g) at s C, divided by s, on every road, and a new s is no new program."""
+    case = case_of(build, 0)
+    gradients, model = gradients_one_by_one(case), case.model
+    norm = float(gradients.norm(dim=1).median())
+    model.register_buffer("clip_scale", torch.tensor(1.0))
+    traced, trace = [], program.Program
+
+    def counting(*args, **named):
+        traced.append(args)
+        return trace(*args, **named)
+
+    monkeypatch.setattr(program, "Program", counting)
+
+    def loss(outputs, targets):
+        return case.loss(outputs, targets) / model.clip_scale
+
+    def mean(clip):
+        found = clipped_gradients(model, loss, case.batch, clip=clip, batch_size=case.samples, forward=case.forward)
+        return found.mean.clone()
+
+    for s in (1.0, 0.5, 0.1):
+        model.clip_scale.fill_(s)
+        for clip, then in (
+            (L2(norm), L2(s * norm)),
+            (PerLayer(L2(norm)), PerLayer(L2(s * norm))),
+            (Normalize(norm, norm / 5), Normalize(s * norm, s * norm / 5)),
+        ):
+            expected = clip_each(gradients, then, case.sizes).mean(dim=0)
+            assert s * mean(clip) == pytest.approx(expected, rel=1e-4, abs=1e-5 * s * norm)
+            assert clip.sensitivity(batch_size=9) == then.sensitivity(batch_size=9)
+    assert len(traced) <= 1
 
 
-def test_a_clip_below_every_gradient_normalises_them(case):
-    """g C / |g|: automatic clipping, with the sensitivity of the clip."""
+def test_a_clip_below_every_gradient_normalises_them():
+    """`L2` with a small norm and `Normalize` with a small gamma are one clip in two units."""
+    case = case_of(conv2d, 0)
     gradients = gradients_one_by_one(case)
     norm = 1e-3 * float(gradients.norm(dim=1).min())
-    mean, dropped = clipped_gradients(case.model, case.loss, case.batch, clip=L2(norm), batch_size=16)
+    assert norm > 0
+    means = [
+        clipped_gradients(case.model, case.loss, case.batch, clip=clip, batch_size=case.samples).mean.clone() / own
+        for clip, own in ((L2(norm), norm), (Normalize(1.0, norm / 1e3), 1.0))
+    ]
     expected = (gradients / gradients.norm(dim=1, keepdim=True)).mean(dim=0)
-    assert dropped == 0
-    assert mean / norm == pytest.approx(expected, abs=1e-5)
-    assert L2(norm).sensitivity(batch_size=16) == L2(1.0).sensitivity(batch_size=16)
-
-
-def test_a_schedule_of_the_loss_is_a_schedule_of_the_clip(case):
-    for factor in (1.0, 0.5, 0.1):
-        case.loss.scale = factor
-        scaled, _ = clipped_gradients(case.model, case.loss, case.batch, clip=L2(0.5), batch_size=16)
-        case.loss.scale = 1.0
-        clipped, _ = clipped_gradients(case.model, case.loss, case.batch, clip=L2(0.5 * factor), batch_size=16)
-        assert factor * scaled == pytest.approx(clipped, abs=1e-6)
+    assert means[0] == pytest.approx(expected, abs=1e-5)
+    assert means[1] == pytest.approx(expected, abs=1e-5)

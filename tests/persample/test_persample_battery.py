@@ -12,7 +12,7 @@ import torch
 from persample_oracle import clip_each, clips_for, gradients_one_by_one, mean_of
 from torch import Tensor
 
-from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, SlowGradientsWarning, clipped_gradients
+from bqsgd._src.persample import BatchMean, Clip, PerLayer, SlowGradientsWarning, clipped_gradients
 from bqsgd._src.persample.alone import AloneRoad
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
@@ -69,7 +69,8 @@ def test_every_clip_agrees_with_the_oracle(
         scale = terms if not isinstance(clip, BatchMean) else torch.minimum(terms, torch.tensor(clip.bound))
         assert dropped == 0
         assert mean.dtype == torch.float64
-        inside = math.sqrt(len(mean)) * 2**-22 if isinstance(clip, (L2, Dual)) else 0  # what those leave for the grid
+        scales = clip.euclidean is not None or isinstance(clip, PerLayer)
+        inside = math.sqrt(len(mean)) * 2**-22 if scales else 0  # what those leave for the grid
         error = (mean - mean_of(exact, clip, case.sizes, batch_size)).abs().max()
         assert error <= (RELATIVE_ERROR + inside) * scale + 1e-30, clip
     record_property("battery_cases", len(clips))
@@ -93,8 +94,9 @@ def test_measured_sensitivity_never_exceeds_the_stated_one(build: Build) -> None
 
     for clip in clips_for(exact_gradients(build, seed), 0.02, case.sizes):  # so that every clip bites
         stated = clip.sensitivity(batch_size=batch_size)
-        reach = torch.from_numpy(clip.vector(case.model)) if isinstance(clip, Clamp) else getattr(clip, "bound", None)
-        moved = (mean(0, clip) - mean(1, clip)) / (clip.norm if reach is None else reach)
+        by_tensor = isinstance(clip, PerLayer) and isinstance(clip.clip, tuple)
+        reach = torch.from_numpy(clip.ranges(case.model)) if by_tensor else clip.usual_range
+        moved = (mean(0, clip) - mean(1, clip)) / reach
         assert moved.clamp(-2, 2).abs().max() <= stated.linf
         assert stated.l2 is None or moved.norm() <= stated.l2
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from torch import nn
 
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Normalize, PerLayer, Scale
 from bqsgd._src.release import Relation, Sensitivity
 
 
@@ -17,10 +19,16 @@ from bqsgd._src.release import Relation, Sensitivity
         (Scale(0.5), {}, 1 / 32, None),
         (Scale(0.5), {"range": 0.25}, 2 / 32, None),
         (Clamp(0.5), {}, 1 / 32, None),
-        (Clamp((0.5, 2.0)), {}, 1 / 32, None),
-        (Clamp((0.5, 2.0)), {"range": (0.25, 2.0)}, 2 / 32, None),
-        (Clamp((0.5, 2.0)), {"range": 1.0}, 2 / 32, None),
-        (Clamp((0.5, 2.0)), {"range": np.array([1.0, 2.0, 4.0])}, 2 / 32, None),
+        (PerLayer((Clamp(0.5), Clamp(2.0))), {}, 1 / 32, None),
+        (PerLayer((Clamp(0.5), Clamp(2.0))), {"range": (0.25, 2.0)}, 2 / 32, None),
+        (PerLayer((Clamp(0.5), L2(2.0))), {"range": 1.0}, 2 / 32, None),
+        (PerLayer((Clamp(0.5), Scale(2.0))), {"range": np.array([1.0, 2.0, 4.0])}, 2 / 32, None),
+        (PerLayer((L2(3.0), Dual(4.0, 2.0))), {"range": 0.5}, 6 / 32, 10 / 32),
+        (PerLayer((L2(3.0), L2(4.0))), {"range": (0.75, 0.8)}, 5 / 32, math.hypot(4, 5) / 32),
+        (PerLayer((L2(3.0), L2(4.0))), {}, 1 / 32, math.sqrt(2) / 32),
+        (PerLayer(L2(0.5)), {"range": 0.125}, 4 / 32, 4 / 32),
+        (PerLayer(Dual(0.5, 0.125)), {}, 1 / 32, 4 / 32),
+        (Normalize(0.5), {"range": 0.125}, 4 / 32, 4 / 32),
         (L2(0.5), {}, 1 / 32, 1 / 32),
         (L2(0.5), {"range": 0.125}, 4 / 32, 4 / 32),
         (Dual(0.5, 0.125), {}, 1 / 32, 4 / 32),
@@ -43,25 +51,42 @@ def test_the_batch_mean_moves_by_twice_its_range_whatever_the_batch_size(batch_s
     assert BatchMean(0.5).sensitivity(batch_size=batch_size, range=2.0).linf == 0.5
 
 
-def test_one_bound_a_parameter_becomes_one_a_coordinate() -> None:
-    vector = Clamp((0.5, 2.0)).vector(nn.Linear(2, 3))
-    assert vector.tolist() == [0.5] * 6 + [2.0] * 3
-    assert Clamp(0.25).vector(nn.Linear(1, 1)).tolist() == [0.25, 0.25]
-    with pytest.raises(InvalidParameter, match="has 2 entries, the model 1"):
-        Clamp((0.5, 2.0)).vector(nn.Linear(2, 3, bias=False))
+def test_one_clip_a_parameter_gives_one_range_a_coordinate() -> None:
+    clip = PerLayer([Clamp(0.5), L2(2.0)])
+    assert clip.ranges(nn.Linear(2, 3)).tolist() == [0.5] * 6 + [2.0] * 3
+    assert PerLayer(L2(1.0)).ranges(nn.Linear(1, 1)).tolist() == [1 / math.sqrt(2)] * 2
+    with pytest.raises(InvalidParameter, match="has 2 clips, the model 1"):
+        clip.ranges(nn.Linear(2, 3, bias=False))
+
+
+@pytest.mark.parametrize("bad", [(), (L2(1.0), PerLayer(L2(1.0))), BatchMean(1.0), (L2(1.0), 1.0), 1.0, "l2", None])
+def test_layers_take_clips_of_one_sample(bad: object) -> None:
+    with pytest.raises(InvalidParameter, match="PerLayer takes one of"):
+        PerLayer(bad)
+
+
+@pytest.mark.parametrize("clip", [L2(2.0), Normalize(2.0), Dual(2.0, 0.5)])
+@pytest.mark.parametrize("count", [1, 3, 16, 1000])
+def test_layers_share_a_norm_evenly_and_never_exceed_it(clip: L2, count: int) -> None:
+    layers = PerLayer(clip).layers(count)
+    assert len(layers) == count
+    assert math.hypot(*(own.norm for own in layers)) == pytest.approx(2.0, rel=1e-12)
+    assert {type(own) for own in layers} == {type(clip)}
+    assert PerLayer(clip).sensitivity(batch_size=8) == clip.sensitivity(batch_size=8)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-13, True, "1"])
-@pytest.mark.parametrize("make", [Scale, Clamp, L2, BatchMean, lambda c: Dual(c, 1.0), lambda c: Dual(1.0, c)])
+@pytest.mark.parametrize(
+    "make",
+    [Scale, Clamp, L2, BatchMean, Normalize, lambda c: Normalize(1, c), lambda c: Dual(c, 1), lambda c: Dual(1, c)],
+)
 def test_bounds_out_of_place_are_refused(make: type, bad: object) -> None:
     with pytest.raises(InvalidParameter):
         make(bad)
 
 
 def test_ranges_and_batch_sizes_out_of_place_are_refused() -> None:
-    for clip in (Scale(1.0), Clamp(1.0), L2(1.0), Dual(1.0, 1.0), BatchMean(1.0)):
+    for clip in (Scale(1.0), Clamp(1.0), L2(1.0), Dual(1.0, 1.0), PerLayer(L2(1.0)), BatchMean(1.0)):
         for options in ({"batch_size": 0}, {"batch_size": 8, "range": 0.0}, {"batch_size": 8, "range": ()}):
             with pytest.raises(InvalidParameter):
                 clip.sensitivity(**options)
-    with pytest.raises(InvalidParameter):
-        Clamp(())

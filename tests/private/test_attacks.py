@@ -27,6 +27,7 @@ from torch.utils.data import (
 
 import bqsgd
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError, NonFiniteInput
+from bqsgd.clips import L2
 
 
 def gradient(made, batch):
@@ -392,7 +393,7 @@ def test_whoever_knows_the_seeds_of_a_program_does_not_know_its_masks_and_augmen
     model = nn.Sequential(masks, nn.Linear(16, 2))
     dataset = Drawing(DRAWS[draws])
     loader = DataLoader(dataset, batch_size=8, num_workers=workers, generator=torch.Generator().manual_seed(0))
-    made = private(model, loader=loader, mechanism=EXACT, ledger=None, clip_norm=10.0, sample=(torch.zeros(16), 0))
+    made = private(model, loader=loader, mechanism=EXACT, ledger=None, clip=L2(10.0), sample=(torch.zeros(16), 0))
     found = []
     for _ in range(2):
         known_seeds()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import bqsgd
 from bqsgd._src.errors import BudgetExhausted, InvalidParameter, LedgerError
 from bqsgd._src.release import Trust
+from bqsgd.clips import L2, Clamp, Dual, Normalize, PerLayer, Scale
 
 
 def epoch(private):
@@ -52,7 +53,7 @@ def test_it_learns(private, points):
 def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, points):
     """Without noise, against a batch-of-one oracle; the tolerance is the rounding to a thousandth of the range."""
     model = nn.Linear(4, 2)
-    made = private(model, mechanism=EXACT, seed=3, clip_norm=0.7, range=1.0)
+    made = private(model, mechanism=EXACT, seed=3, clip=L2(0.7), range=1.0)
     from bqsgd._src.client.draws import Purpose, Sources, draw_batch
 
     rows = draw_batch("poisson", batch_size=32, dataset_size=96, rng=Sources(seed=3, client=0).at(Purpose.BATCH, 0))
@@ -68,10 +69,42 @@ def test_the_gradient_is_the_clipped_mean_over_the_public_batch_size(private, po
     assert (gradient(made, batch) - expected).abs().max() <= 1.1e-3
 
 
+@pytest.mark.parametrize("one_in", [1, 3])
+@pytest.mark.parametrize(
+    "clip", [PerLayer(L2(0.7)), PerLayer([L2(0.1), Normalize(0.2)]), PerLayer(Dual(0.7, 0.2)), Normalize(0.7)], ids=str
+)
+def test_layers_are_clipped_counted_and_released_by_themselves(private, clip, one_in):
+    model = nn.Linear(4, 2)
+    made = private(model, mechanism=EXACT, seed=3, clip=clip, range=1.0, one_in=one_in)
+    share, rate = clip.of_share(1 / one_in), made.loader.batch_size
+    stated = share.sensitivity(batch_size=rate, range=1.0)
+    assert made.plan.release.terms.sensitivity == stated
+    assert made.plan.release.terms.sensitivity.l2 == pytest.approx(clip.euclidean * one_in**-0.5 / rate)
+    for batch in made.loader:
+        made.backward(batch)
+        break
+    drawn = 40 / rate  # of 32 on average
+    for own, parameter in zip(share.layers(2), model.parameters(), strict=True):
+        assert 0 < float(parameter.grad.norm()) <= own.norm * drawn * one_in + 0.01
+    assert str(clip).split("(")[0] in repr(made)
+
+
+@pytest.mark.parametrize("clip", [Clamp(0.1), Scale(0.1), PerLayer([Clamp(0.1), L2(1.0)]), 1.0, None], ids=str)
+def test_a_clip_without_a_norm_is_refused(private, clip):
+    with pytest.raises(InvalidParameter, match="clip must bound a norm"):
+        private(nn.Linear(4, 2), clip=clip)
+
+
+def test_clips_for_another_number_of_tensors_are_refused_before_anything_is_spent(private, tmp_path):
+    with pytest.raises(InvalidParameter, match="has 3 clips, the model 2"):
+        private(nn.Linear(4, 2), clip=PerLayer([L2(1.0)] * 3))
+    assert not (tmp_path / "me.ledger").exists()
+
+
 def test_a_message_of_one_in_three_coordinates_is_clipped_counted_and_decoded_as_such(private, points):
     model = nn.Linear(4, 2)
-    made = private(model, mechanism=EXACT, seed=3, clip_norm=0.7, range=1.0, one_in=3)
-    whole = private(nn.Linear(4, 2), mechanism=EXACT, seed=3, clip_norm=0.7, range=1.0)
+    made = private(model, mechanism=EXACT, seed=3, clip=L2(0.7), range=1.0, one_in=3)
+    whole = private(nn.Linear(4, 2), mechanism=EXACT, seed=3, clip=L2(0.7), range=1.0)
     assert (made.plan.release.terms.dimension, whole.plan.release.terms.dimension) == (4, 10)
     ratio = made.plan.release.terms.sensitivity.l2 / whole.plan.release.terms.sensitivity.l2
     assert ratio == pytest.approx(3**-0.5, rel=1e-6)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import bqsgd
 from bqsgd._src.persample import device
 from bqsgd._src.runtime import generators
+from bqsgd.clips import Dual, Normalize, PerLayer
 
 
 def trained(private, steps=2):
@@ -26,7 +27,9 @@ def model():
     return nn.Linear(4, 2)
 
 
-@pytest.mark.parametrize("more", [{}, {"clip_bound": 0.3}, {"one_in": 2}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"clip": Dual(1.0, 0.3)}, {"clip": PerLayer(Normalize(1.0))}, {"one_in": 2}], ids=str
+)
 def test_a_loop_on_the_device_is_that_on_the_processor_and_gradients_never_leave_it(
     private, sim, model, monkeypatch, more
 ):

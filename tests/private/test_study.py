@@ -7,6 +7,7 @@ import torch
 from private_loops import QUIET, recorded
 
 import bqsgd
+from bqsgd.clips import L2
 
 CASE = {"study": "trial-7", "epochs": 2, "mechanism": None, "epsilon": 3.0, "force": True}
 
@@ -59,7 +60,7 @@ def test_the_study_ends_with_its_planned_steps_and_within_its_budget(private, tm
         ({"epsilon": 2.0}, "budget"),
         ({"epochs": 3}, "6 steps in all then, 9 now"),
         ({"batch_size": 16}, "sampling"),
-        ({"clip_norm": 2.0}, "sensitivity"),
+        ({"clip": L2(2.0)}, "sensitivity"),
         ({"bits": 6}, "bits 8 then, 6 now"),
         ({"range": 0.123}, "range"),
         ({"mechanism": QUIET}, "mechanism"),

@@ -8,7 +8,7 @@ import tomli_w
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import Mechanism
-from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer, Scale
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.settings.config import CONFIG_GROUPS, Config
 from bqsgd._src.settings.groups import BudgetChange
@@ -63,7 +63,13 @@ def test_budgets_by_client_and_round():
 def test_clip_range_and_mechanism():
     assert Config.of(clip="dual", clip_norm=2.0, clip_bound=0.5).clip.make() == Dual(norm=2.0, bound=0.5)
     assert Config.of(clip="l2", clip_norm=2.0, range=None).clip.make() == L2(2.0)
+    assert Config.of(clip="normalize", clip_norm=2.0).clip.make() == Normalize(2.0)
+    assert Config.of(clip="per-layer", clip_norm=2.0).clip.make() == PerLayer(L2(2.0))
+    assert Config.of(clip="per-layer", clip_norm=2.0, one_in=4).message_clip == PerLayer(L2(1.0))
+    assert all(Config.of(clip=word, one_in=4).rotates for word in ("l2", "dual", "normalize", "per-layer"))
+    assert not any(Config.of(clip=word, one_in=4).rotates for word in ("clamp", "scale", "batch-mean"))
     assert Config.of(clip="l2", clip_norm=2.0, batch_size=2).range == 2.0
+    assert Config.of(clip="per-layer", clip_norm=2.0, batch_size=2).range == 2.0
     assert Config.of(clip="l2", clip_norm=2.0, batch_size=100).range == 0.08
     assert Config.of(clip="dual", clip_norm=2.0, clip_bound=0.05, batch_size=100).range == 0.05
     assert Config.of(clip="dual", clip_norm=2.0, clip_bound=0.5, unit="client").range == 0.5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import dimension_of, trainable
-from bqsgd._src.persample.clips import L2, Clip, Dual
+from bqsgd._src.persample.clips import L2, Clip
 from bqsgd._src.persample.gradients import ClippedGradients
 from bqsgd._src.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension
 from bqsgd._src.persample.program import Forward, LossFunction
@@ -87,8 +87,10 @@ class Moments(Objective):
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, *, clip: Clip, **settings: Any) -> None:
         super().__init__(model, loss_fn, clip=clip, **settings)
-        if not isinstance(clip, (L2, Dual)) or self.unit is not Unit.SAMPLE or self.packed:
-            raise InvalidParameter("least squares needs the clip dual or l2, the unit sample and no packed rows")
+        if not isinstance(clip, L2) or self.unit is not Unit.SAMPLE or self.packed:
+            raise InvalidParameter(
+                "least squares needs the clip dual, l2 or normalize, the unit sample and no packed rows"
+            )
         self.problem = LeastSquares.of(model)
         self._clipped = partial(self._moments, clip=clip)
 
@@ -109,7 +111,7 @@ class Moments(Objective):
                 "a whole number, with no forward of your own"
             )
 
-    def _moments(self, data: Any, *, subset: None, autocast: Autocast, clip: L2 | Dual) -> ClippedGradients:
+    def _moments(self, data: Any, *, subset: None, autocast: Autocast, clip: L2) -> ClippedGradients:
         self.check(data)
         return clipped_moments(data, classes=self.problem.classes, clip=clip, batch_size=self._divisor)
 

@@ -116,7 +116,7 @@ class Objective:
 
     def _check_grid(self) -> None:
         """Say it if the clip is so loose that gradients of ordinary length are rounded away. Reads no data."""
-        bound = max(self.clip.bounds(len(trainable(self.model))))
+        bound = max(clip.largest for clip in self.clip.layers(len(trainable(self.model))))
         step = Grid(bound).step
         if step > _COARSE_STEP and not self._warned:
             self._warned = True

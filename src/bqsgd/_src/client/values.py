@@ -6,7 +6,7 @@ Once a round is recorded there is an update whatever the data are. If the steps 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +52,18 @@ def client_values(
                         parameter.sub_(gradient, alpha=learning_rate)
         with np.errstate(over="ignore", invalid="ignore"):
             update = received - to_vector(working)
-            return clip_update(update if subset is None else subset.keep(update), clip)
+            return clip_update(
+                update if subset is None else subset.keep(update),
+                clip,
+                [each.numel() for each in parameters] if subset is None else subset.counts,
+            )
     return np.zeros(dimension_of(model) if subset is None else len(subset.places), np.float32)
 
 
-def clip_update(update: npt.NDArray[np.floating], clip: Clip) -> npt.NDArray[np.float64]:
+def clip_update(update: npt.NDArray[np.floating], clip: Clip, sizes: Sequence[int] = ()) -> npt.NDArray[np.float64]:
     """One vector within the clip's bounds, whatever it was; zero if it was not finite.
+
+    sizes: coordinates of each parameter tensor, for a clip that bounds each of them.
 
     It stays in float64: most bounds are no float32, and a coordinate at its bound could be rounded beyond it.
 
@@ -69,4 +75,4 @@ def clip_update(update: npt.NDArray[np.floating], clip: Clip) -> npt.NDArray[np.
     values = np.array(update, dtype=np.float64)
     if not bool(np.isfinite(values).all()):
         values = np.zeros_like(values)  # an error would tell the server something about the data, without noise
-    return clip.clipped(values)
+    return clip.clipped(values, sizes)

@@ -47,7 +47,7 @@ class PrivateTrainer(Trainer):
 
     All other arguments are those of `Trainer`. A private step takes `per_device_train_batch_size *
     gradient_accumulation_steps` samples on average, and one step of the optimizer is made of it; the first of the two
-    is what is in memory at a time. `max_grad_norm` is not used, because each sample is clipped (`clip_norm`).
+    is what is in memory at a time. `max_grad_norm` is not used, because each sample is clipped (`clip`).
     Checkpoints hold the state of private training; `resume_from_checkpoint` continues it.
     """
 

@@ -120,7 +120,7 @@ def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
     elif len(trainer.optimizers) != 1:
         wrong = f"it needs exactly one optimizer, got {len(trainer.optimizers)}"
     elif trainer.gradient_clip_val:
-        wrong = "leave out gradient_clip_val: every sample's gradient is clipped already (clip_norm)"
+        wrong = "leave out gradient_clip_val: every sample's gradient is clipped already (clip)"
     elif trainer.accumulate_grad_batches != 1:
         wrong = "leave out accumulate_grad_batches: give the loader the whole batch size, and micro_batch for memory"
     elif getattr(trainer.precision_plugin, "scaler", None) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Normalize, PerLayer, Scale
 
 if TYPE_CHECKING:
     from bqsgd._src.persample.gradients import ClippedGradients, SlowGradientsWarning, clipped_gradients
@@ -19,6 +19,8 @@ __all__ = [
     "Clip",
     "ClippedGradients",
     "Dual",
+    "Normalize",
+    "PerLayer",
     "Scale",
     "SlowGradientsWarning",
     "clipped_gradients",

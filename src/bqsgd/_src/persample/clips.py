@@ -1,6 +1,6 @@
 """The clips of one sample's gradient: what each does to a gradient, and the sensitivity that gives the mean.
 
-What a clip does is in its class: the accountant reads `sensitivity`, the sum of clipped gradients reads `bounds`,
+What a clip does is in its class: the accountant reads `sensitivity`, the sum of clipped gradients reads `layers`,
 `clamp` and `weights`, and a client's whole update goes through `clipped`. Settings know a clip by a word, not by its
 class, and `BatchMean` is a case of its own in `gradients.py` and `client/objective.py`: docs/architecture.md lists what
 a new clip needs besides its class.
@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,34 +34,6 @@ SMALLEST = 1e-12
 _Range = float | Sequence[float] | npt.NDArray[np.float64]
 """The encoder's range: one number, one per parameter tensor, or one per coordinate."""
 
-
-def _bound(name: str, value: object) -> float:
-    number = check_positive(name, value)
-    if not SMALLEST <= number <= 1 / SMALLEST:
-        raise InvalidParameter(f"{name} must be from {SMALLEST} to {1 / SMALLEST}, got {value!r}; rescale the loss")
-    return number
-
-
-def _ranges(value: _Range) -> tuple[float, ...]:
-    if isinstance(value, (Sequence, np.ndarray)):
-        if len(value) == 0:
-            raise InvalidParameter("range must not be empty")
-        return tuple(check_positive("range", entry) for entry in value)
-    return (check_positive("range", value),)
-
-
-def _sensitivity(
-    *, linf: float, l2: float | None, range: tuple[float, ...], batch_size: int, relation: Relation
-) -> Sensitivity:
-    """Of a mean of vectors with max-norm <= linf and norm <= l2, clamped to +-range (1-Lipschitz per coordinate)."""
-    moves = (2 if Relation(relation) is Relation.REPLACE else 1) / check_int("batch_size", batch_size, 1, 2**53)
-    return Sensitivity(
-        linf=min(2.0, moves * linf / min(range)),  # two values in [-R, R] are at most 2R apart
-        l2=None if l2 is None else moves * l2 / min(range),
-        relation=relation,
-    )
-
-
 _Vector = npt.NDArray[np.float64]
 
 
@@ -75,6 +48,7 @@ class Norms(Protocol):
         """The sums of squares, of coordinates clamped to +-bound where one is given."""
 
 
+@dataclass(frozen=True)
 class Clip(ABC):
     """How one sample's gradient is bounded: coordinates are clamped, if `clamp` says so, and then scaled by a weight.
 
@@ -82,31 +56,64 @@ class Clip(ABC):
     (claim 9 of `docs/accounting.md`).
     """
 
-    @abstractmethod
-    def sensitivity(
-        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
-    ) -> Sensitivity:
-        """How far one sample can move the mean over L, in units of the encoder's range R."""
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = check_positive(field.name, getattr(self, field.name))
+            if not SMALLEST <= value <= 1 / SMALLEST:
+                raise InvalidParameter(
+                    f"{field.name} must be from {SMALLEST} to {1 / SMALLEST}, got {value!r}; rescale the loss"
+                )
 
+    @property
     @abstractmethod
-    def bounds(self, count: int) -> tuple[float, ...]:
-        """What a coordinate of each of `count` parameter tensors can be at most after the clip: its grid."""
-
-    def clamp(self, bound: float) -> float | None:
-        """What coordinates of a tensor with this bound are clamped to before they are scaled; None for no clamp."""
-        return None
+    def largest(self) -> float:
+        """What a coordinate is at most after the clip: its grid."""
 
     @property
     def euclidean(self) -> float | None:
         """What the Euclidean norm of a gradient is at most after the clip; None where only coordinates are bounded."""
         return None
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
-        """(batch,) factor of each sample from the norms of all its parameters; None where all are 1.
+    @property
+    def usual_range(self) -> float:
+        """R unless one is given."""
+        return self.largest
 
-        grid: of the first parameter tensor; a clip that reads it has one bound for all. coordinates: in the message.
+    @property
+    def clamp(self) -> float | None:
+        """What coordinates are clamped to before they are scaled; None for no clamp."""
+        return None
+
+    def sensitivity(
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
+    ) -> Sensitivity:
+        """How far one sample can move the mean over L, in units of the encoder's range R: bound / (L R) in each norm.
+
+        Replace-one doubles it. A smaller R uses more of the levels.
+
+        >>> Scale(0.5).sensitivity(batch_size=32).linf
+        0.03125
+        """
+        # Of a mean of vectors with max-norm <= largest and norm <= euclidean, clamped to +-R (1-Lipschitz per
+        # coordinate).
+        reach = min(_ranges(self.usual_range if range is None else range))
+        moves = (2 if Relation(relation) is Relation.REPLACE else 1) / check_int("batch_size", batch_size, 1, 2**53)
+        return Sensitivity(
+            linf=min(2.0, moves * self.largest / reach),  # two values in [-R, R] are at most 2R apart
+            l2=None if self.euclidean is None else moves * self.euclidean / reach,
+            relation=relation,
+        )
+
+    def weights(self, norms: Sequence[Norms], *, rounding: float = 0.0) -> Any:
+        """(batch,) factor of each sample from the norms of the parameters that are clipped together; None for all 1.
+
+        rounding: what rounding to the grid may add to a Euclidean norm afterwards.
         """
         return None
+
+    def layers(self, count: int) -> tuple[Clip, ...]:
+        """The clip of each of `count` parameter tensors; only `self` if all of them are clipped together."""
+        return (self,)
 
     def of_share(self, share: float) -> Clip:
         """The clip of a random share of the coordinates, where the whole gradient has this clip.
@@ -116,32 +123,36 @@ class Clip(ABC):
         """
         return self
 
-    def clipped(self, values: _Vector) -> _Vector:
-        """One whole vector within the bounds of the clip: a client's update.
+    def clipped(self, values: _Vector, sizes: Sequence[int] = ()) -> _Vector:
+        """One whole vector within the bounds of the clip: a client's update, of parameter tensors of these sizes.
 
         Raises:
-            InvalidParameter: the clip is not one of a single vector.
+            InvalidParameter: the clip is not one of a single vector, or of another number of tensors.
         """
-        raise InvalidParameter(f"a client's whole update is clipped by Clamp, Scale, L2 or Dual, not {self}")
+        held = values if self.clamp is None else values.clip(-self.clamp, self.clamp)
+        weights = self.weights([_OneVector(held)])
+        return held if weights is None else held * weights
 
 
-def _weights(norms: Any, reach: float) -> Any:
-    """reach / norm where the norm is larger, else 1."""
-    return reach / norms.clip(min=reach)
+def _ranges(value: _Range) -> tuple[float, ...]:
+    if isinstance(value, (Sequence, np.ndarray)):
+        if len(value) == 0:
+            raise InvalidParameter("range must not be empty")
+        return tuple(check_positive("range", entry) for entry in value)
+    return (check_positive("range", value),)
 
 
-def _euclidean(factors: Sequence[Norms], bound: float | None = None) -> Any:
-    """Norms over all parameters; sums run over the parameters one after another, the same for every sample."""
-    total = factors[0].squared_norms(bound)
-    for factor in factors[1:]:
-        total = total + factor.squared_norms(bound)
-    return np.sqrt(total) if isinstance(total, np.ndarray) else total.sqrt()
+@dataclass(frozen=True, eq=False)
+class _OneVector:
+    """The norms of one vector, as those of a batch of one."""
 
+    values: _Vector
 
-def _scaled(values: _Vector, size: float, bound: float) -> _Vector:
-    """A vector of this norm scaled to the bound, a little inside because norms are rounded."""
-    inside = bound * (1 - SHRINK)
-    return values if size <= inside else values * (inside / size)
+    def max_norms(self) -> _Vector:
+        return np.array([np.abs(self.values).max(initial=0)])
+
+    def squared_norms(self, bound: float | None = None) -> _Vector:
+        return np.array([self.values.dot(self.values)])  # clamped before
 
 
 @dataclass(frozen=True)
@@ -150,86 +161,30 @@ class Scale(Clip):
 
     bound: float
 
-    def __post_init__(self) -> None:
-        _bound("bound", self.bound)
+    @property
+    def largest(self) -> float:
+        return self.bound
 
-    def sensitivity(
-        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
-    ) -> Sensitivity:
-        """C / (L R) in every coordinate; R is C unless given. Replace-one doubles it.
-
-        >>> Scale(0.5).sensitivity(batch_size=32).linf
-        0.03125
-        """
-        reach = _ranges(self.bound if range is None else range)
-        return _sensitivity(linf=self.bound, l2=None, range=reach, batch_size=batch_size, relation=relation)
-
-    def bounds(self, count: int) -> tuple[float, ...]:
-        return (self.bound,) * count
-
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
-        norms = factors[0].max_norms()
-        for factor in factors[1:]:
-            norms = norms.clip(min=factor.max_norms())
-        return _weights(norms, self.bound * (1 - SHRINK))
-
-    def clipped(self, values: _Vector) -> _Vector:
-        return _scaled(values, float(np.abs(values).max()), self.bound)
+    def weights(self, norms: Sequence[Norms], *, rounding: float = 0.0) -> Any:
+        size, reach = norms[0].max_norms(), self.bound * (1 - SHRINK)
+        for norm in norms[1:]:
+            size = size.clip(min=norm.max_norms())
+        return reach / size.clip(min=reach)
 
 
 @dataclass(frozen=True)
 class Clamp(Clip):
-    """Each coordinate of g clamped to [-C, C]: the guarantee of `Scale`, far more of the signal.
+    """Each coordinate of g clamped to [-C, C]: the guarantee of `Scale`, far more of the signal."""
 
-    Args:
-        bound: one C, or one per parameter tensor in the order of `model.parameters()` (those that require a gradient).
-            Only the shift in quantiser steps counts, so a C of its own for every tensor costs no privacy.
-    """
+    bound: float
 
-    bound: float | tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if isinstance(self.bound, (Sequence, np.ndarray)):
-            if len(self.bound) == 0:
-                raise InvalidParameter("bound must not be empty")
-            object.__setattr__(self, "bound", tuple(_bound("bound", entry) for entry in self.bound))
-        else:
-            _bound("bound", self.bound)
-
-    def bounds(self, count: int) -> tuple[float, ...]:
-        """One C for each of `count` parameter tensors."""
-        if not isinstance(self.bound, tuple):
-            return (self.bound,) * count
-        if len(self.bound) != count:
-            raise InvalidParameter(
-                f"bound has {len(self.bound)} entries, the model {count} trainable parameter tensors"
-            )
+    @property
+    def largest(self) -> float:
         return self.bound
 
-    def clamp(self, bound: float) -> float:
-        return bound
-
-    def clipped(self, values: _Vector) -> _Vector:
-        return super().clipped(values) if isinstance(self.bound, tuple) else values.clip(-self.bound, self.bound)
-
-    def vector(self, model: nn.Module) -> npt.NDArray[np.float64]:
-        """One C per coordinate of the flat gradient: the range to give the encoder when C differs between tensors."""
-        sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        return np.repeat(np.asarray(self.bounds(len(sizes)), dtype=np.float64), sizes)
-
-    def sensitivity(
-        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
-    ) -> Sensitivity:
-        """max C_j / (L R_j); R is C unless given. A `range` of another length than `bound` is met with max C / min R.
-
-        >>> Clamp((0.5, 2.0)).sensitivity(batch_size=32).linf
-        0.03125
-        """
-        bound = self.bound if isinstance(self.bound, tuple) else (self.bound,)
-        reach = bound if range is None else _ranges(range)
-        pairs = zip(bound, reach, strict=True) if len(bound) == len(reach) else [(max(bound), min(reach))]
-        linf = max(high / low for high, low in pairs)
-        return _sensitivity(linf=linf, l2=None, range=(1.0,), batch_size=batch_size, relation=relation)
+    @property
+    def clamp(self) -> float:
+        return self.bound
 
 
 @dataclass(frozen=True)
@@ -238,72 +193,150 @@ class L2(Clip):
 
     norm: float
 
-    def __post_init__(self) -> None:
-        _bound("norm", self.norm)
-
-    def sensitivity(
-        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
-    ) -> Sensitivity:
-        """C2 / (L R) in both norms; R is C2 unless given (a smaller R uses more of the levels)."""
-        reach = _ranges(self.norm if range is None else range)
-        return _sensitivity(linf=self.norm, l2=self.norm, range=reach, batch_size=batch_size, relation=relation)
-
-    def of_share(self, share: float) -> L2:
-        return L2(self.norm * math.sqrt(share))
+    @property
+    def largest(self) -> float:
+        return self.norm
 
     @property
     def euclidean(self) -> float:
         return self.norm
 
-    def bounds(self, count: int) -> tuple[float, ...]:
-        return (self.norm,) * count
+    def weights(self, norms: Sequence[Norms], *, rounding: float = 0.0) -> Any:
+        # Sums run over the parameters one after another, the same for every sample.
+        total = norms[0].squared_norms(self.clamp)
+        for norm in norms[1:]:
+            total = total + norm.squared_norms(self.clamp)
+        size = np.sqrt(total) if isinstance(total, np.ndarray) else total.sqrt()
+        return self._weights(size, self.norm * (1 - SHRINK) - rounding)
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
-        return _weights(_euclidean(factors), grid.norm_reach(self.norm, coordinates))
+    def _weights(self, size: Any, reach: float) -> Any:
+        return reach / size.clip(min=reach)
 
-    def clipped(self, values: _Vector) -> _Vector:
-        return _scaled(values, float(np.linalg.norm(values)), self.norm)
+    def of_share(self, share: float) -> L2:
+        return replace(self, norm=self.norm * math.sqrt(share))
 
 
 @dataclass(frozen=True)
-class Dual(Clip):
+class Normalize(L2):
+    """Automatic clipping (Bu et al., 2023): g C2 / (||g||_2 + gamma), so that samples count by their direction.
+
+    Args:
+        norm: C2, which every gradient comes near and none passes. Another C2 is another learning rate.
+        gamma: length at which a gradient counts half, so that what is nearly zero is not blown up. Zero stays zero.
+    """
+
+    gamma: float = 0.01
+
+    def _weights(self, size: Any, reach: float) -> Any:
+        return reach / (size + self.gamma)
+
+    def of_share(self, share: float) -> Normalize:
+        return replace(self, norm=self.norm * math.sqrt(share), gamma=self.gamma * math.sqrt(share))
+
+
+@dataclass(frozen=True)
+class Dual(L2):
     """Clamp to [-C, C], then scale to the norm C2: both sensitivities are small, and the accountant uses both."""
 
-    norm: float
     bound: float
 
-    def __post_init__(self) -> None:
-        _bound("norm", self.norm)
-        _bound("bound", self.bound)
+    @property
+    def largest(self) -> float:
+        return min(self.bound, self.norm)
 
-    def sensitivity(
-        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
-    ) -> Sensitivity:
-        """linf = min(C, C2) / (L R), l2 = C2 / (L R); R is C unless given."""
-        reach = _ranges(self.bound if range is None else range)
-        linf = min(self.bound, self.norm)
-        return _sensitivity(linf=linf, l2=self.norm, range=reach, batch_size=batch_size, relation=relation)
+    @property
+    def usual_range(self) -> float:
+        return self.bound
+
+    @property
+    def clamp(self) -> float:
+        return self.bound
 
     def of_share(self, share: float) -> Dual:
         # The clamp shrinks too, so that the two bounds keep their ratio, which the accountant uses.
         return Dual(self.norm * math.sqrt(share), self.bound * math.sqrt(share))
 
+
+@dataclass(frozen=True)
+class PerLayer(Clip):
+    """The gradient of each parameter tensor (weight or bias) clipped by itself, so that none takes the room of others.
+
+    Args:
+        clip: a clip for the whole gradient, whose norm the tensors share evenly: each of n is clipped to C2 / sqrt(n),
+            and the guarantee is that of the clip. Or a clip of its own for each tensor, in the order of
+            `model.parameters()` (those that require a gradient): the whole then has the norm sqrt(sum of C2_j^2).
+
+    >>> PerLayer((L2(3.0), L2(4.0))).euclidean
+    5.0
+    """
+
+    clip: Clip | tuple[Clip, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.clip, Sequence):
+            object.__setattr__(self, "clip", tuple(self.clip))
+        if not self._each or any(not isinstance(c, Clip) or isinstance(c, (PerLayer, BatchMean)) for c in self._each):
+            raise InvalidParameter(
+                f"PerLayer takes one of L2, Normalize, Dual, Clamp and Scale, or one for each parameter tensor, got "
+                f"{self.clip!r}"
+            )
+
     @property
-    def euclidean(self) -> float:
-        return self.norm
+    def _each(self) -> tuple[Clip, ...]:
+        return self.clip if isinstance(self.clip, tuple) else (self.clip,)
 
-    def bounds(self, count: int) -> tuple[float, ...]:
-        return (min(self.bound, self.norm),) * count
+    @property
+    def largest(self) -> float:
+        return max(clip.largest for clip in self._each)
 
-    def clamp(self, bound: float) -> float:
-        return self.bound
+    @property
+    def euclidean(self) -> float | None:
+        norms = [clip.euclidean for clip in self._each]
+        return None if None in norms else math.hypot(*norms)  # type: ignore[arg-type]
 
-    def weights(self, factors: Sequence[Norms], *, grid: Grid, coordinates: int) -> Any:
-        return _weights(_euclidean(factors, self.bound), grid.norm_reach(self.norm, coordinates))
+    def layers(self, count: int) -> tuple[Clip, ...]:
+        if isinstance(self.clip, tuple):
+            if len(self.clip) != count:
+                raise InvalidParameter(
+                    f"PerLayer has {len(self.clip)} clips, the model {count} trainable parameter tensors"
+                )
+            return self.clip
+        clip = replace(self.clip, norm=self.clip.norm / math.sqrt(count)) if isinstance(self.clip, L2) else self.clip
+        return (clip,) * count
 
-    def clipped(self, values: _Vector) -> _Vector:
-        held = values.clip(-self.bound, self.bound)
-        return _scaled(held, float(np.linalg.norm(held)), self.norm)
+    def of_share(self, share: float) -> PerLayer:
+        shares = tuple(clip.of_share(share) for clip in self._each)
+        return PerLayer(shares if isinstance(self.clip, tuple) else shares[0])
+
+    def sensitivity(
+        self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
+    ) -> Sensitivity:
+        """max C_j / (L R_j), and the root of the sum of (C2_j / (L R_j))^2.
+
+        R is the bound of the one clip, or of each tensor's own, unless given. A `range` of another length than `clip`
+        is met with its smallest entry.
+
+        >>> PerLayer((Clamp(0.5), Clamp(2.0))).sensitivity(batch_size=32).linf
+        0.03125
+        """
+        reach = _ranges([clip.usual_range for clip in self._each] if range is None else range)
+        reach = reach if len(reach) == len(self._each) else (min(reach),) * len(self._each)
+        each = [
+            clip.sensitivity(batch_size=batch_size, range=own, relation=relation)
+            for clip, own in zip(self._each, reach, strict=True)
+        ]
+        l2s = [own.l2 for own in each]
+        l2 = None if None in l2s else math.hypot(*l2s)  # type: ignore[arg-type]
+        return Sensitivity(linf=max(own.linf for own in each), l2=l2, relation=relation)
+
+    def clipped(self, values: _Vector, sizes: Sequence[int] = ()) -> _Vector:
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        return np.concatenate([clip.clipped(own) for clip, own in zip(self.layers(len(sizes)), parts, strict=True)])
+
+    def ranges(self, model: nn.Module) -> _Vector:
+        """Each tensor's own R, one per coordinate of the flat gradient: the range to give the encoder."""
+        sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        return np.repeat([clip.usual_range for clip in self.layers(len(sizes))], sizes)
 
 
 @dataclass(frozen=True)
@@ -316,8 +349,9 @@ class BatchMean(Clip):
 
     bound: float
 
-    def __post_init__(self) -> None:
-        _bound("bound", self.bound)
+    @property
+    def largest(self) -> float:
+        return self.bound
 
     def sensitivity(
         self, *, batch_size: int, range: _Range | None = None, relation: Relation = Relation.ADD_REMOVE
@@ -327,5 +361,41 @@ class BatchMean(Clip):
         reach = _ranges(self.bound if range is None else range)
         return Sensitivity(linf=2 * min(1.0, self.bound / min(reach)), relation=relation)
 
-    def bounds(self, count: int) -> tuple[float, ...]:
-        return (self.bound,) * count
+    def clipped(self, values: _Vector, sizes: Sequence[int] = ()) -> NoReturn:
+        raise InvalidParameter(f"a client's whole update is clipped by a clip of one sample, not by {self}")
+
+
+# Where the parameters of a model are clipped.
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Parameter tensors that are clipped together, all of a model or one of them. coordinates: in the message."""
+
+    clip: Clip
+    coordinates: int
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(self.clip.largest)
+
+    def weights(self, norms: Sequence[Norms]) -> Any:
+        """See `Clip.weights`; norms: of the layer's parameters."""
+        return self.clip.weights(norms, rounding=self.grid.rounding(self.coordinates))
+
+
+class Place(NamedTuple):
+    """Where the coordinates of one parameter tensor lie, and what they are clipped with."""
+
+    span: slice
+    layer: Layer
+
+
+def places(clip: Clip, sizes: Sequence[int]) -> list[Place]:
+    """The place of each parameter tensor in the flat gradient."""
+    clips, starts = clip.layers(len(sizes)), np.cumsum([0, *sizes]).tolist()
+    if len(clips) == len(sizes):
+        layers = [Layer(own, size) for own, size in zip(clips, sizes, strict=True)]
+    else:
+        layers = [Layer(clips[0], starts[-1])] * len(sizes)
+    return [Place(slice(starts[n], starts[n + 1]), layer) for n, layer in enumerate(layers)]

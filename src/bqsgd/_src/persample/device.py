@@ -25,9 +25,9 @@ from torch import Tensor
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.persample import program as programs
-from bqsgd._src.persample._kernels.grid import STEPS, Grid, held_to
-from bqsgd._src.persample.clips import BatchMean, Clip
-from bqsgd._src.persample.factors import Dense, Piece
+from bqsgd._src.persample._kernels.grid import STEPS, held_to
+from bqsgd._src.persample.clips import BatchMean, Clip, Layer, Place
+from bqsgd._src.persample.factors import Dense, Factor, Piece, by_layer, parts_of
 from bqsgd._src.subset import BLOCK, Subset
 
 forced = False
@@ -56,13 +56,6 @@ def name_of(device: torch.device) -> str:
         if name is not None:
             return str(name(device))
     return str(device.type)
-
-
-class Place(NamedTuple):
-    """Where the coordinates of one parameter tensor lie, and their grid."""
-
-    span: slice
-    grid: Grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,31 +94,25 @@ class DeviceSteps:
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Add the clipped gradients of some samples; those that are not finite or out of bounds count as zero."""
-        if not pieces:
-            return
-        used = [part for piece in pieces for part in self._parts(piece) if part[0].shape[1]]
+        used = parts_of([self._kept(piece) for piece in pieces], self._places)
         if not used:
             return
-        parts, spans = zip(*used, strict=True)
+        values, places = [_values(factor) for factor, _ in used], [place for _, place in used]
         if isinstance(self._clip, BatchMean):
-            counted = _finite(parts)
-            clipped = Clipped([torch.where(counted[:, None], values, 0) for values in parts], counted)
+            counted = _finite(values)
+            clipped = Clipped([torch.where(counted[:, None], each, 0) for each in values], counted)
         else:
-            clipped = steps_on_device(parts, spans, self._clip, self._places[-1].span.stop)
-        for steps, (_, place) in zip(clipped.steps, used, strict=True):
+            clipped = steps_on_device(values, places)
+        for steps, place in zip(clipped.steps, places, strict=True):
             self._total[place.span] += steps.sum(dim=0)
         self._total[-1] += (~clipped.counted).sum()
 
-    def _parts(self, piece: Piece) -> list[tuple[Tensor, Place]]:
-        """The values of each parameter of a piece, with its place."""
-        assert isinstance(piece.factor, Dense)
-        values, own = piece.factor.values.to(torch.float32), self._places[piece.parameters]
-        if self._subset is not None:
-            values = _kept(values, self._subset, piece.parameters)
-        if all(place.grid == own[0].grid for place in own):
-            return [(values, Place(slice(own[0].span.start, own[-1].span.stop), own[0].grid))]
-        sizes = [place.span.stop - place.span.start for place in own]
-        return list(zip(torch.split(values, sizes, dim=1), own, strict=True))
+    def _kept(self, piece: Piece) -> Piece:
+        values = _values(piece.factor).to(torch.float32)
+        return Piece(
+            piece.parameters,
+            Dense(values if self._subset is None else _kept(values, self._subset, piece.parameters)),
+        )
 
     def total(self) -> tuple[Tensor, int]:
         """(dimension,) float64 sum on the processor, and how many samples were dropped."""
@@ -140,40 +127,41 @@ class Clipped(NamedTuple):
     counted: Tensor
 
 
-def steps_on_device(parts: Sequence[Tensor], places: Sequence[Place], clip: Clip, coordinates: int) -> Clipped:
-    """The clipped gradients of a batch of samples in whole steps, each part (batch, coordinates) of float32.
-
-    coordinates: of the whole message.
-    """
-    finite = _finite(parts)
-    steps = _scaled(parts, places, clip, coordinates, finite)
-    counted = finite & _inside(steps, clip, places[0].grid)
+def steps_on_device(values: Sequence[Tensor], places: Sequence[Place]) -> Clipped:
+    """The clipped gradients of a batch of samples in whole steps, each part (batch, coordinates) of float32."""
+    steps: list[Tensor] = []
+    finite = counted = _finite(values)
+    for layer, parts in by_layer([(Dense(each), place) for each, place in zip(values, places, strict=True)]):
+        own = _scaled([_values(factor) for factor, _ in parts], layer, finite)
+        counted, steps = counted & _inside(own, layer), steps + own
     return Clipped([torch.where(counted[:, None], each, 0) for each in steps], counted)
 
 
-def _scaled(
-    parts: Sequence[Tensor], places: Sequence[Place], clip: Clip, coordinates: int, finite: Tensor
-) -> list[Tensor]:
-    """Steps of the parts, each entry at most the bound of its grid."""
-    norms = [DeviceNorms(values, _largest(values)) for values in parts]
-    weights = clip.weights(norms, grid=places[0].grid, coordinates=coordinates)
-    steps = []
-    for values, place in zip(parts, places, strict=True):
-        bound, step = clip.clamp(place.grid.bound), place.grid.step
+def _values(factor: Factor) -> Tensor:
+    """On a device gradients are as they are."""
+    assert isinstance(factor, Dense)
+    return factor.values
+
+
+def _scaled(parts: Sequence[Tensor], layer: Layer, finite: Tensor) -> list[Tensor]:
+    """Steps of the parts of a layer, each entry at most the bound of its grid."""
+    weights = layer.weights([DeviceNorms(values, _largest(values)) for values in parts])
+    bound, step, steps = layer.clip.clamp, layer.grid.step, []
+    for values in parts:
         held = values if bound is None else values.clamp(-held_to(bound), held_to(bound))
         scaled = held / step if weights is None else held * (weights / step)[:, None]
-        most = math.floor(place.grid.bound / step)
+        most = math.floor(layer.grid.bound / step)
         whole = torch.where(finite[:, None], scaled, 0).round().clamp(-most, most)
         steps.append(whole.to(torch.int32).clamp(-most, most))  # NaN and what a device makes of it are clamped as well
     return steps
 
 
-def _inside(steps: Sequence[Tensor], clip: Clip, grid: Grid) -> Tensor:
+def _inside(steps: Sequence[Tensor], layer: Layer) -> Tensor:
     """(batch,) whether the Euclidean norm of a sample's steps is within the clip's, in whole numbers."""
-    if clip.euclidean is None:
+    if layer.clip.euclidean is None:
         return torch.ones(len(steps[0]), dtype=torch.bool, device=steps[0].device)
     squares = torch.stack([_squares(each) for each in steps]).sum(dim=0)
-    return squares <= math.floor((Fraction(clip.euclidean) / Fraction(grid.step)) ** 2)
+    return squares <= math.floor((Fraction(layer.clip.euclidean) / Fraction(layer.grid.step)) ** 2)
 
 
 def _largest(values: Tensor) -> Tensor:

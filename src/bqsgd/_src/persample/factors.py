@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from bqsgd._src.persample._kernels.grid import Grid
 from bqsgd._src.persample._kernels.loops import Steps, rows_first
 from bqsgd._src.persample._kernels.pairs import Pairs, Side
 from bqsgd._src.persample._kernels.vectors import LANES
+from bqsgd._src.persample.clips import Layer, Place
 
 SCRATCH_BYTES = 64 << 20
 """Per-sample gradients held at once where they must be built."""
@@ -61,6 +63,32 @@ class Piece(NamedTuple):
 
     parameters: slice
     factor: Factor
+
+
+Part = tuple["Factor", Place]
+"""The gradients of tensors that are clipped together, or of some of them, and their place."""
+
+
+def parts_of(pieces: Sequence[Piece], places: Sequence[Place]) -> list[Part]:
+    """The pieces where their parameters lie, in parts where these are clipped one by one; empty ones are left out."""
+    parts: list[Part] = []
+    for piece in pieces:
+        own = places[piece.parameters]
+        start, stop = own[0].span.start, own[-1].span.stop
+        if all(place.layer is own[0].layer for place in own):
+            parts.append((piece.factor, Place(slice(start, stop), own[0].layer)))
+            continue
+        assert isinstance(piece.factor, (Dense, Scattered))
+        for number, place in enumerate(own):
+            span = slice(place.span.start - start, place.span.stop - start)
+            parts.append((piece.factor.part(number, span), place))
+    return [part for part in parts if part[1].span.start < part[1].span.stop]
+
+
+def by_layer(parts: Sequence[Part]) -> Iterator[tuple[Layer, list[Part]]]:
+    """The parts that are clipped together, which stand beside each other."""
+    for layer, group in groupby(parts, key=lambda part: part[1].layer):
+        yield layer, list(group)
 
 
 def rows_of(values: Tensor, index: Tensor) -> Tensor:

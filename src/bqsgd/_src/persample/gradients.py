@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import device_of
 from bqsgd._src.params import check_int
-from bqsgd._src.persample._kernels.grid import MOST_COORDINATES, MOST_SAMPLES, Grid
+from bqsgd._src.persample._kernels.grid import MOST_COORDINATES, MOST_SAMPLES
 from bqsgd._src.persample._kernels.loops import Steps
 from bqsgd._src.persample.alone import AloneRoad
-from bqsgd._src.persample.clips import BatchMean, Clip
-from bqsgd._src.persample.device import DeviceSteps, Place, check_device, on_device
-from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered
+from bqsgd._src.persample.clips import BatchMean, Clip, Place, places
+from bqsgd._src.persample.device import DeviceSteps, check_device, on_device
+from bqsgd._src.persample.factors import Factor, Piece, by_layer, parts_of
 from bqsgd._src.persample.kept import kept_piece
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.passes import PassesRoad
@@ -73,7 +73,7 @@ def clipped_gradients(
         loss_fn: (outputs, targets) -> one loss per sample, e.g. `nn.CrossEntropyLoss(reduction="none")`.
         batch: (inputs..., targets), or any structure of tensors that `forward` takes, the sample dimension first in
             all of them. May be empty (a Poisson batch): the mean is then zero.
-        clip: `Scale`, `Clamp`, `L2`, `Dual` or `BatchMean`; `clip.sensitivity(batch_size=L)` belongs to the result.
+        clip: one of `bqsgd.clips`; `clip.sensitivity(batch_size=L)` belongs to the result.
         batch_size: L, fixed in advance; not the number of samples that happen to be in the batch.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets).
         packed: run several samples in a pass of torch's kernels, if the model needs those at all. The claim then rests
@@ -90,7 +90,7 @@ def clipped_gradients(
         InvalidParameter: a layer mixes samples (BatchNorm), the loss is reduced, or an argument is out of place.
     """
     if not isinstance(clip, Clip):
-        raise InvalidParameter(f"clip must be Scale, Clamp, L2, Dual or BatchMean, got {clip!r}")
+        raise InvalidParameter(f"clip must be one of bqsgd.clips, such as L2(1.0), got {clip!r}")
     device = device_of(model)
     leaves = [leaf.to(device) for leaf in _check_batch(batch)]
     check_int("batch_size", batch_size, 1, 2**53)
@@ -120,13 +120,13 @@ def _on_processor(
     total, dropped = Steps(found[-1].span.stop), 0
     with torch.no_grad():
         for _, lost, pieces in passes:
-            dropped += lost + clipped_steps(pieces, found, clip, total)
+            dropped += lost + clipped_steps(pieces, found, total)
     return ClippedGradients(_divided(total.total(), found, batch_size), dropped)
 
 
 def _divided(steps: Tensor, found: Sequence[Place], batch_size: int) -> Tensor:
     for place in found:
-        steps[place.span].div_(batch_size / place.grid.step)  # the divisor is exact, the quotient rounded once
+        steps[place.span].div_(batch_size / place.layer.grid.step)  # the divisor is exact, the quotient rounded once
     return steps
 
 
@@ -264,28 +264,17 @@ LARGEST = 2.0**126
 """A gradient whose bound is beyond this may overflow float32 on the way: it is dropped whole."""
 
 
-def places(clip: Clip, sizes: Sequence[int]) -> list[Place]:
-    """Where each parameter tensor lies and what its coordinates are bounded by after the clip."""
-    found, start = [], 0
-    for size, bound in zip(sizes, clip.bounds(len(sizes)), strict=True):
-        found.append(Place(slice(start, start + size), Grid(bound)))
-        start += size
-    return found
-
-
 def provably_finite(factors: Sequence[Factor]) -> Tensor:
     """(batch,) which samples have a gradient that cannot overflow in any parameter; NaN and infinity show as False."""
     return torch.stack([factor.max_norms() <= LARGEST for factor in factors]).all(dim=0)
 
 
-def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, total: Steps) -> int:
+def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], total: Steps) -> int:
     """Add sum_b clip(g_b) in whole steps of each place's grid; return how many samples were dropped.
 
     All of it sample by sample: what a sample adds is a function of its own gradient.
     """
-    if not pieces:
-        return 0
-    used = [part for piece in pieces for part in _placed(piece, places) if part[1].span.start < part[1].span.stop]
+    used = parts_of(pieces, places)
     if not used:  # all coordinates that a message carries belong to parameters that the loss does not use
         return 0
     finite = provably_finite([factor for factor, _ in used])
@@ -295,11 +284,11 @@ def clipped_steps(pieces: Sequence[Piece], places: Sequence[Place], clip: Clip, 
     if dropped:  # taken out, not weighted by zero: 0 * inf is NaN
         index = finite.nonzero().flatten()
         used = [(factor.take(index), place) for factor, place in used]
-    norms = [_InNumPy(factor) for factor, _ in used]
-    scales = clip.weights(norms, grid=places[0].grid, coordinates=places[-1].span.stop)
-    weights = torch.ones(len(finite) - dropped, dtype=torch.float64) if scales is None else torch.from_numpy(scales)
-    for factor, place in used:
-        factor.add_steps(place.grid, weights, total, at=place.span.start, bound=clip.clamp(place.grid.bound))
+    for layer, parts in by_layer(used):
+        scales = layer.weights([_InNumPy(factor) for factor, _ in parts])
+        weights = torch.ones(len(finite) - dropped, dtype=torch.float64) if scales is None else torch.from_numpy(scales)
+        for factor, place in parts:
+            factor.add_steps(layer.grid, weights, total, at=place.span.start, bound=layer.clip.clamp)
     return dropped
 
 
@@ -314,14 +303,3 @@ class _InNumPy:
 
     def squared_norms(self, bound: float | None = None) -> Any:
         return self.factor.squared_norms(bound).numpy()
-
-
-def _placed(piece: Piece, places: Sequence[Place]) -> list[tuple[Factor, Place]]:
-    """A piece where its parameters lie; in parts where their grids differ."""
-    own = places[piece.parameters]
-    start, stop = own[0].span.start, own[-1].span.stop
-    if all(place.grid == own[0].grid for place in own):
-        return [(piece.factor, Place(slice(start, stop), own[0].grid))]
-    assert isinstance(piece.factor, (Dense, Scattered))
-    spans = [slice(place.span.start - start, place.span.stop - start) for place in own]
-    return [(piece.factor.part(n, span), place) for n, (span, place) in enumerate(zip(spans, own, strict=True))]

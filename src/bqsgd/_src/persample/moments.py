@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bqsgd._src.params import check_int
-from bqsgd._src.persample._kernels.grid import MOST_SAMPLES, Grid
+from bqsgd._src.persample._kernels.grid import MOST_SAMPLES, SHRINK, Grid
 from bqsgd._src.persample._kernels.loops import largest, outer_steps, squared_norms, triangle_squares
-from bqsgd._src.persample.clips import L2, Dual
+from bqsgd._src.persample.clips import L2
 from bqsgd._src.persample.gradients import ClippedGradients
 
 CLASS_WEIGHT = math.sqrt(2)
@@ -40,9 +40,7 @@ def moments_dimension(features: int, classes: int) -> int:
     return features * (features + 1) // 2 + features * check_int("classes", classes, 2, 2**20)
 
 
-def clipped_moments(
-    batch: tuple[Tensor, Tensor], *, classes: int, clip: L2 | Dual, batch_size: int
-) -> ClippedGradients:
+def clipped_moments(batch: tuple[Tensor, Tensor], *, classes: int, clip: L2, batch_size: int) -> ClippedGradients:
     """(1/L) sum over the batch of each sample's second moments and class sums, scaled to the clip's norm and then, by
     `Dual`, clamped to its bound.
 
@@ -57,9 +55,8 @@ def clipped_moments(
     features = inputs.shape[1]
     dimension = moments_dimension(features, classes)
     check_int("samples in the batch", len(inputs), 0, MOST_SAMPLES)
-    bound = clip.bound if isinstance(clip, Dual) else None
-    grid = Grid(min(clip.norm, bound or clip.norm))
-    reach = grid.norm_reach(clip.norm, dimension)
+    grid = Grid(clip.largest)
+    reach = clip.norm * (1 - SHRINK) - grid.rounding(dimension)
     total, dropped = torch.zeros(features + classes, features, dtype=torch.float64), 0
     for start in range(0, len(inputs), GROUP_SAMPLES):
         group = slice(start, start + GROUP_SAMPLES)
@@ -67,7 +64,7 @@ def clipped_moments(
         dropped += len(inputs[group]) - len(x)
         if len(x):
             ones = torch.ones(len(x), dtype=torch.float64)
-            outer_steps(x, scaled, grid, ones, total, bound=bound, most=largest(x))
+            outer_steps(x, scaled, grid, ones, total, bound=clip.clamp, most=largest(x))
     mean = torch.empty(dimension, dtype=torch.float64)
     rows, columns = triangle(features)
     mean[: len(rows)] = total[torch.from_numpy(rows), torch.from_numpy(columns)]

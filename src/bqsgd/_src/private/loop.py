@@ -42,7 +42,7 @@ from bqsgd._src.ledger.spending import Charge, Spending
 from bqsgd._src.mechanism.properties import noise_variance
 from bqsgd._src.models import trainable
 from bqsgd._src.params import MOST_ONE_IN, Kept, Mechanism, check_int, check_positive
-from bqsgd._src.persample.clips import L2, Dual
+from bqsgd._src.persample.clips import L2, Clip
 from bqsgd._src.persample.program import Forward, LossFunction, refuse_mixing
 from bqsgd._src.planner.plan import Budget, Plan
 from bqsgd._src.planner.recipe import fitting_range
@@ -86,8 +86,7 @@ def make_private(
     epochs: int,
     ledger: str | Path | Ledger | None,
     bits: int = 8,
-    clip_norm: float = 1.0,
-    clip_bound: float | None = None,
+    clip: Clip = L2(1.0),  # noqa: B008 (frozen)
     range: float | None = None,
     one_in: int = 1,
     forward: Forward | None = None,
@@ -118,8 +117,7 @@ def make_private(
         ledger: path of the ledger that records what is spent, or an open one. Under torchrun each rank adds its number
             to the name. None only with a seed, which makes no privacy claim.
         bits: most bits per coordinate of a message.
-        clip_norm: Euclidean bound of one sample's gradient.
-        clip_bound: bound of each of its coordinates besides, for the dual clip.
+        clip: what bounds the Euclidean norm of a sample's gradient: `L2`, `Dual`, `Normalize`, or `PerLayer` of these.
         range: what the mean is clamped to before it is encoded; chosen from the plan unless given.
         one_in: N; a message carries one in N coordinates of the rotated gradient, a random subset in every step.
         forward: (model, batch) -> (outputs, targets), where a batch is not (inputs..., targets): a dict, for example.
@@ -165,8 +163,9 @@ def make_private(
     the training process is trusted with the data; what it releases is protected
     """
     model = _uncompiled(model)
-    whole = L2(clip_norm) if clip_bound is None else Dual(norm=clip_norm, bound=clip_bound)
-    clip = whole.of_share(1 / check_int("one_in", one_in, 1, MOST_ONE_IN))
+    if not isinstance(clip, Clip) or clip.euclidean is None:
+        raise InvalidParameter(f"clip must bound a norm: L2, Dual, Normalize, or PerLayer of these; got {clip!r}")
+    clip = clip.of_share(1 / check_int("one_in", one_in, 1, MOST_ONE_IN))
     budget = Budget(bits=bits, epsilon=epsilon, delta=delta)
     check_int("epochs", epochs, 1, 2**31)
     check_int("micro_batch", micro_batch, 1, 2**31)
@@ -193,7 +192,6 @@ def make_private(
         sources,
         budget=budget,
         epochs=epochs,
-        clip_norm=clip.norm,
         range=None if range is None else check_positive("range", range),
         mechanism=mechanism,
         secure=secure,
@@ -218,7 +216,6 @@ class Private:
         *,
         budget: Budget,
         epochs: int,
-        clip_norm: float,
         range: float | None,
         mechanism: Mechanism | None,
         secure: SecureRanks | None,
@@ -231,7 +228,9 @@ class Private:
         model, self._on_step = objective.model, on_step
         self.model, self.optimizer, self.loader, self.budget = model, optimizer, loader, budget
         self._objective, self._peers, self._sources = objective, peers, sources
-        self._clip_norm, self._range, self._mechanism, self._secure = clip_norm, range, mechanism, secure
+        self._range, self._mechanism, self._secure = range, mechanism, secure
+        assert objective.clip.euclidean is not None
+        self._clip_norm = objective.clip.euclidean
         if mechanism is not None and mechanism.noise is not None:
             mechanism.noise.to_bytes()  # raises if no frame can carry this law, before anything is spent
         self._force = force
@@ -629,7 +628,7 @@ class Private:
         if reach > most or bits > max(self.budget.bits, (self.plan.mechanism.code_count - 1).bit_length()):
             raise InvalidParameter(
                 f"rank {rank} sends {bits} bits per coordinate within +-{reach:g}; this rank accepts at most "
-                f"{self.budget.bits} bits within +-{most:g}: give every rank the same bits, clip_norm and range"
+                f"{self.budget.bits} bits within +-{most:g}: give every rank the same bits, clip and range"
             )
         return mechanism, reach
 

@@ -33,6 +33,7 @@ from bqsgd._src.errors import BudgetExhausted, InvalidParameter
 from bqsgd._src.ledger import Ledger, PrivacyBudget
 from bqsgd._src.models import dimension_of
 from bqsgd._src.params import Mechanism, check_int, check_positive
+from bqsgd._src.persample.clips import L2
 from bqsgd._src.persample.program import LossFunction
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.recipe import CLIP_NORM, Federation, rounds_for
@@ -117,7 +118,7 @@ class _Tables(BaseEstimator):
 
         def private(inputs: Tensor, targets: Tensor, **given: Any) -> Private:
             loader = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size)
-            same: dict[str, Any] = {"epochs": epochs, "clip_norm": self.clip_norm, "force": self.force}
+            same: dict[str, Any] = {"epochs": epochs, "clip": L2(self.clip_norm), "force": self.force}
             return make_private(model, optimizer, loader, loss_fn=loss_fn, **same, **given)
 
         asked: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}

@@ -14,7 +14,7 @@ from typing import Any
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import check_int
-from bqsgd._src.persample.clips import Clip
+from bqsgd._src.persample.clips import L2, Clip
 from bqsgd._src.planner.search import LEAST_FINE_BITS
 from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.settings.group import Group, by_group, read_tables
@@ -62,7 +62,7 @@ class Config:
             )
         if privacy.unit == Unit.CLIENT and self.clip.rule == "batch-mean":
             raise InvalidParameter(
-                "with unit = 'client' the whole update is clipped: set clip to clamp, scale, l2 or dual"
+                "with unit = 'client' the whole update is clipped: set clip to one that bounds a sample, such as l2"
             )
         for change in privacy.budgets:
             check_int("budgets.client", change.client, 0, clients.count - 1)
@@ -94,7 +94,7 @@ class Config:
             (self.run.rounds == 1, "takes one round: set rounds = 1"),
             (every_sample, "takes every sample of a client once: set rate = 1 or sampling = 'none'"),
             (privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
-            (self.clip.scales, "scales the moments of a sample to a norm: set clip = 'dual' or 'l2'"),
+            (isinstance(self.clip.make(), L2), "scales the moments of a sample to a norm: set clip = 'dual' or 'l2'"),
             (self.clients.one_in == 1, "needs all moments: leave out one_in"),
             (not self.clients.packed_rows, "runs no model over the samples: leave out packed_rows"),
             (server.optimizer == "sgd" and not server.subtract_noise, "takes no steps: leave out the optimizer"),
@@ -216,8 +216,8 @@ class Config:
             return clip.range
         if self.secure.on:
             # No wider than it must be not to clamp. What it costs is levels, not bits: the modulus follows the sums.
-            return self.message_clip.bounds(1)[0]
-        bound = clip.norm if clip.rule == "l2" else clip.bound
+            return self.message_clip.largest
+        bound = clip.make().usual_range
         averaged = clip.scales and self.privacy.unit == Unit.SAMPLE
         return min(bound, 4 * clip.norm / self.privacy.batch_size) if averaged else bound
 

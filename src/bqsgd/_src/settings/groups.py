@@ -11,7 +11,7 @@ from typing import Any
 
 from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.params import MOST_ONE_IN, Mechanism, check_int
-from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Scale
+from bqsgd._src.persample.clips import L2, BatchMean, Clamp, Clip, Dual, Normalize, PerLayer, Scale
 from bqsgd._src.planner.plan import Budget
 from bqsgd._src.planner.recipe import BATCH_SIZE, CLIENTS, CLIP_BOUND, CLIP_NORM, LEARNING_RATE, ROUNDS
 from bqsgd._src.release import SAMPLINGS, Scheme, Unit
@@ -131,6 +131,8 @@ _CLIPS: dict[str, Callable[[ClipSettings], Clip]] = {
     "dual": lambda clip: Dual(norm=clip.norm, bound=clip.bound),
     "clamp": lambda clip: Clamp(clip.bound),
     "l2": lambda clip: L2(clip.norm),
+    "normalize": lambda clip: Normalize(clip.norm),
+    "per-layer": lambda clip: PerLayer(L2(clip.norm)),
     "scale": lambda clip: Scale(clip.bound),
     "batch-mean": lambda clip: BatchMean(clip.bound),
 }
@@ -150,7 +152,7 @@ class ClipSettings(Group):
     title = "Clipping"
     rule: str = setting(
         "dual",
-        "How gradients are clipped: dual, clamp, l2, scale or batch-mean (no guarantee per sample).",
+        "How gradients are clipped: dual, clamp, l2, normalize, per-layer, scale; batch-mean guarantees no sample.",
         name="clip",
         choices=CLIPS,
     )
@@ -158,7 +160,7 @@ class ClipSettings(Group):
         CLIP_BOUND, "Largest size of one coordinate of a sample's gradient.", name="clip_bound", positive=True
     )
     norm: float = setting(
-        CLIP_NORM, "Largest Euclidean norm of a sample's gradient (dual, l2).", name="clip_norm", positive=True
+        CLIP_NORM, "Largest Euclidean norm of a sample's gradient (dual, l2, normalize, per-layer).", name="clip_norm", positive=True
     )
     range: float | None = setting(
         None,
@@ -175,7 +177,7 @@ class ClipSettings(Group):
     @property
     def scales(self) -> bool:
         """Whether the clip scales a gradient down to a Euclidean norm, so that the noise depends on that norm."""
-        return self.rule in ("l2", "dual")
+        return self.make().euclidean is not None
 
     def make(self) -> Clip:
         """The clip itself."""

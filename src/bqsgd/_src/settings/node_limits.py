@@ -51,8 +51,8 @@ class NodeLimits:
         choices=tuple(SAMPLINGS),
     )
     clips: tuple[str, ...] = setting(
-        ("dual", "clamp", "l2", "scale"),
-        "rules that bound a sample: dual, clamp, l2, scale, batch-mean (which bounds none)",
+        ("dual", "clamp", "l2", "normalize", "per-layer", "scale"),
+        "rules that bound a sample: dual, clamp, l2, normalize, per-layer, scale; batch-mean bounds none",
         choices=CLIPS,
     )
     least_clip: float = setting(1e-6, "least clip bound, clip norm and range of the encoder", positive=True)

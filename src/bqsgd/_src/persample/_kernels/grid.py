@@ -35,9 +35,9 @@ class Grid:
         mantissa, exponent = math.frexp(self.bound)
         return math.ldexp(1.0, exponent - (mantissa == 0.5)) / STEPS
 
-    def norm_reach(self, norm: float, coordinates: int) -> float:
-        """What a Euclidean norm is scaled to before rounding moves each coordinate by up to half a step."""
-        return norm * (1 - SHRINK) - math.sqrt(coordinates) * self.step / 2
+    def rounding(self, coordinates: int) -> float:
+        """What a Euclidean norm may grow by as rounding moves each coordinate by up to half a step."""
+        return math.sqrt(coordinates) * self.step / 2
 
 
 def held_to(bound: float | None) -> float:
