@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bqsgd import InvalidParameter
-from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, Scale, clipped_gradients, device
+from bqsgd._src.persample import L2, BatchMean, Clamp, Clip, Dual, PerLayer, Scale, clipped_gradients, device
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form
@@ -170,18 +170,23 @@ def check_roads(sim: Any) -> None:
     assert "sim" in alone.assumes
 
 
+@pytest.mark.parametrize("clip", [L2(1e-3), Dual(1e-3, 2e-4), Dual(1e-3, 1.2e-4), PerLayer(L2(1e-3))], ids=str)
 @pytest.mark.parametrize("kernel", [torch.ops.aten.square.default, torch.ops.aten.pow.Tensor_Scalar])
-def test_a_device_whose_norms_are_too_small_moves_the_sum_by_no_more_than_stated(sim: Any, kernel: Any) -> None:
+def test_a_device_whose_norms_are_too_small_moves_the_sum_by_no_more_than_stated(
+    sim: Any, kernel: Any, clip: Clip
+) -> None:
     case = placed(image_case(), sim.DEVICE)
-    whole = mean(case, L2(1e-3))
+    whole = mean(case, clip)
 
     def too_small(x: Tensor, *more: Any) -> Tensor:
         found = kernel(x, *more)
         return found * 0.25 if x.is_floating_point() else found
 
     with sim.lies(kernel, too_small):
-        found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(1e-3), batch_size=SIZE)
-    assert torch.equal(found.mean, whole) or (found.dropped == SIZE and not found.mean.any())
+        found = clipped_gradients(case.model, LOSS, case.batch, clip=clip, batch_size=SIZE)
+        singles = [mean(case, clip, [n]) for n in range(SIZE)]
+    assert all(float(own.norm()) * SIZE <= clip.euclidean for own in singles)
+    assert torch.equal(found.mean, whole) or found.dropped == sum(not own.any() for own in singles) > SIZE // 2
 
 
 def test_a_device_that_adds_whole_numbers_wrongly_is_refused_before_anything_is_spent(sim: Any) -> None:

@@ -14,7 +14,7 @@ from bqsgd._src.persample import L2, Clamp, Clip, Dual, Normalize, PerLayer, Sca
 from bqsgd._src.subset import Subset, Subsets
 from persample_models import ALONE, LANES, ROWS, Build, case_of
 
-ROUGH = [L2(1e-9), Dual(1e9, 1e-3), L2(1e9), Normalize(1e-3, 1e-12), L2(1.0), Normalize(1e4)]
+ROUGH = [L2(1e-9), Dual(1e9, 1e-3), L2(1e9), Normalize(1e-3, 1e-10), L2(1.0), Normalize(1e4)]
 """Bounds that are eighteen orders of magnitude apart."""
 BUILDS = [*LANES[::9], *ROWS[::4], *ALONE[:2]]
 

@@ -40,8 +40,9 @@ most 2^-23 in any order, are off by less than 2^-11.4."""
 _LEVELS = 3
 _BLOCK = 1 << 18
 """Steps of at most 2^22 whose squares add up in int64 without overflow: 2^18 times 2^44 is below 2^63."""
-_MOST_SQUARES = 1 << 46
-"""More than any bound on a norm is in steps, squared."""
+_UNIT = 1 << 16
+"""In which sums of squares are counted, rounded up for every block: those of 2^12 full blocks stay below 2^63, and what
+rounding adds, 2^-26 of a bound's square in each block, is less than what `MARGIN` leaves."""
 
 
 def on_device(device: torch.device) -> bool:
@@ -161,7 +162,8 @@ def _inside(steps: Sequence[Tensor], layer: Layer) -> Tensor:
     if layer.clip.euclidean is None:
         return torch.ones(len(steps[0]), dtype=torch.bool, device=steps[0].device)
     squares = torch.stack([_squares(each) for each in steps]).sum(dim=0)
-    return squares <= math.floor((Fraction(layer.clip.euclidean) / Fraction(layer.grid.step)) ** 2)
+    most = math.floor((Fraction(layer.clip.euclidean) / Fraction(layer.grid.step)) ** 2 / _UNIT)
+    return squares <= min(most, 2**63 - 1)
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -173,9 +175,9 @@ def _finite(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _squares(steps: Tensor) -> Tensor:
-    """(batch,) int64 exact sums of squares, or a number beyond every bound."""
-    blocks = [block.long().square().sum(dim=1).clamp(max=_MOST_SQUARES) for block in torch.split(steps, _BLOCK, dim=1)]
-    return blocks[0] if len(blocks) == 1 else torch.stack(blocks).sum(dim=0).clamp(max=_MOST_SQUARES)
+    """(batch,) int64 sums of squares in units of 2^16, never below the true ones."""
+    blocks = [(block.long().square().sum(dim=1) + (_UNIT - 1)) // _UNIT for block in torch.split(steps, _BLOCK, dim=1)]
+    return blocks[0] if len(blocks) == 1 else torch.stack(blocks).sum(dim=0)
 
 
 # What a pass returns, as gradients (samples, coordinates) of float32.
@@ -269,7 +271,7 @@ def check_device(device: torch.device) -> None:
     steps[:, 0], steps[0], steps[1] = most, most, -most
     there = torch.from_numpy(steps.astype(np.int32)).to(device)
     counted = torch.arange(33, device=device) % 3 > 0
-    squares = (steps**2).sum(axis=1).clip(max=_MOST_SQUARES)
+    squares = -(-(steps**2).sum(axis=1) // _UNIT)
     results = {
         "sums": (there.sum(dim=0), steps.sum(axis=0)),
         "large sums": (there.sum(dim=0) + 2**52 + 1, steps.sum(axis=0) + 2**52 + 1),
