@@ -65,13 +65,13 @@ class Piece(NamedTuple):
     factor: Factor
 
 
-Part = tuple["Factor", Place]
+Placed = tuple["Factor", Place]
 """The gradients of tensors that are clipped together, or of some of them, and their place."""
 
 
-def parts_of(pieces: Sequence[Piece], places: Sequence[Place]) -> list[Part]:
+def parts_of(pieces: Sequence[Piece], places: Sequence[Place]) -> list[Placed]:
     """The pieces where their parameters lie, in parts where these are clipped one by one; empty ones are left out."""
-    parts: list[Part] = []
+    parts: list[Placed] = []
     for piece in pieces:
         own = places[piece.parameters]
         start, stop = own[0].span.start, own[-1].span.stop
@@ -85,7 +85,7 @@ def parts_of(pieces: Sequence[Piece], places: Sequence[Place]) -> list[Part]:
     return [part for part in parts if part[1].span.start < part[1].span.stop]
 
 
-def by_layer(parts: Sequence[Part]) -> Iterator[tuple[Layer, list[Part]]]:
+def by_layer(parts: Sequence[Placed]) -> Iterator[tuple[Layer, list[Placed]]]:
     """The parts that are clipped together, which stand beside each other."""
     for layer, group in groupby(parts, key=lambda part: part[1].layer):
         yield layer, list(group)
