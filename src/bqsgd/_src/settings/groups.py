@@ -160,7 +160,10 @@ class ClipSettings(Group):
         CLIP_BOUND, "Largest size of one coordinate of a sample's gradient.", name="clip_bound", positive=True
     )
     norm: float = setting(
-        CLIP_NORM, "Largest Euclidean norm of a sample's gradient (dual, l2, normalize, per-layer).", name="clip_norm", positive=True
+        CLIP_NORM,
+        "Largest Euclidean norm of a sample's gradient (dual, l2, normalize, per-layer).",
+        name="clip_norm",
+        positive=True,
     )
     range: float | None = setting(
         None,
