@@ -72,7 +72,7 @@ def test_the_device_gives_what_the_oracle_gives_and_only_the_sum_leaves_it(make:
             left.clear()
         found = mean(there, clip)
         terms = clip_each(exact, clip, case.sizes).abs().sum(dim=0).max() / SIZE
-        margin = device.MARGIN if isinstance(clip, (L2, Dual)) else 0
+        margin = device.MARGIN if isinstance(clip, (L2, PerLayer)) else 0
         assert (found - mean_of(exact, clip, case.sizes, SIZE)).abs().max() <= (1e-5 + margin) * terms, clip
         if where.type == "sim":
             assert left == [torch.Size([len(found) + 1])]

@@ -12,7 +12,7 @@ import torch
 from persample_oracle import clip_each, clips_for, gradients_one_by_one, mean_of
 from torch import Tensor
 
-from bqsgd._src.persample import BatchMean, Clip, PerLayer, SlowGradientsWarning, clipped_gradients
+from bqsgd._src.persample import L2, BatchMean, Clip, PerLayer, SlowGradientsWarning, clipped_gradients
 from bqsgd._src.persample.alone import AloneRoad
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
@@ -69,7 +69,7 @@ def test_every_clip_agrees_with_the_oracle(
         scale = terms if not isinstance(clip, BatchMean) else torch.minimum(terms, torch.tensor(clip.bound))
         assert dropped == 0
         assert mean.dtype == torch.float64
-        scales = clip.euclidean is not None or isinstance(clip, PerLayer)
+        scales = isinstance(clip, (L2, PerLayer))
         inside = math.sqrt(len(mean)) * 2**-22 if scales else 0  # what those leave for the grid
         error = (mean - mean_of(exact, clip, case.sizes, batch_size)).abs().max()
         assert error <= (RELATIVE_ERROR + inside) * scale + 1e-30, clip
