@@ -4,12 +4,13 @@
 a sample's gradient depends on which thread takes it, and that is a race which other samples can decide.
 """
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 from flushing import REFUSED, apart_in_two_threads, helpers_that_flush, moved_by_a_second_thread
+
+from forked import fork_server
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor has no such mode")
 
@@ -21,11 +22,9 @@ def alone():
     The processes are forked from one that has imported torch and has never started a thread: importing takes longer
     than all that they do.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._inductor", "bqsgd._src.persample"])
 
     def call(function, *arguments):
-        with ProcessPoolExecutor(1, mp_context=context) as process:
+        with ProcessPoolExecutor(1, mp_context=fork_server()) as process:
             return process.submit(function, *arguments).result(timeout=300)
 
     return call

@@ -11,9 +11,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from forked_ranks import fork_ranks
+
+from forked import SECONDS, in_fork
+
 WORKER = Path(__file__).parent / "distributed_worker.py"
 FORKED_RANKS = Path(__file__).parent / "forked_ranks.py"
-SECONDS = 540
 
 
 def free_port():
@@ -66,9 +69,13 @@ def run_ranks(folder, settings, *, mischief=None, resume=False, script=WORKER, r
     size, port = ranks or settings["clients"], free_port()
     asked = json.dumps({"folder": str(folder), "settings": settings, "resume": resume, "mischief": mischief or {}})
     with tempfile.TemporaryDirectory() as outputs:
-        command = [sys.executable, str(FORKED_RANKS), str(script), str(size), outputs, asked]
-        with processes([(command, environment(WORLD_SIZE=str(size), MASTER_PORT=str(port)))]) as started:
-            [(code, printed)] = finish(started)
+        arguments = (str(script), str(size), outputs, asked)
+        variables = environment(WORLD_SIZE=str(size), MASTER_PORT=str(port))
+        if "LD_PRELOAD" in variables:  # heeded by a program that starts, not by a fork
+            with processes([([sys.executable, str(FORKED_RANKS), *arguments], variables)]) as started:
+                [(code, printed)] = finish(started)
+        else:
+            code, printed = in_fork(fork_ranks, *arguments, variables=variables)
         assert code == 0, printed
         said = [(Path(outputs) / f"{rank}.txt").read_text() for rank in range(size)]
         return list(zip(json.loads(printed.splitlines()[-1]), said, strict=True))

@@ -10,17 +10,17 @@ import os
 import sys
 from pathlib import Path
 
-import torch._inductor  # noqa: F401  torch imports it when it first traces a model, and no import takes longer
+import torch._inductor  # before the ranks are forked, as `fork_preloads.py` does
 
 
-def main():
-    script, size, outputs, asked = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+def fork_ranks(script, size, outputs, asked):
+    script, outputs = Path(script), Path(outputs)
     sys.argv = [str(script), asked]
-    sys.path.append(str(Path(__file__).parents[1]))  # helpers that tests of several folders share
+    torch.set_num_threads(1)
     worker = importlib.import_module(script.stem)
     getattr(worker, "prepare", lambda: None)()
     ranks = []
-    for rank in range(size):
+    for rank in range(int(size)):
         ranks.append(os.fork())
         if ranks[-1] == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -33,4 +33,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.append(str(Path(__file__).parents[1]))  # helpers that tests of several folders share
+    fork_ranks(*sys.argv[1:])

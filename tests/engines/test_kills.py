@@ -1,6 +1,5 @@
 """kill -9 again and again: the same final model under seeded noise, and never a message that is not in a ledger."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from bqsgd._src.records.folder import read_rounds
 from bqsgd._src.run import Run, named
 from digits_fixtures import digits_task
 from fault_book import counts, not_ok, together
+from forked import fork_server
 
 KILLS = 4
 
@@ -44,9 +44,7 @@ def killed_run(config, folder, kills):
     forked from a server that has only imported torch: torch's threads, which other tests of this process may have
     used, do not survive a fork.
     """
-    moments, at_work = random.Random(5), 0
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["bqsgd._src.run", "torch._inductor"])
+    moments, at_work, processes = random.Random(5), 0, fork_server()
     for _ in range(kills):
         process = processes.Process(target=work_on_digits, args=(config, folder), daemon=True)
         process.start()

@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from bqsgd._src.data._sources import SourceFailed
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.records.checkpoint import load_checkpoint
 from bqsgd._src.records.folder import read_rounds
+from forked import SECONDS, forked
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--dataset", "digits", "--levels", "17", "--trials", "220", "--epsilon", "30", "--rounds", "8"]
@@ -167,20 +167,24 @@ def test_without_mnist_the_run_says_so_and_takes_digits(capsys, somewhere, monke
     assert 'dataset = "digits"' in (somewhere / "one/config.toml").read_text()
 
 
-def test_ctrl_c_stops_after_the_round_with_a_checkpoint(somewhere, capsys):
+def exit_with_the_code(folder, command):
+    os.chdir(folder)
+    sys.exit(main(command))
+
+
+def test_ctrl_c_stops_after_the_round_with_a_checkpoint(somewhere):
     arguments = [*QUICK[:-2], "--rounds", "100000", "--epsilon", "900", "--out", "one", "--evaluate-every", "100000"]
-    script = "import sys; from bqsgd._src.cli.app import main; sys.exit(main(sys.argv[1:]))"
     (somewhere / "run.toml").write_text("[run]\ncheckpoint_every = 100000\n")
-    command = [sys.executable, "-c", script, "train", *arguments, "--seed", "1", "--config", "run.toml"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = ["train", *arguments, "--seed", "1", "--config", "run.toml"]
+    with forked(exit_with_the_code, somewhere, command) as (process, printed):
         rounds = somewhere / "one/rounds.jsonl"
-        deadline = time.monotonic() + 500
-        while not (rounds.exists() and rounds.stat().st_size) and time.monotonic() < deadline:
+        while not (rounds.exists() and rounds.stat().st_size):
+            assert process.is_alive(), printed()
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=500)
-    assert process.returncode == 130, error
-    assert "continue with:" in error
+        process.join(SECONDS)
+        assert process.exitcode == 130, printed()
+        assert "continue with:" in printed()
     _, state = load_checkpoint(somewhere / "one")
     records = list(read_rounds(somewhere / "one"))
     assert state["round"] == len(records) > 0

@@ -21,7 +21,7 @@ from experiments.paper import baselines, compare, runs, tables  # noqa: E402
 from experiments.paper.baseline_figure import draw_baselines, place_of  # noqa: E402
 from experiments.reproduce import PAPER  # noqa: E402
 
-from experiments import pages  # noqa: E402
+from experiments import pages, reproduce  # noqa: E402
 
 RESULTS = ROOT / "experiments" / "results"
 
@@ -195,13 +195,15 @@ def test_counting_the_binomial_alone_costs_more() -> None:
     assert float(alone["epsilon"]) > 10 * float(whole["epsilon"])
 
 
-def test_what_cannot_be_reproduced_is_refused_with_what_can() -> None:
-    asked = subprocess.run(
-        [sys.executable, "-m", "experiments.reproduce", "table9"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert asked.returncode == 2
-    assert "table9" in asked.stderr
-    assert "frontier" in asked.stderr
+def test_what_cannot_be_reproduced_is_refused_with_what_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m experiments.reproduce", "table9"])
+    with pytest.raises(SystemExit) as asked:
+        reproduce.main()
+    assert asked.value.code == 2
+    assert "table9" in (said := capsys.readouterr().err)
+    assert "frontier" in said
 
 
 def test_the_baselines_without_a_finite_epsilon_stand_at_the_edge(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Denormal numbers are kept: a run in which a thread flushes them is refused, and the loops' own threads never do."""
 
 import ctypes
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ import torch
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.runtime.threads import check_ieee, in_threads
+from forked import in_fork
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="torch cannot flush denormals here")
 
@@ -60,70 +60,40 @@ def test_a_caller_that_does_not_round_to_the_nearest_is_refused(name, mode):
     check_ieee()
 
 
-FORKS = """
-import os, sys, threading, torch
-from bqsgd._src.runtime.threads import check_ieee, in_threads
-for program in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        exec(program)
-        break
-    os.waitpid(child, 0)
-    print("-----", flush=True)
-"""
-
-
-def in_processes(*programs):
-    """What each program prints in a process of its own: torch's threads keep the mode in which they are started.
-
-    They are forks of one process that has imported torch and started no thread.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, *programs],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split("-----")[:-1]
+def started_flushing(threads):
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    torch.ones(1 << 20).add_(1)  # torch's threads start here, and keep the mode
+    torch.set_flush_denormal(False)
+    check_ieee(torch_threads=False)
+    check_ieee()
 
 
 def test_torchs_threads_that_flush_denormals_are_refused():
-    found = in_processes(
-        *(
-            f"torch.set_num_threads({count})\n"
-            "torch.set_flush_denormal(True)\n"
-            "torch.ones(1 << 20).add_(1)\n"  # torch's threads start here
-            "torch.set_flush_denormal(False)\n"
-            "check_ieee(torch_threads=False)\n"
-            "check_ieee()\n"
-            for count in (2, 3, 5)
-        )
-    )
-    assert len(found) == 3
-    for output in found:
-        assert "InvalidParameter: the arithmetic of torch's threads is not IEEE's" in output
+    for threads in (2, 3, 5):
+        code, printed = in_fork(started_flushing, threads)
+        assert code == 1
+        assert "InvalidParameter: the arithmetic of torch's threads is not IEEE's" in printed
+
+
+def fourth_flushes():
+    torch.set_num_threads(3)
+    torch.ones(1 << 20).add_(1)
+    check_ieee()
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(4)
+    torch.ones(1 << 20).add_(1)  # the fourth starts here
+    torch.set_flush_denormal(False)
+    with pytest.raises(InvalidParameter):
+        check_ieee()
+    torch.set_num_threads(1)
+    check_ieee()
+    print("one thread passes")
 
 
 def test_one_of_torchs_threads_that_flushes_denormals_is_enough():
-    [found] = in_processes(
-        "torch.set_num_threads(3)\n"
-        "torch.ones(1 << 20).add_(1)\n"
-        "check_ieee()\n"
-        "torch.set_flush_denormal(True)\n"
-        "torch.set_num_threads(4)\n"
-        "torch.ones(1 << 20).add_(1)\n"  # the fourth starts here
-        "torch.set_flush_denormal(False)\n"
-        "try:\n"
-        "    check_ieee()\n"
-        "except Exception as error:\n"
-        "    print('refused', type(error).__name__)\n"
-        "torch.set_num_threads(1)\n"
-        "check_ieee()\n"
-        "print('one thread passes')\n"
-    )
-    assert "refused InvalidParameter" in found
-    assert "one thread passes" in found
+    code, printed = in_fork(fourth_flushes)
+    assert (code, printed) == (0, "one thread passes\n")
 
 
 def test_a_thread_inherits_the_mode_and_is_refused_as_well(flushing):
