@@ -284,6 +284,19 @@ MNIST = {"features": "scattering", "rate": 0.1366, "rounds": 300, "noise": 3.47,
 EACH = MNIST | {"noise": 6.9, "learning_rate": 0.2}
 IMAGENET = {"features": "imagenet", "rate": 1.0, "rounds": 50, "noise": 42.9, "learning_rate": 1.0, "average": 0.9}
 EACH_1 = IMAGENET | {"noise": 54.0, "learning_rate": 0.5}
+FEWER = {
+    "features": "whitened", "rate": 1.0, "rounds": 50, "noise": 26.4, "learning_rate": 4.0, "momentum": 0.5,
+    "average": 0.8,
+}  # fmt: skip
+FEWER_TRIED: list[dict[str, Any]] = [
+    FEWER,
+    FEWER | {"features": "scattering"},
+    FEWER | {"learning_rate": 2.0},
+    FEWER | {"learning_rate": 8.0},
+    FEWER | {"learning_rate": 2.0, "momentum": 0.9},
+    FEWER | {"rounds": 30, "noise": 20.4},
+    FEWER | {"rounds": 150, "rate": 0.3, "noise": 13.7, "learning_rate": 1.5, "momentum": 0.7, "average": 0.9},
+]
 GREY = ("group norm, 27 groups", "dead leaves, each sample", "dead leaves, tanh, each position")
 QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "CIFAR-10, scattering, epsilon 3, sums": (
@@ -352,6 +365,15 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Fashion-MNIST, scattering, epsilon 1, sums": (
         "fashion-mnist",
         [MNIST | {"noise": 9.7, "learning_rate": value} for value in (0.4, 0.25)],
+    ),
+    "MNIST, fewer rounds, epsilon 1, sums": ("mnist", FEWER_TRIED),
+    "Fashion-MNIST, fewer rounds, epsilon 1, sums": ("fashion-mnist", FEWER_TRIED),
+    "MNIST, fewer rounds, epsilon 3, each of a hundred": (
+        "mnist",
+        [
+            FEWER | {"noise": 104.0, "average": 0.9, "learning_rate": rate, "momentum": momentum}
+            for rate, momentum in ((1.0, 0.5), (2.0, 0.5), (0.5, 0.5), (0.2, 0.8))
+        ],
     ),
     "Fashion-MNIST, scattering, epsilon 3, each of four": (
         "fashion-mnist",

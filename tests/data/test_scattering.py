@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
+from experiments.frontier import whitening
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,11 @@ from bqsgd import data
 from bqsgd._src.data.features import compute_features, features_shape, transformed
 from bqsgd._src.data.scattering import (
     DEVIATIONS,
+    MATRIX,
     MEANS,
     OPPONENTS,
     SCATTERING,
+    WHITENED,
     Scattering,
     kinds,
     low_pass,
@@ -293,3 +296,28 @@ def test_the_flower_app_has_the_same_shares_test_data_and_model(simulated):
 def test_a_client_that_is_none_of_the_run_is_refused(simulated):
     with pytest.raises(InvalidParameter, match="client"):
         task_of(client=2, simulated=simulated)
+
+
+def test_whitened_features_are_the_matrix_times_the_scattering_features_at_each_position():
+    pixels = images(40, 1, 8, 12)
+    matrix = np.load(str(MATRIX)).astype(np.float64)
+    expected = np.einsum("ij,njhw->nihw", matrix, features(pixels).astype(np.float64))
+    found = transformed(WHITENED, pixels)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(transformed(WHITENED, pixels[7:8]), found[7:8])
+    assert features_shape("whitened", (1, 8, 12)) == found.shape[1:]
+
+
+def test_whitened_features_take_grey_images_only():
+    for refused in [(3, 32, 32), (8, 8), ()]:
+        with pytest.raises(InvalidParameter, match="one channel"):
+            features_shape("whitened", refused)
+
+
+def test_the_matrix_is_that_of_random_strokes_and_blobs():
+    """Of fewer images than in the package's: the entries differ by what the images differ."""
+    matrix = np.load(str(MATRIX))
+    again = whitening.matrix(150, seed=1)
+    assert matrix.dtype == np.float32
+    assert abs(np.linalg.norm(again - matrix)) < 0.05 * np.linalg.norm(matrix)
+    np.testing.assert_allclose(matrix, matrix.T, rtol=0, atol=1e-5)

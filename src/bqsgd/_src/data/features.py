@@ -27,10 +27,10 @@ from bqsgd._src.params import check_choice, check_int
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.storage import draft, open_regular, write_all
 
-FEATURES = ("none", "scattering", "imagenet")
+FEATURES = ("none", "scattering", "whitened", "imagenet")
 PUBLIC_DATA = {"imagenet": "ImageNet"}
 """Data that the transform was trained on. A guarantee assumes that they are public."""
-_FILES = {"scattering": "scattering-3", "imagenet": "imagenet-2"}
+_FILES = {"scattering": "scattering-3", "whitened": "whitened-1", "imagenet": "imagenet-2"}
 """Names of the cache files. Raise the number whenever the values change, or old files would be read."""
 _WORTH_SHOWING = 2000
 """Fewer samples are done before anybody reads a progress bar."""
@@ -138,9 +138,9 @@ def _transform(name: str) -> Transform:
         from bqsgd._src.data.pretrained import IMAGENET
 
         return IMAGENET
-    from bqsgd._src.data.scattering import SCATTERING
+    from bqsgd._src.data.scattering import SCATTERING, WHITENED
 
-    return SCATTERING
+    return WHITENED if name == "whitened" else SCATTERING
 
 
 _SLACK = 1e-4

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import resources
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,9 @@ OPPONENTS = ((1 / 3, 1 / 3, 1 / 3), (2**0.5, 0.0, -(2**0.5)), ((2 / 3) ** 0.5, -
 """The three planes that a colour image becomes: the mean of red, green and blue, and two colour differences orthogonal
 to it and to each other. The differences are twice as large as a rotation would make them, because natural images vary
 less in colour than in brightness."""
+MATRIX = resources.files("bqsgd._src.data") / "whitening.npy"
+"""81 x 81, symmetric: brings the channels nearer to equal variances, as random strokes and blobs have them.
+`experiments.frontier.whitening` makes it."""
 _MARGIN = REDUCTION
 _MOST_PIXELS = 1 << 20
 
@@ -146,6 +150,26 @@ def _chunk_transform(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Float
 
 
 SCATTERING = Transform(output_shape=_output_shape, chunk_transform=_chunk_transform)
+
+
+def _whitened_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
+    if input_shape[:1] != (1,):
+        raise InvalidParameter(f"whitened features need images of one channel, got {input_shape}; use scattering")
+    return _output_shape(input_shape)
+
+
+def _whitened_chunk(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats]:
+    """The features of `SCATTERING` times the matrix, at each position."""
+    of_chunk = _chunk_transform(input_shape)
+    with MATRIX.open("rb") as file:
+        matrix = torch.from_numpy(np.load(file, allow_pickle=False))
+    # One image at a time, for the same path whatever stands beside it.
+    return lambda pixels: np.stack(
+        [(matrix @ torch.from_numpy(row.reshape(CHANNELS, -1))).numpy().reshape(row.shape) for row in of_chunk(pixels)]
+    )
+
+
+WHITENED = Transform(output_shape=_whitened_shape, chunk_transform=_whitened_chunk)
 
 
 def kinds() -> list[int]:
