@@ -534,6 +534,24 @@ def test_only_what_cannot_be_traced_is_slow_and_the_warning_says_why(
     assert says.startswith("_local") or torch.allclose(mean, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_a_thread_that_draws_while_a_model_is_traced_does_not_make_it_slow() -> None:
+    """Flower's heartbeat draws from Python's generator, in the process in which an app trains."""
+    drawn = []
+
+    def forward(x: Tensor) -> Tensor:
+        if not drawn:
+            drawn.append(threading.Thread(target=random.random))
+            drawn[0].start()
+            drawn[0].join()
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = torch.rand(5, 4), torch.tensor([0, 1, 2, 0, 1])
+        clipped_gradients(Untraceable(forward), LOSS, batch, clip=L2(1.0), batch_size=5)
+    assert drawn
+
+
 def test_the_clips_need_no_torch() -> None:
     code = "import sys; from bqsgd._src.persample import Clamp; Clamp(1.0); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

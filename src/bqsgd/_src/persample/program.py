@@ -459,20 +459,25 @@ def traced(whole: Whole, form: Form, *, fused: bool = False) -> Program:
 
     arguments = list(trained.values()), list(held.values()), form.zeros(1)
     with alone, generators_kept():
-        before = states()
-        try:
-            with full_precision(), plain_operations(own, fused=fused):
-                module = _pure(_graph_of(gradients, *arguments), arguments)
-        except InvalidParameter:
-            raise
-        except Exception as error:
-            reason = _INSTEAD if "DataDependent" in type(error).__name__ else " ".join(str(error).split())[:300]
-            raise NotTraceable(f"{_line_of(error)}{type(error).__name__}: {reason}") from error
-        if states() != before:
+        # Other threads draw too, such as Flower's heartbeat. A model that draws does so in every attempt.
+        for _ in range(_ATTEMPTS):
+            before = states()
+            try:
+                with full_precision(), plain_operations(own, fused=fused):
+                    module = _pure(_graph_of(gradients, *arguments), arguments)
+            except InvalidParameter:
+                raise
+            except Exception as error:
+                reason = _INSTEAD if "DataDependent" in type(error).__name__ else " ".join(str(error).split())[:300]
+                raise NotTraceable(f"{_line_of(error)}{type(error).__name__}: {reason}") from error
+            if states() == before:
+                break
+        else:
             raise NotTraceable("it draws from the generators of Python or NumPy; draw with torch.rand, torch.randn")
     return _program(module, len(trained) + len(held))
 
 
+_ATTEMPTS = 3
 _INSTEAD = "a value decides what is computed; write torch.where, or a product with a mask, for if, .item() and x[mask]"
 """What to change in a model that looks at values."""
 
