@@ -38,6 +38,16 @@ TILTS = np.geomspace(0.5, 11.0, 20)
 """(a - 1) mu of the lines that are tried; each z takes the smallest bound."""
 SMOOTHINGS = (0.004, 0.01)
 """Log-variances of Y in step 4, in units of mu^2: smoothing lets the sum over the line end early. The best is taken."""
+FEW_TRIALS = 64
+"""Below this the shapes differ so much that they are cut into blocks (step 8), on lines of their own:"""
+FEW_LINE_END, FEW_LINE_STEP = 60.0, 0.1
+"""Ratios of likelihoods reach far beyond e^mu, so terms n != 0 of step 4 vanish only with a finer step."""
+FEW_SMOOTHINGS = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""The tail of a curve falls slowly, so Y may vary more, and less is left of the far points, where shapes differ most."""
+BLOCKS = 8
+"""Into so many blocks the shapes are cut."""
+NEAR_LINES = 2
+"""Blocks are computed on the line that is best without them and on so many neighbours of it on either side."""
 CURVE_STEP, CURVE_END = 0.02, 24.0
 """The grid of the curve in log z, in units of mu: its step, and how far it extends beyond mu / 2."""
 LARGEST_LOG_Z = 709.0
@@ -161,6 +171,7 @@ def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> 
             f"outcomes that only one neighbour can produce weigh {moved_in_all:.3g}, too much for the L2 route"
         )
     mixing = float(np.max(np.diff(shifts) ** 2 / (4 * shifts[1:] * shifts[:-1]), initial=0.0))
+    spent = min(length**2 * (1 + mixing), dimension * largest**2)
     return _Corners(
         shifts=shifts,
         losses=tuple(losses),
@@ -168,8 +179,9 @@ def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> 
         score=score,
         score_mass=score_mass,
         first=first,
-        spent=min(length**2 * (1 + mixing), dimension * largest**2),
-        moved=moved_in_all + square * length**2 + moved_in_all / (1 - moved_in_all),
+        spent=spent,
+        # A coordinate moves P or Q, never both: p + q / (1 - q) <= (p + q) / (1 - q).
+        moved=(moved_in_all + square * spent) / (1 - moved_in_all),
     )
 
 
@@ -258,26 +270,69 @@ def _second_order(v: Floats) -> Floats:
     return result
 
 
+def _weights(s: Complexes, smoothing: float) -> tuple[Complexes, float]:
+    """The factors of M(s) z^(1-s) in the sum of step 4, and a bound on the sum beyond the end of the line."""
+    a, step, end = float(s[0].real), float(s[1].imag), float(s[-1].imag)
+    weight = np.where(np.arange(s.size) == 0, 1.0, 2.0) * step / (2 * np.pi) / (s * (s - 1))
+    # NumPy's exp, because it may overflow: the line is then passed over.
+    beyond = float(np.exp(smoothing * (a * (a - 1) - end**2) / 2)) / (math.pi * end)
+    return weight * np.exp(smoothing * s * (s - 1) / 2), beyond
+
+
+def _middle(corners: Complexes) -> Complexes:
+    real, imag = corners.real, corners.imag
+    result: Complexes = (real.max(axis=0) + real.min(axis=0) + 1j * (imag.max(axis=0) + imag.min(axis=0))) / 2
+    return result
+
+
 def _heights(line: _Line, log_z: Floats, turns: Complexes, smoothing: float) -> Floats:
     """An upper bound on the curves of all shapes at each z (steps 4 and 6); `turns` is z^(-i t)."""
-    s = line.s
-    a, step, end = float(s[0].real), float(s[1].imag), float(s[-1].imag)
-    real, imag = line.corners.real, line.corners.imag
-    centre = (real.max(axis=0) + real.min(axis=0) + 1j * (imag.max(axis=0) + imag.min(axis=0))) / 2
+    weight, beyond = _weights(line.s, smoothing)
+    centre = _middle(line.corners)
     away = line.corners - centre
     scale = float(line.top[0])
     far_off = np.abs(away).max(axis=0) + line.error
     first_and_second = line.error + far_off**2 * _second_order(away.real.max(axis=0) + line.error)
     by_expansion, by_size = np.exp(centre.real - scale) * first_and_second, np.exp(line.top - scale)
     near = by_expansion < by_size  # at the other points only the size of M is used
-    weight = np.where(np.arange(s.size) == 0, 1.0, 2.0) * step / (2 * np.pi) / (s * (s - 1))
-    weight = weight * np.exp(smoothing * s * (s - 1) / 2)
-    remainder = float(np.abs(weight) @ (np.where(near, by_expansion, by_size) + line.rounding))
-    # Beyond the end of the line. NumPy's exp, because it may overflow: the line is then passed over.
-    remainder += float(np.exp(smoothing * (a * (a - 1) - end**2) / 2)) / (math.pi * end)
+    remainder = float(np.abs(weight) @ (np.where(near, by_expansion, by_size) + line.rounding)) + beyond
     main = weight[near] * np.exp(centre[near] - scale)
     linear = (turns[:, near] @ (main * (1 + away[:, near])).T).real.max(axis=1)
-    result: Floats = np.exp(scale + (1 - a) * log_z) * (linear + remainder)
+    result: Floats = np.exp(scale + (1 - line.s[0].real) * log_z) * (linear + remainder)
+    return result
+
+
+def _block_heights(line: _Line, log_z: Floats, turns: Complexes, smoothing: float) -> Floats:
+    """The same as `_heights`, block by block (step 8): the largest bound of the blocks that cover all shapes."""
+    weight, beyond = _weights(line.s, smoothing)
+    # The place of each corner, from 0 to 1, along the direction in which the corners differ most. Any places would do.
+    size = np.abs(weight) * np.exp(line.corners.real.mean(axis=0) - line.top[0])
+    away = (line.corners - line.corners.mean(axis=0)) * np.sqrt(size / size.sum())
+    if not np.all(np.isfinite(away)):  # moments overflowed
+        return np.full(log_z.size, math.inf)
+    place = np.linalg.svd(np.concatenate([away.real, away.imag], axis=1), full_matrices=False)[0][:, 0]
+    place = (place - place.min()) / (np.ptp(place) or 1.0)
+    along = (place - place.mean()) @ line.corners / max(float((place - place.mean()) @ place), 1e-300)
+    left = line.corners - np.outer(place, along)
+    start = _middle(left)
+    left = left - start
+    scale, half = float(line.top[0]), 0.5 / BLOCKS
+    most = half * np.abs(along.real) + left.real.max(axis=0) + line.error
+    far_off = half * np.abs(along) + np.abs(left).max(axis=0) + line.error
+    first_and_second = line.error + far_off**2 * _second_order(most)
+    highest = np.full(log_z.size, -math.inf)
+    for block in range(BLOCKS):
+        centre = start + (block + 0.5) / BLOCKS * along
+        by_expansion = np.exp(centre.real - scale) * first_and_second
+        by_size = np.exp(np.minimum(line.top, centre.real + most) - scale)
+        near = by_expansion < by_size
+        remainder = float(np.abs(weight) @ (np.where(near, by_expansion, by_size) + line.rounding)) + beyond
+        main = weight[near] * np.exp(centre[near] - scale)
+        seen = turns[:, near]
+        linear = (seen @ main).real + half * np.abs((seen @ (main * along[near])).real)
+        linear = linear + (seen @ (main * left[:, near]).T).real.max(axis=1)
+        highest = np.maximum(highest, linear + remainder)  # NaN, if any, stays and is passed over in the end
+    result: Floats = np.exp(scale + (1 - line.s[0].real) * log_z) * highest
     return result
 
 
@@ -333,16 +388,28 @@ def shaped_pair(noise: NoiseLaw, largest: float, length: float, dimension: int) 
     # Checked before arrays of this size are made. Beyond, z itself is larger than a float.
     if step * points > LARGEST_LOG_Z:
         raise AccountingError(f"a shift of {mu:.3g} standard deviations reveals too much for the L2 route")
-    t = np.arange(0.0, LINE_END, LINE_STEP) / mu
+    few = noise.pmf.size <= FEW_TRIALS
+    t = (np.arange(0.0, FEW_LINE_END, FEW_LINE_STEP) if few else np.arange(0.0, LINE_END, LINE_STEP)) / mu
     log_z: Floats = step * np.arange(points, dtype=np.float64)
     turns = np.exp(-1j * np.outer(log_z, t))
-    heights = np.ones(log_z.size)
     orders = 1 + TILTS / mu
+    # By line and smoothing.
+    smoothings = [smoothing * mu**2 for smoothing in (FEW_SMOOTHINGS if few else SMOOTHINGS)]
+    heights = np.full((orders.size, len(smoothings), log_z.size), np.inf)
     with np.errstate(all="ignore"):  # a line on which moments overflow gives NaN or infinity, which fmin passes over
-        for a, log in zip(orders, _log_moments(corners, orders, t), strict=True):
+        lines = []
+        for i, (a, log) in enumerate(zip(orders, _log_moments(corners, orders, t), strict=True)):
             line = _line(corners, a + 1j * t, log, variance)
-            for smoothing in SMOOTHINGS:
-                heights = np.fmin(heights, _heights(line, log_z, turns, smoothing * mu**2) + corners.moved)
+            lines += [line] if few else []
+            for j, smoothing in enumerate(smoothings):
+                heights[i, j] = np.fmin(heights[i, j], _heights(line, log_z, turns, smoothing))
+        best = np.argmin(heights.min(axis=1), axis=0)
+        for i, line in enumerate(lines):
+            at = np.abs(best - i) <= NEAR_LINES
+            if at.any() and np.isfinite(heights[i]).any():
+                for j, smoothing in enumerate(smoothings):
+                    heights[i, j, at] = np.fmin(heights[i, j, at], _block_heights(line, log_z[at], turns[at], smoothing))
+    least = np.minimum.accumulate(np.minimum(1.0, heights.min(axis=(0, 1)) + corners.moved))
     # The claims are proven for a symmetric law, and the sampler's is not quite ("The mechanism and its law").
     uneven = 4 * dimension * mirror_distance(noise)
-    return charged(_symmetric(step, np.minimum.accumulate(heights)), uneven)
+    return charged(_symmetric(step, least), uneven)
