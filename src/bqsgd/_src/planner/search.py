@@ -127,7 +127,7 @@ _POWER_LAW_CALLS = 12
 
 
 LEAST_L2_TRIALS = 64
-"""Fewest planned trials under an L2 bound: with fewer the proof is loose, by up to 83 % (docs/accounting.md)."""
+"""Fewest planned trials under an L2 bound: with fewer the proof is looser (docs/accounting.md)."""
 
 
 class TooFewBits(Infeasible):

@@ -42,9 +42,9 @@ FEW_TRIALS = 64
 """Below this the shapes differ so much that they are cut into blocks (step 8), on lines of their own:"""
 FEW_LINE_END, FEW_LINE_STEP = 60.0, 0.1
 """Ratios of likelihoods reach far beyond e^mu, so terms n != 0 of step 4 vanish only with a finer step."""
-FEW_SMOOTHINGS = (0.004, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""The tail of a curve falls slowly, so Y may vary more, and less is left of the far points, where shapes differ most."""
-BLOCKS = 8
+FEW_SMOOTHINGS = (0.004, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0)
+"""Curves fall slowly in their tails, so Y may vary more: that damps the far points, where shapes differ most."""
+BLOCKS = 12
 """Into so many blocks the shapes are cut."""
 NEAR_LINES = 2
 """Blocks are computed on the line that is best without them and on so many neighbours of it on either side."""
@@ -406,9 +406,9 @@ def shaped_pair(noise: NoiseLaw, largest: float, length: float, dimension: int) 
         best = np.argmin(heights.min(axis=1), axis=0)
         for i, line in enumerate(lines):
             at = np.abs(best - i) <= NEAR_LINES
-            if at.any() and np.isfinite(heights[i]).any():
-                for j, smoothing in enumerate(smoothings):
-                    heights[i, j, at] = np.fmin(heights[i, j, at], _block_heights(line, log_z[at], turns[at], smoothing))
+            for j, smoothing in enumerate(smoothings if at.any() else []):
+                bound = _block_heights(line, log_z[at], turns[at], smoothing)
+                heights[i, j, at] = np.fmin(heights[i, j, at], bound)
     least = np.minimum.accumulate(np.minimum(1.0, heights.min(axis=(0, 1)) + corners.moved))
     # The claims are proven for a symmetric law, and the sampler's is not quite ("The mechanism and its law").
     uneven = 4 * dimension * mirror_distance(noise)
