@@ -90,7 +90,7 @@ def ratio(row: dict[str, Any], of: str = "proven") -> float:
 
 def run() -> dict[str, Any]:
     """The first so many settings of the draws that somebody might want; rows that are there are kept."""
-    results = lab.read_json(RESULTS) if RESULTS.exists() else {"rows": [], "drawn": 0}
+    results: dict[str, Any] = lab.read_json(RESULTS) if RESULTS.exists() else {"rows": [], "drawn": 0}
     drawing = draws(SEED)
     for _ in range(results["drawn"]):
         next(drawing)
