@@ -85,7 +85,8 @@ def proven(setting: dict[str, Any]) -> dict[str, Any]:
 
 def ratio(row: dict[str, Any], of: str = "proven") -> float:
     """Proven over attained; `of` is "before" for what was proven when the settings were drawn."""
-    return float(row.get(of, row["proven"])["epsilon"]) / row["attained"]
+    attained: float = row["attained"]
+    return float(row.get(of, row["proven"])["epsilon"]) / attained
 
 
 def run() -> dict[str, Any]:
