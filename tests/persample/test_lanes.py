@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from bqsgd._src.persample import L2, BatchMean, clipped_gradients
 from bqsgd._src.persample._kernels import lanes as kernels
-from bqsgd._src.persample._kernels.vectors import LANES
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.program import Form
 from bqsgd._src.persample.rules import READ_LEAVES, RULES, Leaf, NotLanes, rule_of
+from bqsgd._src.runtime.vectors import LANES
 
 aten = torch.ops.aten
 TOLERANCE = 1e-5

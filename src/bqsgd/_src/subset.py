@@ -27,10 +27,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from llvmlite import ir  # type: ignore[import-untyped]
 
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.params import MOST_ONE_IN, Kept, check_int
 from bqsgd._src.runtime.compiling import njit
+from bqsgd._src.runtime.vectors import LANES, WHOLE, WORD, Emit, tile
 
 BLOCK = 256
 """Numbers that are mixed with each other at most. More would cost time and spread the gradient hardly more evenly."""
@@ -41,51 +43,44 @@ Floats = npt.NDArray[np.floating[Any]]
 Indices = npt.NDArray[np.int64]
 
 
+@tile
+def _stages(emit: Emit, x: Any, at: Any, size: Any, factor: Any) -> None:
+    """`_transform` of 16 to 256 numbers, all stages in registers: between vectors first, then within each."""
+    builder, kind, own = emit.builder, ir.VectorType(x.type.pointee, LANES), emit.at(x, at)
+    for whole in (16, 32, 64, 128, BLOCK):
+        with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, whole))):
+            vectors, apart = [emit.load(own, first, kind) for first in range(0, whole, LANES)], whole // LANES // 2
+            while apart:
+                for n in (n for n in range(len(vectors)) if not n & apart):
+                    left, right = vectors[n], vectors[n + apart]
+                    vectors[n], vectors[n + apart] = builder.fadd(left, right), builder.fsub(left, right)
+                apart //= 2
+            for apart in (8, 4, 2, 1):  # each lane is added to its partner, or subtracted from it
+                partners = ir.Constant(WHOLE, [lane ^ apart for lane in range(LANES)])
+                signs = ir.Constant(kind, [-1.0 if lane & apart else 1.0 for lane in range(LANES)])
+                vectors = [emit.fma(one, signs, builder.shuffle_vector(one, one, partners)) for one in vectors]
+            for n, vector in enumerate(vectors):
+                emit.store(builder.fmul(vector, emit.broadcast(factor)), own, LANES * n)
+
+
 @njit(nogil=True, cache=True)
 def _transform(x: Any, at: int, size: int) -> None:
-    """The orthonormal Walsh-Hadamard transform of x[at : at + size], in place; size is a power of two."""
-    own, apart = x[at : at + size], size // 2
-    # From far to near, two stages at a time while they are long, and the last three in registers: the compiler makes
-    # vectors of all these loops. The order of the stages decides the last bits of a message: keep it.
-    nearest = 8 if size >= 8 else 1
-    while apart >= 2 * nearest:
-        half = apart // 2
-        for start in range(0, size, 2 * apart):
-            first, second = own[start : start + half], own[start + half : start + apart]
-            third, fourth = own[start + apart : start + apart + half], own[start + apart + half : start + 2 * apart]
-            for i in range(half):
-                a, b, c, d = first[i] + third[i], second[i] + fourth[i], first[i] - third[i], second[i] - fourth[i]
-                first[i], second[i], third[i], fourth[i] = a + b, a - b, c + d, c - d
-        apart //= 4
-    if apart >= nearest:
-        for start in range(0, size, 2 * apart):
-            left, right = own[start : start + apart], own[start + apart : start + 2 * apart]
-            for i in range(apart):
-                a, b = left[i], right[i]
-                left[i] = a + b
-                right[i] = a - b
-    factor = x.dtype.type(1 / math.sqrt(size))
-    if size < 8:
-        for i in range(size):
-            own[i] *= factor
+    """The orthonormal Walsh-Hadamard transform of x[at : at + size], in place; size is a power of two.
+
+    From numbers far apart to neighbours: the order of the stages decides the last bits of a message.
+    """
+    factor, apart = x.dtype.type(1 / math.sqrt(size)), size // 2
+    if size >= LANES:
+        _stages(x, at, size, factor)
         return
-    for i in range(0, size, 8):
-        a, b, c, d = own[i] + own[i + 4], own[i + 1] + own[i + 5], own[i + 2] + own[i + 6], own[i + 3] + own[i + 7]
-        e, f, g, h = own[i] - own[i + 4], own[i + 1] - own[i + 5], own[i + 2] - own[i + 6], own[i + 3] - own[i + 7]
-        a, b, c, d = a + c, b + d, a - c, b - d
-        e, f, g, h = e + g, f + h, e - g, f - h
-        own[i], own[i + 1], own[i + 2], own[i + 3] = (
-            (a + b) * factor,
-            (a - b) * factor,
-            (c + d) * factor,
-            (c - d) * factor,
-        )
-        own[i + 4], own[i + 5], own[i + 6], own[i + 7] = (
-            (e + f) * factor,
-            (e - f) * factor,
-            (g + h) * factor,
-            (g - h) * factor,
-        )
+    while apart:
+        for i in range(size):
+            if not i & apart:
+                left, right = x[at + i], x[at + i + apart]
+                x[at + i], x[at + i + apart] = left + right, left - right
+        apart //= 2
+    for i in range(at, at + size):
+        x[i] *= factor
 
 
 @njit(nogil=True, cache=True)
@@ -97,18 +92,23 @@ def _block(columns: int) -> int:
 
 
 @njit(nogil=True, cache=True)
+def transform_row(row: Any) -> None:
+    """A rotation without its signs: what follows when a row has been multiplied by them, in place."""
+    block = _block(row.size)
+    for at in range(0, row.size - block + 1, block):
+        _transform(row, at, block)
+    if row.size % block:
+        _transform(row, row.size - block, block)
+
+
+@njit(nogil=True, cache=True)
 def rotate_rows(rows: Any, signs: Any, start: int, stop: int) -> None:
     """Rotate the rows start..stop of a matrix, in place; a row's result depends on that row and the signs alone."""
-    columns = rows.shape[1]
-    block = _block(columns)
     for n in range(start, stop):
         row = rows[n]
-        for i in range(columns):
+        for i in range(row.size):
             row[i] *= signs[i]
-        for at in range(0, columns - block + 1, block):
-            _transform(row, at, block)
-        if columns % block:
-            _transform(row, columns - block, block)
+        transform_row(row)
 
 
 @njit(nogil=True, cache=True)

@@ -26,8 +26,8 @@ from bqsgd._src.persample._kernels.contiguous import Rows
 from bqsgd._src.persample._kernels.grid import Grid
 from bqsgd._src.persample._kernels.loops import Steps, rows_first
 from bqsgd._src.persample._kernels.pairs import Pairs, Side
-from bqsgd._src.persample._kernels.vectors import LANES
 from bqsgd._src.persample.clips import Layer, Place
+from bqsgd._src.runtime.vectors import LANES
 
 SCRATCH_BYTES = 64 << 20
 """Per-sample gradients held at once where they must be built."""

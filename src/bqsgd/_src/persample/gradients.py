@@ -22,7 +22,7 @@ from bqsgd._src.persample.alone import AloneRoad
 from bqsgd._src.persample.clips import BatchMean, Clip, Place, places
 from bqsgd._src.persample.device import DeviceSteps, check_device, on_device
 from bqsgd._src.persample.factors import Factor, Piece, by_layer, parts_of
-from bqsgd._src.persample.kept import kept_piece
+from bqsgd._src.persample.kept import kept_parts
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Forward, LossFunction, NotTraceable, Program, Whole, program_of
@@ -152,7 +152,10 @@ def _on_device(
 def _kept(passes: Iterator[tuple[int, int, list[Piece]]], subset: Subset) -> Iterator[tuple[int, int, list[Piece]]]:
     """The passes with the kept coordinates alone."""
     for samples, lost, pieces in passes:
-        yield samples, lost, [kept_piece(piece, subset) for piece in pieces]
+        kept = samples - lost if pieces else 0
+        yield samples - kept, lost, []
+        for count, parts in kept_parts(pieces, kept, subset):
+            yield count, 0, parts
 
 
 class Road(Protocol):

@@ -7,52 +7,47 @@ a kept coordinate is one product: the (batch, outputs, inputs) gradients are nev
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bqsgd._src.persample.factors import Built, Dense, Outer, Piece, Scattered, Summed, TableRows, micro_batch
+from bqsgd._src.persample.factors import Dense, Outer, Piece, Scattered, Summed, TableRows, micro_batch
 from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads
-from bqsgd._src.subset import Subset, rotate_rows
+from bqsgd._src.subset import Subset, rotate_rows, transform_row
 
 
-def kept_piece(piece: Piece, subset: Subset) -> Piece:
-    """The same piece with the kept coordinates alone."""
+def kept_parts(pieces: Sequence[Piece], samples: int, subset: Subset) -> Iterator[tuple[int, list[Piece]]]:
+    """As many samples at a time as the scratch takes, and their pieces with the kept coordinates alone."""
+    size = micro_batch(subset.subsets.kept)
+    for start in range(0, samples, size):
+        part = slice(start, min(start + size, samples))
+        kept = (Dense(torch.from_numpy(_kept(piece, part, subset))) for piece in pieces)
+        yield part.stop - start, [Piece(piece.parameters, each) for piece, each in zip(pieces, kept, strict=True)]
+
+
+def _kept(piece: Piece, part: slice, subset: Subset) -> Any:
+    """The kept coordinates of some samples."""
     match piece.factor:
         case Dense(values=values):
-            return Piece(piece.parameters, Dense(torch.from_numpy(_gathered(_array(values), subset, piece.parameters))))
+            return _gathered(_array(values[part]), subset, piece.parameters)
         case Scattered(samples=samples):
-            rows = (np.concatenate([_array(tensor).reshape(-1) for tensor in tensors])[None] for tensors in samples)
-            kept = np.concatenate([_gathered(row, subset, piece.parameters) for row in rows])
-            return Piece(piece.parameters, Dense(torch.from_numpy(kept)))
-        case Outer() | Summed() | TableRows():
-            return Piece(piece.parameters, KeptFactor(piece.factor, subset, piece.parameters))
+            rows = (np.concatenate([_array(tensor).reshape(-1) for tensor in tensors]) for tensors in samples[part])
+            return np.concatenate([_gathered(row[None], subset, piece.parameters) for row in rows])
+        case Outer() as outer:
+            return _products(outer, part, subset, piece.parameters)
+        case Summed() | TableRows() as built:
+            # All coordinates of a few samples at a time, because they may be many more than the kept ones.
+            size, found = micro_batch(built.coordinates), []
+            for start in range(part.start, part.stop, size):
+                whole = built.gradients(slice(start, min(part.stop, start + size))).values
+                found.append(_gathered(_array(whole), subset, piece.parameters))
+            return np.concatenate(found)
         case _:
             raise NotImplementedError(type(piece.factor).__name__)
-
-
-class KeptFactor(Built):
-    """The kept coordinates of a gradient that is made of factors: built for as many samples as the scratch takes."""
-
-    def __init__(self, factor: Outer | Summed | TableRows, subset: Subset, parameters: slice) -> None:
-        self._factor, self._subset, self._parameters = factor, subset, parameters
-        self.batch, self.coordinates = factor.batch, len(_places(subset, parameters))
-
-    def take(self, index: Tensor) -> KeptFactor:
-        return KeptFactor(self._factor.take(index), self._subset, self._parameters)
-
-    def gradients(self, part: slice) -> Dense:
-        if isinstance(self._factor, Outer):
-            return _products(self._factor, part, self._subset, self._parameters)
-        # All coordinates of a few samples at a time, because those of a part may be many more than the kept ones.
-        size, parts = micro_batch(self._factor.coordinates), []
-        for start in range(part.start, part.stop, size):
-            whole = self._factor.gradients(slice(start, min(part.stop, start + size))).values
-            parts.append(_gathered(_array(whole), self._subset, self._parameters))
-        return Dense(torch.from_numpy(np.concatenate(parts)))
 
 
 def _places(subset: Subset, parameters: slice) -> Any:
@@ -69,34 +64,41 @@ def _array(values: Tensor) -> Any:
 
 @njit(nogil=True, cache=True)
 def _multiply(
-    inputs: Any, errors: Any, signs: Any, rotated: bool, rows: Any, columns: Any, start: int, stop: int, out: Any
+    inputs: Any, errors: Any, signs: Any, rotated: bool, edges: Any, columns: Any, start: int, stop: int, out: Any
 ) -> None:
-    row = np.empty((1, inputs.shape[1]), inputs.dtype)  # one sample's inputs: they stay in the nearest cache
+    scratch = np.empty(inputs.shape[1], inputs.dtype)  # one sample's inputs: they stay in the nearest cache
     for sample in range(start, stop):
-        row[0] = inputs[sample]
+        row = inputs[sample]
         if rotated:
-            rotate_rows(row, signs, 0, 1)
-        for n in range(len(rows)):
-            out[sample, n] = errors[sample, rows[n]] * row[0, columns[n]]
+            for i in range(row.size):
+                scratch[i] = row[i] * signs[i]
+            transform_row(scratch)
+            row = scratch
+        own = out[sample]
+        for n in range(own.size):  # apart from the products, which the compiler then makes vectors of
+            own[n] = row[columns[n]]
+        for output in range(errors.shape[1]):
+            error, part = errors[sample, output], own[edges[output] : edges[output + 1]]
+            for n in range(part.size):
+                part[n] *= error
 
 
-def _products(outer: Outer, part: slice, subset: Subset, parameters: slice) -> Dense:
+def _products(outer: Outer, part: slice, subset: Subset, parameters: slice) -> Any:
     """The kept coordinates of e_b a_b^T: those of e_b (R a_b)^T, with R the rotation of a row."""
     batch, number, places = part.stop - part.start, parameters.start, _places(subset, parameters)
     inputs, errors = (side[part].detach().cpu().reshape(batch, -1).numpy() for side in (outer.a, outer.e))
-    rows, columns = np.divmod(places, inputs.shape[1])
-    out = np.empty((batch, len(places)), inputs.dtype)
+    width, out = inputs.shape[1], np.empty((batch, len(places)), inputs.dtype)
     fixed = (
         inputs,
         errors,
         subset.signs[number],
         subset.subsets.rotated,
-        rows.astype(np.uint32),  # unsigned: the loop then need not look for indices from the end, a third of its time
-        columns.astype(np.uint32),
+        np.searchsorted(places, np.arange(errors.shape[1] + 1) * width),
+        (places % width).astype(np.uint32),  # unsigned: the loop then need not look for indices from the end
     )
-    work = 8 * inputs.shape[1] + len(places)
+    work = 8 * width + len(places)
     in_threads(lambda start, stop: _multiply(*fixed, start, stop, out), batch, each=work)
-    return Dense(torch.from_numpy(out))
+    return out
 
 
 def _rotate(rows: Any, subset: Subset, number: int) -> None:

@@ -19,11 +19,11 @@ from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bqsgd._src.persample import program as programs
-from bqsgd._src.persample._kernels.vectors import LANES
 from bqsgd._src.persample.factors import SCRATCH_BYTES, Piece, factor_of, nodes_of
 from bqsgd._src.persample.program import Program, Whole, shape_of
 from bqsgd._src.persample.rules import KEEP_LEAVES, READ_LEAVES, Array, Leaf, NotLanes, array_of, rule_of
 from bqsgd._src.runtime.generators import generators_kept
+from bqsgd._src.runtime.vectors import LANES
 
 FEWEST_LANES, MOST_LANES = 272, 4112
 """Samples at a time: as many as keep a layer's activations in the caches, and not a multiple of 128 (below)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from bqsgd._src.persample._kernels import lanes as kernels
 from bqsgd._src.persample._kernels.contiguous import rows_product
 from bqsgd._src.persample._kernels.pairs import in_lanes
-from bqsgd._src.persample._kernels.vectors import LANES
+from bqsgd._src.runtime.vectors import LANES
 
 aten = torch.ops.aten
 Array = Any

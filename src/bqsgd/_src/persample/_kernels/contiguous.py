@@ -22,9 +22,9 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
-from bqsgd._src.persample._kernels.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WIDE, Emit, tile
 from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads
+from bqsgd._src.runtime.vectors import DOUBLES, INT32, LANES, VECTOR, WHOLE, WIDE, Emit, tile
 
 STRIP = 5
 """Rows of weights or errors that a tile takes at once."""

@@ -19,9 +19,9 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from bqsgd._src.persample._kernels.vectors import LANES, WIDE, WORD, Emit, tile
 from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads
+from bqsgd._src.runtime.vectors import LANES, WIDE, WORD, Emit, tile
 
 STRIP = 6
 MANY = 4 if WIDE else 1

@@ -15,9 +15,9 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
-from bqsgd._src.persample._kernels.vectors import LANES, WHOLE, WIDE, ZERO, Emit, tile
 from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads, recycled
+from bqsgd._src.runtime.vectors import LANES, WHOLE, WIDE, ZERO, Emit, tile
 
 
 @tile
