@@ -14,7 +14,7 @@ from bqsgd._src.errors import InvalidParameter, WrongParameters
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Kept, Mechanism
 from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
-from bqsgd._src.subset import Subsets
+from bqsgd._src.subset import Subsets, rotate_rows
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 SHAPES = ((10, 300), (10,), (6, 1, 5, 5), (1,), (3, 7), ())
@@ -34,6 +34,23 @@ def test_the_rotation_keeps_norms_and_is_undone_by_its_inverse(shapes, round):
     rotated = every.drawn(round=round, client=None).keep(vector)
     assert np.linalg.norm(rotated) == pytest.approx(np.linalg.norm(vector), rel=1e-12)
     np.testing.assert_allclose(every.rotated_back(rotated, round=round), vector, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 16, 25, 40, 70, 150, 300, 512])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_row_is_rotated_in_the_stated_order_to_the_last_bit(columns, kind):
+    rng = np.random.default_rng(columns)
+    rows = (rng.standard_normal((3, columns)) * 10.0 ** rng.integers(-30, 30, (3, columns))).astype(kind)
+    signs = rng.choice([-1, 1], columns).astype(kind)
+    expected, block = rows * signs, 1 << min(8, columns.bit_length() - 1)
+    for at in (*range(0, columns - block + 1, block), *([columns - block] if columns % block else [])):
+        part, apart = expected[:, at : at + block], block // 2
+        while apart:
+            left, right = np.moveaxis(part.reshape(3, -1, 2, apart), 2, 0)
+            part, apart = np.stack([left + right, left - right], 2).reshape(3, block), apart // 2
+        expected[:, at : at + block] = part * kind(1 / np.sqrt(block))
+    rotate_rows(rows, signs, 0, 3)
+    np.testing.assert_array_equal(rows, expected)
 
 
 @given(shapes=shapes, one_in=st.integers(1, 50), round=rounds, client=numbers)

@@ -108,7 +108,8 @@ def clipped_gradients(
         if on_device(device):
             return _on_device(passes, DeviceSteps(clip, found, device, subset), clip, batch_size, found)
         if subset is not None:
-            passes = _kept(passes, subset)
+            double = any(value.dtype == torch.float64 for value in whole.tensors()[0].values())
+            passes = _kept(passes, subset, double)
         return _on_processor(passes, found, clip, batch_size)
 
 
@@ -149,13 +150,15 @@ def _on_device(
     return ClippedGradients(_divided(steps, found, batch_size), lost + dropped)
 
 
-def _kept(passes: Iterator[tuple[int, int, list[Piece]]], subset: Subset) -> Iterator[tuple[int, int, list[Piece]]]:
-    """The passes with the kept coordinates alone."""
+def _kept(
+    passes: Iterator[tuple[int, int, list[Piece]]], subset: Subset, double: bool
+) -> Iterator[tuple[int, int, list[Piece]]]:
+    """The passes with the kept coordinates alone. double: whether a parameter is float64."""
     for samples, lost, pieces in passes:
         kept = samples - lost if pieces else 0
         yield samples - kept, lost, []
-        for count, parts in kept_parts(pieces, kept, subset):
-            yield count, 0, parts
+        for count, piece in kept_parts(pieces, kept, subset, double):
+            yield count, 0, [piece]
 
 
 class Road(Protocol):

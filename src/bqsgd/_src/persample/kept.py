@@ -16,36 +16,45 @@ from torch import Tensor
 
 from bqsgd._src.persample.factors import Dense, Outer, Piece, Scattered, Summed, TableRows, micro_batch
 from bqsgd._src.runtime.compiling import njit
-from bqsgd._src.runtime.threads import in_threads
+from bqsgd._src.runtime.threads import in_threads, recycled
 from bqsgd._src.subset import Subset, rotate_rows, transform_row
 
 
-def kept_parts(pieces: Sequence[Piece], samples: int, subset: Subset) -> Iterator[tuple[int, list[Piece]]]:
-    """As many samples at a time as the scratch takes, and their pieces with the kept coordinates alone."""
-    size = micro_batch(subset.subsets.kept)
+def kept_parts(pieces: Sequence[Piece], samples: int, subset: Subset, double: bool) -> Iterator[tuple[int, Piece]]:
+    """As many samples at a time as the scratch takes, and their kept coordinates, of all parameters together."""
+    parameters, kept = slice(0, len(subset.subsets.shapes)), subset.subsets.kept
+    size = micro_batch(kept)
     for start in range(0, samples, size):
-        part = slice(start, min(start + size, samples))
-        kept = (Dense(torch.from_numpy(_kept(piece, part, subset))) for piece in pieces)
-        yield part.stop - start, [Piece(piece.parameters, each) for piece, each in zip(pieces, kept, strict=True)]
+        part, at = slice(start, min(start + size, samples)), 0
+        out = recycled((part.stop - start, kept), np.float64 if double else np.float32)
+        for piece in pieces:
+            span = subset.span(piece.parameters.start, piece.parameters.stop)
+            out[:, at : span.start] = 0  # of parameters that the loss does not use
+            _keep(piece, part, subset, out, span)
+            at = span.stop
+        out[:, at:] = 0
+        yield len(out), Piece(parameters, Dense(torch.from_numpy(out)))
 
 
-def _kept(piece: Piece, part: slice, subset: Subset) -> Any:
-    """The kept coordinates of some samples."""
+def _keep(piece: Piece, part: slice, subset: Subset, out: Any, span: slice) -> None:
+    """Write the kept coordinates of some samples to the columns `span` of `out`."""
     match piece.factor:
         case Dense(values=values):
-            return _gathered(_array(values[part]), subset, piece.parameters)
+            out[:, span] = _gathered(_array(values[part]), subset, piece.parameters)
         case Scattered(samples=samples):
-            rows = (np.concatenate([_array(tensor).reshape(-1) for tensor in tensors]) for tensors in samples[part])
-            return np.concatenate([_gathered(row[None], subset, piece.parameters) for row in rows])
+            for row, tensors in zip(out, samples[part], strict=True):
+                whole = np.concatenate([_array(tensor).reshape(-1) for tensor in tensors])[None]
+                row[span] = _gathered(whole, subset, piece.parameters)
         case Outer() as outer:
-            return _products(outer, part, subset, piece.parameters)
+            _products(outer, part, subset, piece.parameters, out, span)
         case Summed() | TableRows() as built:
             # All coordinates of a few samples at a time, because they may be many more than the kept ones.
-            size, found = micro_batch(built.coordinates), []
+            size = micro_batch(built.coordinates)
             for start in range(part.start, part.stop, size):
-                whole = built.gradients(slice(start, min(part.stop, start + size))).values
-                found.append(_gathered(_array(whole), subset, piece.parameters))
-            return np.concatenate(found)
+                few = slice(start, min(part.stop, start + size))
+                whole = _array(built.gradients(few).values)
+                rows = slice(few.start - part.start, few.stop - part.start)
+                out[rows, span] = _gathered(whole, subset, piece.parameters)
         case _:
             raise NotImplementedError(type(piece.factor).__name__)
 
@@ -64,7 +73,7 @@ def _array(values: Tensor) -> Any:
 
 @njit(nogil=True, cache=True)
 def _multiply(
-    inputs: Any, errors: Any, signs: Any, rotated: bool, edges: Any, columns: Any, start: int, stop: int, out: Any
+    inputs: Any, errors: Any, signs: Any, rotated: bool, edges: Any, columns: Any, out: Any, start: int, stop: int
 ) -> None:
     scratch = np.empty(inputs.shape[1], inputs.dtype)  # one sample's inputs: they stay in the nearest cache
     for sample in range(start, stop):
@@ -74,31 +83,31 @@ def _multiply(
                 scratch[i] = row[i] * signs[i]
             transform_row(scratch)
             row = scratch
-        own = out[sample]
+        own = out[sample, edges[0] : edges[-1]]
         for n in range(own.size):  # apart from the products, which the compiler then makes vectors of
             own[n] = row[columns[n]]
         for output in range(errors.shape[1]):
-            error, part = errors[sample, output], own[edges[output] : edges[output + 1]]
+            error, part = errors[sample, output], out[sample, edges[output] : edges[output + 1]]
             for n in range(part.size):
                 part[n] *= error
 
 
-def _products(outer: Outer, part: slice, subset: Subset, parameters: slice) -> Any:
+def _products(outer: Outer, part: slice, subset: Subset, parameters: slice, out: Any, span: slice) -> None:
     """The kept coordinates of e_b a_b^T: those of e_b (R a_b)^T, with R the rotation of a row."""
-    batch, number, places = part.stop - part.start, parameters.start, _places(subset, parameters)
-    inputs, errors = (side[part].detach().cpu().reshape(batch, -1).numpy() for side in (outer.a, outer.e))
-    width, out = inputs.shape[1], np.empty((batch, len(places)), inputs.dtype)
+    number, places = parameters.start, _places(subset, parameters)
+    inputs, errors = (side[part].detach().cpu().reshape(len(out), -1).numpy() for side in (outer.a, outer.e))
+    width = inputs.shape[1]
     fixed = (
         inputs,
         errors,
         subset.signs[number],
         subset.subsets.rotated,
-        np.searchsorted(places, np.arange(errors.shape[1] + 1) * width),
-        (places % width).astype(np.uint32),  # unsigned: the loop then need not look for indices from the end
+        span.start + np.searchsorted(places, np.arange(errors.shape[1] + 1) * width),
+        # Unsigned: the loop need not look for indices from the end. Narrow: more of them stay in the nearest cache.
+        (places % width).astype(np.uint16 if width <= 1 << 16 else np.uint32),
+        out,
     )
-    work = 8 * width + len(places)
-    in_threads(lambda start, stop: _multiply(*fixed, start, stop, out), batch, each=work)
-    return out
+    in_threads(lambda start, stop: _multiply(*fixed, start, stop), len(out), each=8 * width + len(places))
 
 
 def _rotate(rows: Any, subset: Subset, number: int) -> None:
