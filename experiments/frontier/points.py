@@ -109,6 +109,8 @@ POINTS = (
     Point(preset="cifar10-imagenet-eps01-one-message"),
     Point(preset="mnist-eps1-sums", target=0.985),
     Point(preset="fashion-eps1-sums", target=0.885),
+    Point(preset="mnist-eps1-sums-whitened", target=0.985),
+    Point(preset="fashion-eps1-sums-whitened", target=0.885),
     Point(preset="mnist-eps3-sums-whitened", target=0.987),
     Point(preset="fashion-eps3-sums-whitened", target=0.897),
     Point(preset="mnist-eps3-whitened", target=0.985),
