@@ -382,6 +382,17 @@ def attention(draw: random.Random) -> Case:
     return Case(Calls(function, *layers), (torch.randn(SAMPLES, 5, width), _padding(5), labels()))
 
 
+def wide_attention(draw: random.Random) -> Case:
+    """Products of matrices that are large enough for another library than the one behind `mm`."""
+
+    def function(m: nn.ModuleList, x: Tensor) -> Tensor:
+        q, k, v = m[0](x).split([128, 128, 256], -1)
+        return m[1](((q @ k.transpose(1, 2)).softmax(-1) @ v).mean(1))
+
+    model = Calls(function, nn.Linear(128, 512, bias=draw.random() < 0.5), nn.Linear(256, CLASSES))
+    return Case(model, (torch.randn(SAMPLES, 32, 128), labels()))
+
+
 def encoder(draw: random.Random) -> Case:
     width = 2 * draw.randint(1, 4)
     first = draw.random() < 0.5
@@ -517,8 +528,8 @@ LANES: list[Build] = [
 """What our own loops take, in float32."""
 ROWS: list[Build] = [
     conv_around, transposed_conv, padded_pooling, group_norm, elu, prelu, in_place, tied_conv,
-    tied_table, weight_normed, weight_normed_conv, attention, encoder, binary_loss, smoothed_labels,
-    loss_of_positions,
+    tied_table, weight_normed, weight_normed_conv, attention, wide_attention, encoder, binary_loss,
+    smoothed_labels, loss_of_positions,
 ]  # fmt: skip
 """What goes through torch's kernels in rows."""
 ALONE: list[Build] = [branches_on_values, reads_a_number, as_many_steps_as_words, through_numpy]

@@ -10,11 +10,12 @@ from torch import nn
 
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample.gradients import road_of
-from bqsgd._src.persample.layouts import NARROW, prelude_of, with_fewer_views
+from bqsgd._src.persample.layouts import ONEDNN, with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Whole, program_of, side_by_side
 from bqsgd._src.runtime.threads import in_own_threads
+from persample_models import case_of, wide_attention
 
 aten = torch.ops.aten
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -177,7 +178,7 @@ def test_one_view_stands_for_a_chain_of_them_and_values_stay(case):
     program = program_of(model, LOSS, None, Form.of(batch))
     outputs = [gradient.node for gradient in program.gradients]
     with torch.no_grad():
-        given = *prelude_of(program)(*Whole(model, LOSS, None).given()), *(leaf[:1] for leaf in batch)
+        given = *program.prelude()(*Whole(model, LOSS, None).given()), *(leaf[:1] for leaf in batch)
         before = program.body(outputs)
         after = with_fewer_views(program.body(outputs), len(program.shared), given)
         for found, right in zip(after(*given), before(*given), strict=True):
@@ -201,36 +202,19 @@ def test_a_view_of_the_models_own_tensors_follows_them_where_they_lie(case):
     assert torch.equal(mean_of(model, batch), expected)
 
 
-class Narrow(nn.Module):
-    """Products of few columns, which are read as a matrix, in a row and after another operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.up, self.out = nn.Linear(12, 3, bias=False), nn.Linear(3, 12), nn.Linear(60, 2)
-
-    def forward(self, x):
-        z = self.down(x)
-        inner = torch.special.entr(z.sigmoid()).flatten(1) + z.flatten(1)
-        return self.out(inner + self.down(self.up(z)).transpose(1, 2).reshape(len(x), -1))
-
-
-def shapes_of_products(body):
-    return [tuple(node.meta["val"].shape) for node in body.graph.find_nodes(op="call_function", target=aten.mm.default)]
-
-
-def test_narrow_products_are_transposed_and_values_stay():
-    torch.manual_seed(6)
-    case = Case(Narrow(), (torch.randn(9, 20, 12), torch.arange(9) % 2))
-    expected = mean_of_exact(gradients_one_by_one(case), L2(0.2), case.sizes, 16)
-    found = clipped_gradients(case.model, LOSS, case.batch, clip=L2(0.2), batch_size=16).mean
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+def test_large_products_go_through_onednn_without_python_and_values_stay():
+    case = case_of(wide_attention, 0)
     program = program_of(case.model, LOSS, None, Form.of(case.batch))
     given = *program.prelude()(*Whole(case.model, LOSS, None).given()), *(leaf[:1] for leaf in case.batch)
-    body = program.body([gradient.node for gradient in program.gradients])
-    before = shapes_of_products(body)
-    after = shapes_of_products(with_fewer_views(body, len(program.shared), [value.detach() for value in given]))
-    assert (20, 3) in before
-    assert all(rows < NARROW or columns >= NARROW for rows, columns in after)
+    given = [value.detach() for value in given]
+    outputs = [gradient.node for gradient in program.gradients]
+    body = with_fewer_views(program.body(outputs), len(program.shared), given)
+    products = body.graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default)
+    assert len(products) == 2 * ONEDNN  # forward, and the gradient of the weight
+    without_python = native(body)
+    assert without_python is not body
+    for found, right in zip(without_python(*given), program.body(outputs)(*given), strict=True):
+        torch.testing.assert_close(found, right)
 
 
 class Attending(nn.Module):

@@ -1,18 +1,18 @@
-"""The same program with its tensors laid out for speed: fewer views, and factors as torch's products read them fastest.
+"""The same program laid out for speed: fewer views, and products of matrices by the faster library.
 
-Values and the order of operations stay as they are. What moves is memory alone, and a view is a view of a sample's own
-tensor still.
+The order of operations stays as it is, and a view is a view of a sample's own tensor still.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from bqsgd._src.persample.program import Program, shape_of
+from bqsgd._src.persample.program import shape_of
 from bqsgd._src.runtime.threads import in_own_threads
 
 aten = torch.ops.aten
@@ -23,42 +23,21 @@ _VIEWS = {
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
 }  # fmt: skip
 """Operations that return a part of their input as it lies in memory."""
-SMALL = 1 << 18
-"""Entries up to which a transposed weight is laid out anew for each batch, which takes less time than one product."""
-
-NARROW = 16
-"""Columns of a product below which it is computed transposed: the kernels fill a vector along a column, and run two to
-four times as fast where the columns are long. Adapters of low rank are such products."""
-
-
-def prelude_of(program: Program) -> fx.GraphModule:
-    """(given) -> shared, with small transposed matrices contiguous: products with few rows are up to three times as
-    fast with them."""
-    module = program.prelude()
-    graph: Any = module.graph
-    output = next(iter(reversed(graph.nodes)))
-
-    def laid_out(node: fx.Node) -> fx.Node:
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_contiguous() or value.numel() > SMALL:
-            return node
-        return graph.call_function(aten.contiguous.default, (node,))  # type: ignore[no-any-return]
-
-    with graph.inserting_before(output):
-        output.args = ([laid_out(node) for node in output.args[0]],)
-    module.recompile()
-    return module
+LARGE = 1 << 21
+"""Multiplications from which on oneDNN computes a product: it fills the vectors of every processor, which the library
+behind `mm` does on some only, and needs ten microseconds to begin."""
+ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 
 
 def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The body with one view in the place of a chain of them, with contiguous second factors of products by groups, and
-    with contiguous outputs, which the loops read in place.
+    """The body with one view in the place of a chain of them, with large products by oneDNN, with contiguous second
+    factors of products by groups, and with contiguous outputs, which the loops read in place.
 
     inputs: of a made-up sample, the `shared` values first. They show how operations lay out what they return, which
     follows from shapes alone.
     """
     graph: Any = body.graph
-    _transpose_narrow_products(graph)
+    _use_onednn(graph)
     seen = _Layouts(body)
     in_own_threads(lambda _: seen.run(*inputs), 1)
     for node in graph.find_nodes(op="placeholder")[:shared]:
@@ -106,20 +85,19 @@ def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]
     return body
 
 
-def _transpose_narrow_products(graph: Any) -> None:
-    for node in list(graph.find_nodes(op="call_function", target=aten.mm.default)):
-        rows, columns = shape_of(node)
-        if columns >= NARROW or rows < NARROW:
+def _use_onednn(graph: Any) -> None:
+    for node in list(graph.nodes) if ONEDNN else ():
+        if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
             continue
-        with graph.inserting_before(node):
-            sides = [graph.call_function(aten.t.default, (side,)) for side in reversed(node.args)]
-            product = graph.call_function(aten.mm.default, tuple(sides))
-            turned = graph.call_function(aten.t.default, (product,))
-        for new, like in zip((*sides, product), (*reversed(node.args), node), strict=True):
-            new.meta["val"] = like.meta["val"].t()
-        turned.meta = node.meta
-        node.replace_all_uses_with(turned)
-        graph.erase_node(node)
+        *bias, left, right = node.args
+        like, (inner, columns) = left.meta["val"], shape_of(right)
+        large = len(like) * inner * columns >= LARGE and like.dtype == torch.float32 and like.device.type == "cpu"
+        if large and all(shape_of(each) == (columns,) for each in bias):
+            with graph.inserting_before(node):
+                weight = graph.call_function(aten.t.default, (right,))
+            weight.meta["val"] = right.meta["val"].t()
+            node.target = torch.ops.mkldnn._linear_pointwise.default
+            node.args = (left, weight, bias[0] if bias else None, "none", [], "")
 
 
 class _Layouts(fx.Interpreter):

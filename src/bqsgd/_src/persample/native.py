@@ -66,7 +66,7 @@ class _Translation:
             return self._values[node.args[0]][node.args[1]]
         schema, named = node.target._schema, node.kwargs
         arguments = [
-            self._argument(node.args[n] if n < len(node.args) else named.get(kind.name, kind.default_value))
+            self._argument(node.args[n] if n < len(node.args) else named.get(kind.name, kind.default_value), kind.type)
             for n, kind in enumerate(schema.arguments)
         ]
         outputs = self._insert(schema.name, arguments, [each.type for each in schema.returns])
@@ -84,15 +84,17 @@ class _Translation:
             output.setType(kind)
         return outputs
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: Any, kind: Any) -> Any:
         if isinstance(value, fx.Node):
             return self._values[value]
+        if value == []:  # a constant that is empty would not say of what
+            return self._insert("prim::ListConstruct", [], [kind])[0]
         if isinstance(value, (list, tuple)):
             return self._list(value) if any(isinstance(each, fx.Node) for each in value) else self._constant([*value])
         return self._constant(value)
 
     def _list(self, values: Sequence[Any]) -> Any:
-        kind, members = _C.TensorType.get(), [self._argument(value) for value in values]
+        kind, members = _C.TensorType.get(), [self._argument(value, None) for value in values]
         if any(value is None for value in values):
             kind = _C.OptionalType(kind)
         return self._insert("prim::ListConstruct", members, [_C.ListType(kind)])[0]

@@ -20,7 +20,7 @@ from bqsgd._src.persample import program as programs
 from bqsgd._src.persample._kernels.loops import usable
 from bqsgd._src.persample.device import dense, name_of
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered, factor_of, nodes_of, working
-from bqsgd._src.persample.layouts import prelude_of, with_fewer_views
+from bqsgd._src.persample.layouts import with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.program import Program, Whole, shape_of, side_by_side
 from bqsgd._src.runtime.generators import alone, generators_kept
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 SIDE_BY_SIDE = 8
 """Passes of a thread that run side by side at most. With few, their activations are still in the caches; with more,
 weights are read less often."""
-AT_ONCE, AT_ONCE_BYTES = 64, 20 << 20
+AT_ONCE, AT_ONCE_BYTES = 64, 12 << 20
 """Passes, and bytes of their gradients, that a thread holds at most; then they are clipped and added up."""
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
@@ -49,7 +49,7 @@ class PassesRoad:
         self._device, self.assumes = device, "" if device is None else SAME_BITS.format(name_of(device))
         fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, program.dimension))))
         self._at_once = fitting - fitting % min(fitting, SIDE_BY_SIDE)
-        self.draws, self._prelude = program.draws, prelude_of(program)
+        self.draws, self._prelude = program.draws, program.prelude()
         self._outputs = outputs_of(program, tables=device is not None, products=device is None)
         body, count = program.body([node for output in self._outputs for node in output.nodes]), len(program.shared)
         errors = []

@@ -622,6 +622,8 @@ def _has_symbols(value: Any) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
+    if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return any(node.args[3:4])  # the share that its dropout leaves out
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

@@ -22,7 +22,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bqsgd._src.persample import program as programs
 from bqsgd._src.persample.device import dense, name_of
 from bqsgd._src.persample.factors import Piece, micro_batch
-from bqsgd._src.persample.layouts import prelude_of
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.passes import SAME_BITS, Output, check_aligned, made_up, outputs_of
 from bqsgd._src.persample.program import Program, Whole
@@ -60,7 +59,7 @@ class RowsRoad:
     def __init__(self, program: Program, whole: Whole, batch_size: int, device: torch.device | None = None) -> None:
         self.draws, self.rows, self._device = program.draws, rows_for(batch_size, program.dimension, device), device
         self.assumes = ROWS_APART if device is None else f"{ROWS_APART}; {SAME_BITS.format(name_of(device))}"
-        self._prelude, self._outputs = prelude_of(program), outputs_of(program, tables=True, products=device is None)
+        self._prelude, self._outputs = program.prelude(), outputs_of(program, tables=True, products=device is None)
         nodes = [node for output in self._outputs for node in output.nodes]
         if self.rows == 1 or _looks_up(program, nodes):
             raise NotRows
