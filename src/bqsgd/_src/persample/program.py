@@ -556,41 +556,10 @@ _UNWRITTEN = {
 """Operations that return memory as they find it, and what is run instead."""
 
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
-_MAYBE_NOTHING = (*_RESHAPES, aten.expand.default, aten.clone.default, aten._to_copy.default)
 _TURNS = (aten.t.default, aten.transpose.int)
 
 
-def _simplify(graph: fx.Graph) -> None:
-    """Remove operations that do nothing or were done before. Every operation that stays keeps its operands' values."""
-    first: dict[object, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or _draws(node):
-            continue
-        while node.target in _RESHAPES and node.args[0].target in _RESHAPES:
-            if not node.args[0].args[0].meta["val"].is_contiguous():
-                break
-            node.args = (node.args[0].args[0], *node.args[1:])
-        same = _nothing_done(node) or first.setdefault((node.target, str((node.args, node.kwargs))), node)
-        if same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-
-
-def _nothing_done(node: Any) -> fx.Node | None:
-    """The node that has this node's values in the same layout, if it is known without running anything."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), Tensor):
-        return None
-    if node.target in _MAYBE_NOTHING:
-        kind = [(x.shape, x.stride(), x.dtype, x.device) for x in (node.meta["val"], source.meta["val"])]
-        return source if kind[0] == kind[1] else None
-    turned_back = node.target in _TURNS and source.target is node.target and source.args[1:] == node.args[1:]
-    return source.args[0] if turned_back else None  # type: ignore[return-value]
-
-
 def _program(module: fx.GraphModule, given: int) -> Program:
-    _simplify(module.graph)
     nodes = list(module.graph.nodes)
     for node in nodes:
         if _has_symbols(node.meta.get("val")):
