@@ -26,7 +26,7 @@ _VIEWS = {
 LARGE = 1 << 21
 """Multiplications from which on oneDNN computes a product: it fills the vectors of every processor, which the library
 behind `mm` does on some only, and needs ten microseconds to begin."""
-ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+ONEDNN = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")
 
 
 def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]) -> fx.GraphModule:
