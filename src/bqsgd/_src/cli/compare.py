@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from bqsgd._src.cli._options import ClientOptions, panel_option, takes
 from bqsgd._src.cli.output import Json, answer
 
 if TYPE_CHECKING:
-    from bqsgd._src.planner.compare import Compared
+    from bqsgd._src.planner.compare import Compared, ComparedByValue
 
 _BUDGET = "Budget"
 compare = typer.Typer(no_args_is_help=True, help="Compare laws of noise.", pretty_exceptions_enable=False)
@@ -44,7 +44,9 @@ def mechanisms(asked: MechanismsOptions) -> None:
 
     The error is that of one coordinate, rounding included, in units of what
     one sample moves. Beside it stands the epsilon that the law's own papers
-    prove for the same noise.
+    prove for the same noise. Poisson binomial and randomised quantisation,
+    whose law depends on the value, join in if values may move across their
+    whole range (--sampling none --relation replace --linf 2).
 
     Example:
       bqsgd compare mechanisms --epsilon 3 --delta 1e-5 --bits 8 \
@@ -52,6 +54,7 @@ def mechanisms(asked: MechanismsOptions) -> None:
         --rounds 300 --linf 0.0546 --l2 0.0546
     """
     from bqsgd._src.ledger import PrivacyBudget
+    from bqsgd._src.planner.compare import BY_VALUE, compare_by_value, refused_by_value
     from bqsgd._src.planner.compare import compare as compared
     from bqsgd._src.privacy.guarantee import as_given
     from bqsgd._src.release import Trust
@@ -66,7 +69,27 @@ def mechanisms(asked: MechanismsOptions) -> None:
     lines = {name: _line(row) for name, row in rows}
     lines |= {} if first is None else {"guarantee": f"{first.neighbours}; {first.trust_text}; {first.sampling}"}
     fields = {name: None if row is None else row.to_dict() for name, row in rows}
-    answer(title, lines, {"title": title, "laws": fields}, json=asked.json)
+    by_value: dict[str, Any] | str = refused_by_value(terms) or {}
+    if isinstance(by_value, str):
+        lines |= dict.fromkeys(BY_VALUE, by_value)
+    else:
+        others = compare_by_value(budget, terms, rounds=asked.rounds, bits=bits, clients=clients)
+        lines |= {name: _line_by_value(row) for name, row in others}
+        by_value = {name: None if row is None else row.to_dict() for name, row in others}
+    answer(title, lines, {"title": title, "laws": fields, "by_value": by_value}, json=asked.json)
+
+
+def _line_by_value(row: ComparedByValue | None) -> str:
+    from bqsgd._src.privacy.guarantee import rounded_up
+
+    if row is None:
+        return "has no room in these bits, or is not accounted in sums"
+    parameters = ", ".join(f"{name} {value:.6g}" for name, value in row.to_dict()["mechanism"].items())
+    return (
+        f"error {row.error:.4g}, {row.entropy:.3g} bits for an ideal coder; {parameters}; proven epsilon "
+        f"{row.guarantee.epsilon_text} at delta {row.guarantee.delta:g} ({row.guarantee.method}), by its Renyi "
+        f"divergence {rounded_up(row.published)}"
+    )
 
 
 def _line(row: Compared | None) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from scipy.stats import binom
 
 from bqsgd._src.errors import AccountingError, InvalidParameter
 from bqsgd._src.laws import Binomial, DiscreteGaussian, Geometric, NoiseLaw, Skellam
@@ -21,10 +23,11 @@ from bqsgd._src.ledger import PrivacyBudget
 from bqsgd._src.mechanism.coarsening import noise_to_signal, position_law
 from bqsgd._src.params import MAX_LEVELS, Mechanism, check_int
 from bqsgd._src.planner.search import LEAST_FINE_BITS, check_time, coarsened, shift_per_round
-from bqsgd._src.privacy import published
+from bqsgd._src.privacy import by_value, published
 from bqsgd._src.privacy.accountant import Accountant
+from bqsgd._src.privacy.by_value import PoissonBinomial, RandomizedQuantization
 from bqsgd._src.privacy.guarantee import Guarantee, rounded_up
-from bqsgd._src.release import Release, Terms
+from bqsgd._src.release import Relation, Release, Scheme, Terms
 
 _MOST_FINE_BITS = 12
 _CLOSE = 1e-3
@@ -213,3 +216,124 @@ def _compared(
 def _entropy(law: np.ndarray) -> float:
     seen = law[law > 0]
     return float(-(seen @ np.log2(seen)))
+
+
+BY_VALUE = ("poisson binomial", "randomised quantisation")
+"""Mechanisms whose law depends on the value (Claim 15)."""
+_KEEPS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""The chances of a level to be kept that are tried; for each the least margin is sought."""
+_MOST_QUANTISED_BITS = 4
+"""Randomised quantisation is accounted by all pairs of its levels, so more levels would take too long."""
+_MOST_COINS = 1 << 14
+_LARGEST_PART = 4.0
+"""Largest range over margin of randomised quantisation."""
+_BISECTIONS = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedByValue:
+    """What a mechanism whose law depends on the value comes to within a budget; `error`, `entropy` as in `Compared`.
+
+    published: the epsilon of the Renyi divergence of the worst values, composed as the papers do.
+    """
+
+    name: str
+    mechanism: PoissonBinomial | RandomizedQuantization
+    guarantee: Guarantee
+    error: float
+    entropy: float
+    published: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "name": self.name,
+            "mechanism": asdict(self.mechanism),
+            "guarantee": self.guarantee.to_dict(),
+            "error": self.error,
+            "entropy": self.entropy,
+            "published": self.published,
+        }
+
+
+def refused_by_value(terms: Terms) -> str | None:
+    """Why nothing is proven for mechanisms whose law depends on the value under these terms; None if it is."""
+    moved = terms.sensitivity
+    if terms.sampling.scheme is not Scheme.NONE:
+        return "refused: sampling is not accounted for laws that depend on the value"
+    if moved.relation is not Relation.REPLACE or moved.linf != 2 or moved.l2 is not None:
+        return "refused: only values that may move across their whole range are accounted (replace one, linf 2, no l2)"
+    return None
+
+
+def compare_by_value(
+    budget: PrivacyBudget, terms: Terms, *, rounds: int, bits: int, clients: int = 1
+) -> list[tuple[str, ComparedByValue | None]]:
+    """Poisson binomial and randomised quantisation within this budget, None for one that has no room.
+
+    Raises:
+        InvalidParameter: nothing is proven for them under these terms.
+    """
+    check_int("bits", bits, 2, 16)
+    check_int("clients", clients, 1, 1 << 14)
+    if (reason := refused_by_value(terms)) is not None:
+        raise InvalidParameter(reason)
+
+    def found(name: str, mechanism: Any) -> ComparedByValue | None:
+        if mechanism is None:
+            return None
+        law = mechanism.law(0.0) if name == BY_VALUE[1] else binom.pmf(*_all_coins(mechanism), 0.5)
+        return ComparedByValue(
+            name=name,
+            mechanism=mechanism,
+            guarantee=by_value.guarantee(mechanism, dimension=terms.dimension, rounds=rounds, delta=budget.delta),
+            error=mechanism.error / (2 * math.sqrt(terms.dimension)),
+            entropy=_entropy(np.asarray(law)),
+            published=published.by_value_epsilon(mechanism.worst_laws(), terms.dimension * rounds, budget.delta),
+        )
+
+    def largest(make: Callable[[float], Any], high: float) -> Any:
+        """The mechanism of the largest parameter within the budget; privacy falls as the parameter grows."""
+
+        def within(x: float) -> bool:
+            check_time()
+            with suppress(AccountingError, InvalidParameter):  # a parameter out of range is none within the budget
+                law = by_value.composed(make(x), dimension=terms.dimension, rounds=rounds)
+                return float(law.get_epsilon_for_delta(budget.delta)) <= budget.epsilon
+            return False
+
+        if within(high):
+            return make(high)
+        low = 0.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if within(middle) else (low, middle)
+        return make(low) if low else None
+
+    coins = min((2**bits - 1) // clients, _MOST_COINS)
+    tossed = [largest(partial(_coins, trials, clients), 0.25) for trials in sorted({1, coins} if coins else set())]
+    rows = [(BY_VALUE[0], found(BY_VALUE[0], _least(tossed)))]
+    if clients > 1:  # sums of it are not accounted as sums (Claim 15, step 5)
+        return [*rows, (BY_VALUE[1], None)]
+    levels = 2 ** min(bits, _MOST_QUANTISED_BITS)
+    made = [largest(partial(_quantised, levels, keep), _LARGEST_PART) for keep in _KEEPS]
+    return [*rows, (BY_VALUE[1], found(BY_VALUE[1], _least(made)))]
+
+
+def _least(mechanisms: list[Any]) -> Any:
+    """The mechanism of least error; None if there is none."""
+    return min((one for one in mechanisms if one is not None), key=lambda one: one.error, default=None)
+
+
+def _coins(trials: int, clients: int, theta: float) -> PoissonBinomial:
+    return PoissonBinomial(trials=trials, theta=theta, clients=clients)
+
+
+def _quantised(levels: int, keep: float, part: float) -> RandomizedQuantization:
+    """Randomised quantisation whose margin is the range divided by `part`."""
+    return RandomizedQuantization(levels=levels, margin=1 / part, keep=keep)
+
+
+def _all_coins(mechanism: PoissonBinomial) -> tuple[np.ndarray, int]:
+    coins = mechanism.trials * mechanism.clients
+    return np.arange(coins + 1), coins

@@ -147,3 +147,17 @@ def binomial_total(trials: int, norms: IntegerNorms, *, rate: float, rounds: int
     # Half of delta for the messages, half for their composition.
     message = binomial_epsilon(trials, norms, min(delta / (2 * rounds * rate), 0.5))
     return _composed(_amplified(message, rate), rounds, delta / 2)
+
+
+def by_value_epsilon(pairs: list[tuple[np.ndarray, np.ndarray]], coordinates: int, delta: float) -> float:
+    """The epsilon of so many coordinates by the largest Renyi divergence of these pairs of laws of one (PBM, RQM).
+
+    The papers compare their mechanisms by this divergence at the ends of the range; a constant of PBM's theorem is not
+    stated in numbers.
+    """
+    divergence = np.zeros(_ORDERS.size)
+    with np.errstate(divide="ignore"):
+        for p, q in pairs:
+            logs = _ORDERS[:, None] * np.log(p)[None, :] - (_ORDERS[:, None] - 1) * np.log(q)[None, :]
+            divergence = np.maximum(divergence, logsumexp(logs, axis=1) / (_ORDERS - 1))
+    return _from_renyi(coordinates * divergence, delta)
