@@ -127,21 +127,14 @@ class Run:
         self._evaluate = task.evaluator(model)
         initial = to_vector(model)
         self._resources = resources
-        listed = config.server.sizes
-        sizes = None if listed is None else read_sizes(listed)
+        sizes = None if config.server.sizes is None else read_sizes(config.server.sizes)
         self.config = config = with_roster(config)
         problem = LeastSquares.of(model) if config.run.method == LEAST_SQUARES else None
         subsets = self._objective.subsets
         dimension = message_dimension(config, model)
         sums = SumSetup.of(config, run=config.run.name or "run", dimension=dimension)
         setup = Setup(
-            task=task,
-            config=config,
-            folder=folder,
-            resuming=resuming,
-            dimension=dimension,
-            sizes=sizes,
-            sums=sums,
+            task=task, config=config, folder=folder, resuming=resuming, dimension=dimension, sizes=sizes, sums=sums
         )
         self.engine = engine(setup)
         self._resources.callback(self.engine.close)
@@ -215,13 +208,7 @@ class Run:
                         "another folder"
                     )
             run = cls(
-                task,
-                named(config),
-                folder=path,
-                engine=engine,
-                resuming=False,
-                choose=choose,
-                resources=resources,
+                task, named(config), folder=path, engine=engine, resuming=False, choose=choose, resources=resources
             )
             if not force:
                 run._check_outlook()
@@ -248,15 +235,7 @@ class Run:
         with ExitStack() as resources:
             resources.enter_context(one_writer(path))
             checkpoint = load_checkpoint(path)
-            run = cls(
-                task,
-                config,
-                folder=path,
-                engine=engine,
-                resuming=True,
-                choose=choose,
-                resources=resources,
-            )
+            run = cls(task, config, folder=path, engine=engine, resuming=True, choose=choose, resources=resources)
             best = None
             if checkpoint is not None:
                 arrays, state = checkpoint

@@ -219,9 +219,6 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
     from bqsgd._src.flower.federation import LocalFederation, write_app
     from bqsgd._src.flower.processes import FlowerFailed, Processes
     from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE
-    from bqsgd._src.records.checkpoint import load_checkpoint
-    from bqsgd._src.records.folder import read_history
-    from bqsgd._src.records.record import Status
 
     started = time.monotonic()
 
@@ -261,24 +258,28 @@ def run_demo(place: Path | None, settings: dict[str, Any], *, tls: bool, limit_s
             raise FlowerFailed(f"the run ended without a summary\n{processes.tail('run')}")
         # The run's files are complete only when the processes that write them have stopped.
         processes.stop()
-        history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
-        assert history.summary is not None
-        assert checkpoint is not None
-        summary, model = history.summary.to_dict(), checkpoint[0].get("averaged", checkpoint[0]["model"])
-        return {
-            **{name: summary[name] for name in ("accuracy", "rounds", "guarantee", "seeded")},
-            "model_sha256": hashlib.sha256(model.astype("<f4").tobytes()).hexdigest(),
-            "clients": clients,
-            "bytes_up": summary["bytes_up"],
-            "bytes_up_float32": summary["bytes_up_float32"],
-            "bytes_down": summary["bytes_down"],
-            "bytes_down_float32": summary["bytes_down_float32"],
-            "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
-            "rounds_in_ledgers": _ledgers(folder / "nodes"),
-            "processes_left": len(processes.left_over()),
-            "seconds": time.monotonic() - started,
-            "report": str(folder / "server" / "report.html"),
-        }
+        seconds = {"processes_left": len(processes.left_over()), "seconds": time.monotonic() - started}
+        return _result(folder) | {"clients": clients} | seconds
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """What the demo has left in its folder, in figures."""
+    from bqsgd._src.records.checkpoint import load_checkpoint
+    from bqsgd._src.records.folder import read_history
+    from bqsgd._src.records.record import Status
+
+    history, checkpoint = read_history(folder / "server"), load_checkpoint(folder / "server")
+    assert history.summary is not None
+    assert checkpoint is not None
+    summary, model = history.summary.to_dict(), checkpoint[0].get("averaged", checkpoint[0]["model"])
+    figures = ("accuracy", "rounds", "guarantee", "seeded", "bytes_up", "bytes_up_float32", "bytes_down")
+    return {
+        **{name: summary[name] for name in (*figures, "bytes_down_float32")},
+        "model_sha256": hashlib.sha256(model.astype("<f4").tobytes()).hexdigest(),
+        "frames_received": sum(tally.counts[Status.OK] for tally in history.clients),
+        "rounds_in_ledgers": _ledgers(folder / "nodes"),
+        "report": str(folder / "server" / "report.html"),
+    }
 
 
 def _ledgers(folder: Path) -> int:
