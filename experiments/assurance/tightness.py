@@ -108,9 +108,9 @@ def run() -> dict[str, Any]:
 
 
 def again(results: dict[str, Any]) -> dict[str, Any]:
-    """Prove every setting anew, few trials first, and keep what was proven when it was drawn as "before"."""
+    """Prove the settings with an L2 bound anew, and keep what was proven when they were drawn as "before"."""
     results = {"drawn_at": results["provenance"], **results}
-    for row in sorted(results["rows"], key=lambda row: (row["l2"] is None, row["trials"])):
+    for row in sorted((row for row in results["rows"] if row["l2"] is not None), key=lambda row: int(row["trials"])):
         if "before" not in row:
             row["before"], row["proven"] = row["proven"], proven(row)
             print(f"{ratio(row, 'before'):.4f} -> {ratio(row):.4f}", row, flush=True)
@@ -144,7 +144,8 @@ def section(results: dict[str, Any]) -> str:
         "",
         f"{len(rows)} random settings: 20 to 20,000 trials (half of them up to 120), 1 to 30,000 coordinates, rates "
         f"1e-5 to 1, up to 1,000 rounds, delta 1e-10 to 1e-3, attained epsilon {LEAST_EPSILON:g} to {MOST_EPSILON:g}. "
-        "*Before*: as proven when the settings were drawn; the attained figures are of that time.",
+        "*Before*: as proven when the settings were drawn; the attained figures are of that time. Settings without an "
+        "L2 bound were not proven again: nothing that accounts for them has changed.",
         "",
         "| before → after | settings | median | 90 % | 99 % | largest | above 1.25 | nothing proven |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
