@@ -153,12 +153,12 @@ def _listed(values: list[float]) -> str:
 
 
 _TITLES = {
-    "quickstart-unchanged": "Flower's quickstart-pytorch, unchanged",
-    "quickstart-training": "the same, private training, epsilon 3",
-    "quickstart-updates": "the same, private updates, epsilon 8",
-    "hello-pt-unchanged": "NVFlare's hello-pt, unchanged",
-    "hello-pt-training": "the same, private training, epsilon 3",
-    "hello-pt-updates": "the same, private updates, epsilon 8",
+    "quickstart-unchanged": "quickstart-pytorch, unchanged",
+    "quickstart-training": "quickstart-pytorch, private training, epsilon 3",
+    "quickstart-updates": "quickstart-pytorch, private updates, epsilon 8",
+    "hello-pt-unchanged": "hello-pt, unchanged",
+    "hello-pt-training": "hello-pt, private training, epsilon 3",
+    "hello-pt-updates": "hello-pt, private updates, epsilon 8",
     "flower-unchanged": "Flower, as it is",
     "flower-training": "Flower, private training, epsilon 3",
     "flower-updates": "Flower, private updates, epsilon 8",
