@@ -31,7 +31,7 @@ aten = torch.ops.aten
 SIDE_BY_SIDE = 8
 """Passes of a thread that run side by side at most. With few, their activations are still in the caches; with more,
 weights are read less often."""
-AT_ONCE, AT_ONCE_BYTES = 64, 12 << 20
+AT_ONCE, AT_ONCE_BYTES = 64, 28 << 20
 """Passes, and bytes of their gradients, that a thread holds at most; then they are clipped and added up."""
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
@@ -47,11 +47,12 @@ class PassesRoad:
 
     def __init__(self, program: Program, whole: Whole, device: torch.device | None = None) -> None:
         self._device, self.assumes = device, "" if device is None else SAME_BITS.format(name_of(device))
-        fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // (4 * max(1, program.dimension))))
-        self._at_once = fitting - fitting % min(fitting, SIDE_BY_SIDE)
         self.draws, self._prelude = program.draws, program.prelude()
         self._outputs = outputs_of(program, tables=device is not None, products=device is None)
-        body, count = program.body([node for output in self._outputs for node in output.nodes]), len(program.shared)
+        returned = [node for output in self._outputs for node in output.nodes]
+        fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // (1 + sum(4 * shape_of(node).numel() for node in returned))))
+        self._at_once = fitting - fitting % min(fitting, SIDE_BY_SIDE)
+        body, count = program.body(returned), len(program.shared)
         errors = []
         for bounded in (False, True):  # what raises here, whatever the sample, would raise for every sample
             leaves = [made_up(node, 1, bounded=bounded)[0] for node in program.leaves]
