@@ -66,7 +66,7 @@ def draw_frontier(
             drawn,
         )
     for panel, (title, presets) in zip((*panels[:3, 1], panels[3, 0]), _CURVES.items(), strict=True):
-        _bytes_panel(panel, [row for row in done if row["preset"] in presets], drawn)
+        _bytes_panel(panel, [row for row in done if row["preset"].removesuffix("-whitened") in presets], drawn)
         panel.set(title=title)
     for panel in panels.ravel():
         panel.grid(visible=True, alpha=0.25)
@@ -79,7 +79,7 @@ def draw_frontier(
     panels[3, 1].legend(
         [drawn[kind] for kind in kinds],
         [_MARKS[kind][3] for kind in kinds],
-        title="1/20: a message carries one\nin 20 coordinates",
+        title="1/20: a message carries one\nin 20 coordinates; stars:\nwhitened, fewer rounds",
         title_fontsize=14,
         alignment="left",
         loc="center",
@@ -124,10 +124,16 @@ def _label(panel: Any, words: str, epsilon: float, accuracy: float, *, lift: int
 
 
 def _bytes_panel(panel: Any, rows: Sequence[Mapping[str, Any]], drawn: dict[str, Any]) -> None:
-    """Accuracy over megabytes from a client, one curve for each kind: over the share of coordinates and their bits."""
+    """Accuracy over megabytes from a client, one curve for each kind: over the share of coordinates and their bits.
+    Runs on whitened features are stars of their own."""
+    for row in (row for row in rows if row["features"] == "whitened"):
+        _, edge, face, _ = _MARKS[_kind(row)]
+        place = (row["bytes_up"] / row["clients"] / 1e6, 100 * row["mean"])
+        panel.plot(*place, marker="*", markersize=15, color=edge, markerfacecolor=face, markeredgewidth=2, zorder=5)
     for kind in _MARKS:
         curve = sorted(
-            (row for row in rows if _kind(row) == kind and not row["fitted"]), key=lambda row: row["bytes_up"]
+            (row for row in rows if _kind(row) == kind and row["features"] != "whitened" and not row["fitted"]),
+            key=lambda row: row["bytes_up"],
         )
         if not curve:
             continue
