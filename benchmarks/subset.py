@@ -6,6 +6,7 @@ clip. Rivals take turns, and each keeps its best CPU time, which a busy machine 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from pathlib import Path
@@ -62,7 +63,7 @@ def table(result: dict[str, Any]) -> str:
     for label, times in result["milliseconds"].items():
         cells = " | ".join(f"{times[name] / times['plain']:.2f}" for name in names)
         lines.append(f"| {label} | {times['plain']:.1f} | {cells} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"Load average of the machine meanwhile: {result['load']:.1f}."]) + "\n"
 
 
 def main() -> int:
@@ -73,6 +74,7 @@ def main() -> int:
         "milliseconds": {label: measured(label) for label in LABELS},
         "turns": TURNS,
         "threads": 1,
+        "load": os.getloadavg()[0],
         "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,
     }
