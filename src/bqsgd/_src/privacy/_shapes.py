@@ -172,6 +172,11 @@ def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> 
         )
     mixing = float(np.max(np.diff(shifts) ** 2 / (4 * shifts[1:] * shifts[:-1]), initial=0.0))
     spent = min(length**2 * (1 + mixing), dimension * largest**2)
+    # A coordinate moves P or Q, never both, and p + q / (1 - q) <= (p + q) / (1 - q). With more trials this is next to
+    # nothing; they count it twice, as they always have, so that plans keep their figures to the last bit.
+    moved = (moved_in_all + square * spent) / (1 - moved_in_all)
+    if noise.pmf.size > FEW_TRIALS:
+        moved = moved_in_all + square * length**2 + moved_in_all / (1 - moved_in_all)
     return _Corners(
         shifts=shifts,
         losses=tuple(losses),
@@ -180,8 +185,7 @@ def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> 
         score_mass=score_mass,
         first=first,
         spent=spent,
-        # A coordinate moves P or Q, never both: p + q / (1 - q) <= (p + q) / (1 - q).
-        moved=(moved_in_all + square * spent) / (1 - moved_in_all),
+        moved=moved,
     )
 
 
@@ -371,6 +375,31 @@ def _symmetric(step: float, heights: Floats) -> Pair:
     return Pair(step=step, first=1 - heights.size, major=major, p_only=edge, q_only=edge)
 
 
+def _lowest(
+    corners: _Corners, log_z: Floats, t: Floats, smoothings: tuple[float, ...], variance: float, *, blocks: bool = False
+) -> Floats:
+    """The least bound on the curves of all shapes at each z, over lines with the points t and over smoothings."""
+    mu = math.sqrt(corners.spent / variance)
+    turns = np.exp(-1j * np.outer(log_z, t))
+    orders = 1 + TILTS / mu
+    heights = np.full((orders.size, len(smoothings), log_z.size), np.inf)
+    with np.errstate(all="ignore"):  # a line on which moments overflow gives NaN or infinity, which fmin passes over
+        lines = []
+        for i, (a, log) in enumerate(zip(orders, _log_moments(corners, orders, t), strict=True)):
+            line = _line(corners, a + 1j * t, log, variance)
+            lines += [line] if blocks else []
+            for j, smoothing in enumerate(smoothings):
+                heights[i, j] = np.fmin(heights[i, j], _heights(line, log_z, turns, smoothing * mu**2))
+        best = np.argmin(heights.min(axis=1), axis=0)
+        for i, line in enumerate(lines):
+            at = np.abs(best - i) <= NEAR_LINES
+            for j, smoothing in enumerate(smoothings if at.any() else ()):
+                bound = _block_heights(line, log_z[at], turns[at], smoothing * mu**2)
+                heights[i, j, at] = np.fmin(heights[i, j, at], bound)
+    result: Floats = heights.min(axis=(0, 1))
+    return result
+
+
 @lru_cache(maxsize=64)
 def shaped_pair(noise: NoiseLaw, largest: float, length: float, dimension: int) -> Pair:
     """The pair that dominates a message whose shift vector has norm `length` and coordinates up to `largest` steps.
@@ -388,28 +417,12 @@ def shaped_pair(noise: NoiseLaw, largest: float, length: float, dimension: int) 
     # Checked before arrays of this size are made. Beyond, z itself is larger than a float.
     if step * points > LARGEST_LOG_Z:
         raise AccountingError(f"a shift of {mu:.3g} standard deviations reveals too much for the L2 route")
-    few = noise.pmf.size <= FEW_TRIALS
-    t = (np.arange(0.0, FEW_LINE_END, FEW_LINE_STEP) if few else np.arange(0.0, LINE_END, LINE_STEP)) / mu
     log_z: Floats = step * np.arange(points, dtype=np.float64)
-    turns = np.exp(-1j * np.outer(log_z, t))
-    orders = 1 + TILTS / mu
-    # By line and smoothing.
-    smoothings = [smoothing * mu**2 for smoothing in (FEW_SMOOTHINGS if few else SMOOTHINGS)]
-    heights = np.full((orders.size, len(smoothings), log_z.size), np.inf)
-    with np.errstate(all="ignore"):  # a line on which moments overflow gives NaN or infinity, which fmin passes over
-        lines = []
-        for i, (a, log) in enumerate(zip(orders, _log_moments(corners, orders, t), strict=True)):
-            line = _line(corners, a + 1j * t, log, variance)
-            lines += [line] if few else []
-            for j, smoothing in enumerate(smoothings):
-                heights[i, j] = np.fmin(heights[i, j], _heights(line, log_z, turns, smoothing))
-        best = np.argmin(heights.min(axis=1), axis=0)
-        for i, line in enumerate(lines):
-            at = np.abs(best - i) <= NEAR_LINES
-            for j, smoothing in enumerate(smoothings if at.any() else []):
-                bound = _block_heights(line, log_z[at], turns[at], smoothing)
-                heights[i, j, at] = np.fmin(heights[i, j, at], bound)
-    least = np.minimum.accumulate(np.minimum(1.0, heights.min(axis=(0, 1)) + corners.moved))
+    lowest = _lowest(corners, log_z, np.arange(0.0, LINE_END, LINE_STEP) / mu, SMOOTHINGS, variance)
+    if noise.pmf.size <= FEW_TRIALS:
+        t = np.arange(0.0, FEW_LINE_END, FEW_LINE_STEP) / mu
+        lowest = np.fmin(lowest, _lowest(corners, log_z, t, FEW_SMOOTHINGS, variance, blocks=True))
+    least = np.minimum.accumulate(np.minimum(1.0, lowest + corners.moved))
     # The claims are proven for a symmetric law, and the sampler's is not quite ("The mechanism and its law").
     uneven = 4 * dimension * mirror_distance(noise)
     return charged(_symmetric(step, least), uneven)
