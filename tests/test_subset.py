@@ -13,7 +13,7 @@ from bqsgd._src.codec import Accumulator, decode_frame, encode_frame
 from bqsgd._src.errors import InvalidParameter, WrongParameters
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Kept, Mechanism
-from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer, Scale, clipped_gradients
 from bqsgd._src.subset import Subsets, rotate_rows
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -129,7 +129,10 @@ def models():
 
 
 MODELS = {name: (model, inputs) for name, model, inputs in models()}
-CLIPS = [L2(0.3), Dual(0.3, 0.01), Clamp(0.01), Scale(0.01), BatchMean(0.01)]
+CLIPS = [
+    L2(0.3), Normalize(0.3, 0.1), Dual(0.3, 0.01), PerLayer(L2(0.3)), PerLayer(Dual(0.3, 0.01)), Clamp(0.01),
+    Scale(0.01), BatchMean(0.01),
+]  # fmt: skip
 
 
 @pytest.fixture(params=MODELS)
@@ -153,18 +156,20 @@ def gradients(model, inputs, targets):
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: type(clip).__name__)
 def test_the_clip_acts_on_the_kept_coordinates_of_the_rotated_gradient(case, clip, one_in):
     model, inputs, targets = case
-    drawn = of_model(model, one_in, rotated=isinstance(clip, (L2, Dual))).drawn(round=3, client=7)
+    drawn = of_model(model, one_in, rotated=clip.euclidean is not None).drawn(round=3, client=7)
     found = clipped_gradients(model, LOSS, (inputs, targets), clip=clip, batch_size=16, subset=drawn)
     kept = [drawn.keep(gradient) for gradient in gradients(model, inputs, targets)]
     if isinstance(clip, BatchMean):
         expected = (np.sum(kept, axis=0) / 16).clip(-clip.bound, clip.bound)
     else:
-        expected = np.sum([clip.clipped(each) for each in kept], axis=0) / 16
+        expected = np.sum([clip.clipped(each, drawn.counts) for each in kept], axis=0) / 16
     assert found.mean.shape == expected.shape
     np.testing.assert_allclose(found.mean.numpy(), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("clip", [L2(0.3), Dual(0.3, 0.01), Clamp(0.01)], ids=lambda clip: type(clip).__name__)
+@pytest.mark.parametrize(
+    "clip", [L2(0.3), Dual(0.3, 0.01), PerLayer(Normalize(0.3, 0.1)), Clamp(0.01)], ids=lambda clip: type(clip).__name__
+)
 def test_what_a_sample_adds_is_its_own_and_inside_the_bound_for_every_subset(case, clip):
     """Claim 14: for any round and client, hence for any subset that anybody could choose."""
     model, inputs, targets = case

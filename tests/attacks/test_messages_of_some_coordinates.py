@@ -20,7 +20,7 @@ from bqsgd._src.ledger import Ledger
 from bqsgd._src.models import to_vector
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Mechanism
-from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Scale, clipped_gradients, factors
+from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer, Scale, clipped_gradients, factors
 from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.program import Form
 from bqsgd._src.subset import Subset, Subsets
@@ -111,7 +111,7 @@ ROADS = {
     "AloneRoad": Looks,
     "odd shapes": Odd,
 }
-CLIPS = [L2(1.0), Dual(1.0, 0.1), Clamp(0.1), Scale(0.1)]
+CLIPS = [L2(1.0), Dual(1.0, 0.1), PerLayer(L2(1.0)), Normalize(1.0), Clamp(0.1), Scale(0.1)]
 
 
 @pytest.mark.filterwarnings("ignore::bqsgd._src.persample.gradients.SlowGradientsWarning")
@@ -126,7 +126,7 @@ def test_a_record_of_any_size_is_inside_the_bound_and_apart_on_every_road(road):
         used = type(road_of(model, LOSS, None, form, batch_size=BATCH, packed=False)).__name__
     assert used == road or road not in ("LanesRoad", "PassesRoad", "AloneRoad")
     for number, size in enumerate((1e-45, 1e-20, 1.0, 1e19, 3e38, np.inf, np.nan)):
-        whole, clip = (3, 13, 10**4)[number % 3], CLIPS[number % 4]
+        whole, clip = (3, 13, 10**4)[number % 3], CLIPS[number % len(CLIPS)]
         share = clip.of_share(1 / whole)
         drawn = of_model(model, whole, rotated=number % 2 == 0).drawn(round=number, client=1)
         inputs = torch.cat([others, (torch.randn(1, 9) * size)]).to(dtype)
