@@ -73,7 +73,7 @@ def table(result: dict[str, Any]) -> str:
     lines = ["| MiB | " + " | ".join(RIVALS) + " |", "|---" + "|---:" * len(RIVALS) + "|"]
     for row in result["rows"]:
         cells = [_cell(row["bytes"][rival]) for rival in RIVALS]
-        lines.append(f"| {row['model']}, batch {row['batch_size']} | {' | '.join(cells)} |")
+        lines.append(f"| {row['model']}, {row['batch_size']} samples | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -132,3 +132,14 @@ def test_masks_position_ids_and_conv1d_stay_on_the_fast_road(build: Callable[...
         expected = flat if sample == 0 else expected + flat
     mean = clipped_gradients(model, loss, batch, clip=L2(8.0), batch_size=1).mean  # bites nobody
     assert float((mean - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_the_table_of_memory_is_that_of_the_committed_run() -> None:
+    from benchmarks import memory
+
+    shown = memory.PAGE.read_text().split(memory.TABLE_STARTS)[1].split(memory.TABLE_ENDS)[0]
+    result = json.loads((memory.benchmarks.RESULTS / "memory.json").read_text())
+    assert shown == memory.table(result)
+    assert [(row["model"], row["batch_size"]) for row in result["rows"]] == [
+        (label, size) for label in memory.LABELS for size in memory.BATCHES
+    ]

@@ -90,7 +90,7 @@ class PrivateSteps:
     Args:
         model: the module inside DDP (`ddp_model.module`).
         loss_fn: (outputs, targets) -> one loss per sample.
-        clip: bounds one sample's gradient: Dual, Clamp, L2 or Scale.
+        clip: bounds one sample's gradient; any of `bqsgd.clips` but BatchMean.
         batch_size: public L. The sum of clipped gradients is divided by it, whatever number of samples a batch has.
         dataset_size: number of samples on this rank.
         sampling: how the caller draws batches. Poisson: every sample independently with probability L / dataset_size.
