@@ -35,6 +35,7 @@ _SECTIONS = {
     "faults": "experiments.assurance.faults:section",
     "l2_accounting": "experiments.assurance.l2_accounting:section",
     "mechanisms": "experiments.assurance.mechanisms:section",
+    "by_value": "experiments.assurance.by_value:section",
     "gates": "experiments.assurance.gates:section",
     "tightness": "experiments.assurance.tightness:section",
     "counts": "experiments.assurance.counts:section",
