@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from distributed_worker import points
 from torch.nn.parallel import DistributedDataParallel
 
 from bqsgd._src.codec import decode_frame, encode_frame
@@ -20,6 +19,7 @@ from bqsgd._src.noise import privacy_rng, seeded_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import Clamp, clipped_gradients
 from bqsgd.distributed import BQHookState, PrivateSteps, bq_hook, join
+from tiny_task import points
 
 LOSS = torch.nn.CrossEntropyLoss(reduction="none")
 NOISY = Mechanism(levels=20, trials=200)

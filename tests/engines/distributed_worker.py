@@ -26,22 +26,9 @@ from bqsgd._src.wire.model_message import read_model
 from bqsgd._src.wire.reply import Reply
 from bqsgd.distributed import join, torch_distributed
 from fault_book import write_down
+from tiny_task import linear, points
 
 DIMENSION = 6
-
-
-def linear():
-    model = torch.nn.Linear(2, 2)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[0.1, -0.2], [0.3, 0.0]]))
-        model.bias.zero_()
-    return model
-
-
-def points(samples, seed):
-    rng = np.random.default_rng(seed)
-    inputs = rng.normal(size=(samples, 2)).astype(np.float32)
-    return inputs, (inputs[:, 0] > inputs[:, 1]).astype(np.int64)
 
 
 def task(clients):

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from distributed_worker import points
 
 from bqsgd._src.client.sums import made_identities
 from bqsgd._src.engines.torch_distributed.client import answer_rounds, joined_run
@@ -29,6 +28,7 @@ from bqsgd._src.secure.roster import write_identity
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
 from bqsgd.distributed import join, torch_distributed
+from tiny_task import points
 
 SEED = 9
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distributed_processes import run_ranks
 from hostile_servers import (
     BASE,
     LOSS,
@@ -42,6 +41,7 @@ from bqsgd._src.persample import L2, BatchMean, Clamp, Dual, Normalize, PerLayer
 from bqsgd._src.tasks.task import Task
 from bqsgd._src.wire.reply import Reply
 from bqsgd.distributed import BQHookState, PrivateSteps
+from distributed_processes import run_ranks
 from long_suite import others_slow
 from tiny_task import client_of
 

@@ -1,55 +1,20 @@
 """The same lines under torchrun: each rank a client, frames exchanged, the same model everywhere."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from private_loops import LOSS, recorded
+from private_loops import LOSS, recorded, told_by_ranks
 from torch import nn
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "rank_loop.py"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    shared = {
-        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder), str(rank)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    found = []
-    for output in outputs:
-        lines = [line for line in output.splitlines() if line.startswith("TOLD ")]
-        assert lines, output
-        found.append(json.loads(lines[0].removeprefix("TOLD ")))
-    return folder, found
+    return folder, told_by_ranks(WORKER, folder, 2)
 
 
 def test_every_rank_has_the_same_model_and_its_own_guarantee(told):

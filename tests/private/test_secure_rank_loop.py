@@ -1,16 +1,12 @@
 """make_private with secure sums under torchrun: the mean of all ranks, and no rank sees another's message."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from test_ranks import free_port
+from private_loops import told_by_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,31 +44,7 @@ def told(tmp_path_factory):
         write_identity(folder / f"{rank}.key", identity)
     roster = Roster({rank: public_key(identity) for rank, identity in identities.items()})
     (folder / "roster.toml").write_text(roster.to_toml())
-    shared = {
-        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder), str(rank)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    found = []
-    for output in outputs:
-        lines = [line for line in output.splitlines() if line.startswith("TOLD ")]
-        assert lines, output
-        found.append(json.loads(lines[0].removeprefix("TOLD ")))
-    return found
+    return told_by_ranks(WORKER, folder, RANKS)
 
 
 @pytest.mark.slow

@@ -33,5 +33,5 @@ def fork_ranks(script, size, outputs, asked):
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1]))  # helpers that tests of several folders share
+    sys.path.append(str(Path(sys.argv[1]).parent))
     fork_ranks(*sys.argv[1:])

@@ -11,11 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from forked import SECONDS, in_fork
 from forked_ranks import fork_ranks
 
-from forked import SECONDS, in_fork
-
-WORKER = Path(__file__).parent / "distributed_worker.py"
+WORKER = Path(__file__).parent / "engines" / "distributed_worker.py"
 FORKED_RANKS = Path(__file__).parent / "forked_ranks.py"
 
 
