@@ -41,6 +41,8 @@ from bqsgd._src.wire.frame import read_frame
 from bqsgd.flower import Node, client_app
 from loop_grid import LoopGrid
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 
 class Federation:
     """Four nodes over a loop grid, with ledgers under `folder`."""
@@ -281,22 +283,9 @@ def test_faults_are_named_and_cost_only_their_own_round(federation, tmp_path, ca
     assert run.server.round == 4
 
 
-class Time:
-    """Time that passes by sleeping alone, however busy the machine is."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-def test_the_deadline_is_held_against_the_arrival_not_against_the_handing_over(federation, tmp_path, monkeypatch):
-    clock = Time()
-    monkeypatch.setattr("bqsgd._src.flower.messages.time", clock)
+def test_the_deadline_is_held_against_the_arrival_not_against_the_handing_over(
+    federation, tmp_path, monkeypatch, clock
+):
     monkeypatch.setitem(Server.__init__.__kwdefaults__, "clock", clock.monotonic)
 
     def tamper(client, message, reply):
@@ -341,10 +330,7 @@ def test_a_late_frame_is_not_lost_while_a_newcomer_is_greeted(federation, tmp_pa
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_node_that_is_slow_to_join_is_asked_again_only_once_nobody_answers(federation, monkeypatch, lost):
-    clock = Time()
-    for place in ("messages", "engine"):
-        monkeypatch.setattr(f"bqsgd._src.flower.{place}.time", clock)
+def test_a_node_that_is_slow_to_join_is_asked_again_only_once_nobody_answers(federation, clock, lost):
     questions, kept = Counter(), {}
 
     def tamper(client, message, reply):

@@ -35,6 +35,8 @@ from bqsgd._src.tasks.task import Task
 from bqsgd.flower import Node, client_app
 from loop_grid import LoopGrid
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 CLIENTS = 5
 BASE = {
     "clients": CLIENTS, "rounds": 4, "batch_size": 8, "rate": 0.25, "clip": "l2", "clip_norm": 1.0, "range": 0.3,
