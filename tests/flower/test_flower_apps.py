@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from flwr.app import Array, ArrayRecord, Context, Error, MessageType, RecordDict
+from loop_federation import LoopFederation
 
 from bqsgd._src import models
 from bqsgd._src.cli.app import main
@@ -24,9 +25,8 @@ from bqsgd._src.errors import BudgetExhausted, FrameError, InvalidParameter
 from bqsgd._src.flower.engine import NoQuorum
 from bqsgd._src.flower.federation import write_app
 from bqsgd._src.flower.messages import FRAME, data_of, field_of, pack
-from bqsgd._src.flower.server_app import serve, server_app
+from bqsgd._src.flower.server_app import server_app
 from bqsgd._src.flower.settings import Service, check_overrides, read_settings
-from bqsgd._src.ledger import Ledger
 from bqsgd._src.noise import seeded_rng
 from bqsgd._src.params import Mechanism
 from bqsgd._src.records.checkpoint import load_checkpoint
@@ -39,43 +39,20 @@ from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.text import one_line
 from bqsgd._src.wire.frame import read_frame
 from bqsgd.flower import Node, client_app
-from loop_grid import LoopGrid
 
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-class Federation:
+class Federation(LoopFederation):
     """Four nodes over a loop grid, with ledgers under `folder`."""
 
     def __init__(self, task, folder, *, tamper=None, nodes=range(4), options=None, **settings):
-        self.task, self.folder = task, folder
-        self.settings = settings
-        self.grid = LoopGrid(client_app(self.own), settings, [self.node(client, options) for client in nodes], tamper)
-
-    def own(self, config, node, options):
-        return replace(self.task, shares=[] if node is None else [self.task.shares[node.client]])
+        self.folder = folder
+        super().__init__(task, folder, settings, [self.node(client, options) for client in nodes], tamper)
 
     def node(self, client, options=None):
         base = {"client": client, "ledger-folder": str(self.folder / f"node-{client}"), "allow-no-privacy": True}
         return base | {"epsilon": 30.0} | (options or {})
-
-    def serve(self, **service):
-        config, _, options = read_settings(self.settings)
-        return serve(
-            self.grid,
-            config,
-            Service(**{"join_seconds": 60.0, "force": True, **service}),
-            self.own(config, None, options),
-        )
-
-    def spent(self):
-        found = {}
-        for client in range(4):
-            path = self.folder / f"node-{client}" / f"client-{client:04}.ledger"
-            if path.exists():
-                with Ledger(path) as ledger:
-                    found[client] = ledger.spent_rounds
-        return found
 
 
 def flat(config, **changes):

@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from flwr.app import Context, Message, MessageType, RecordDict
+from loop_federation import LoopFederation
 from torch import nn
 
 from bqsgd._src.client.sums import SumSetup, made_identities
 from bqsgd._src.errors import InvalidParameter, NotWritten
 from bqsgd._src.flower.engine import NoQuorum
 from bqsgd._src.flower.messages import FRAME, MODEL, data_of, field_of, has_data, pack
-from bqsgd._src.flower.server_app import serve
-from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE, Service, read_settings
+from bqsgd._src.flower.settings import LEDGER_FOLDER_VARIABLE
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.records.folder import read_rounds
 from bqsgd._src.run import Run
@@ -32,8 +32,7 @@ from bqsgd._src.secure.messages import Kind, is_sum_message, message_kind
 from bqsgd._src.secure.roster import write_identity
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
-from bqsgd.flower import Node, client_app
-from loop_grid import LoopGrid
+from bqsgd.flower import Node
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -71,18 +70,18 @@ def step_of(message):
     return message_kind(content).name if is_sum_message(content) else "MODEL"
 
 
-class Federation:
+class Federation(LoopFederation):
     """Five nodes, each with its identity key, its roster and its folder; `roster` of the server."""
 
     def __init__(self, folder, *, tamper=None, nodes=range(CLIENTS), options=None, simulated=False, **changes):
         merged = {**BASE, **changes}
-        self.settings = {name: value for name, value in merged.items() if value is not None}
-        self.folder, self.task, self.made = folder, small_task(), 0
+        settings = {name: value for name, value in merged.items() if value is not None}
+        self.folder = folder
         if not simulated:
-            self.settings.setdefault("roster", str(folder / "roster.toml"))
+            settings.setdefault("roster", str(folder / "roster.toml"))
             self.write_keys()
         places = [self.node(client, simulated, options or {}) for client in nodes]
-        self.grid = LoopGrid(client_app(self.own), self.settings, places, tamper)
+        super().__init__(small_task(), folder, settings, places, tamper)
 
     def write_keys(self, seed=3):
         self.folder.mkdir(exist_ok=True)
@@ -100,28 +99,6 @@ class Federation:
         place = {"client": client, "ledger-folder": str(self.folder / f"node-{client}")}
         merged = place | keys | {"allow-no-privacy": True, "epsilon": 60.0} | options
         return {name: value for name, value in merged.items() if value is not None}
-
-    def own(self, config, node, options):
-        self.made += node is not None
-        return replace(self.task, shares=[] if node is None else [self.task.shares[node.client]])
-
-    def serve(self, **service):
-        config, _, options = read_settings(self.settings)
-        return serve(
-            self.grid,
-            config,
-            Service(**{"join_seconds": 60.0, "force": True, **service}),
-            self.own(config, None, options),
-        )
-
-    def spent(self):
-        found = {}
-        for client in range(CLIENTS):
-            path = self.folder / f"node-{client}" / f"client-{client:04}.ledger"
-            if path.exists():
-                with Ledger(path) as ledger:
-                    found[client] = ledger.spent_rounds
-        return found
 
     def steps(self):
         """Of the messages sent, one name for all clients of an exchange."""

@@ -18,6 +18,7 @@ from bqsgd._src.persample.gradients import road_of
 from bqsgd._src.persample.lanes import LanesRoad
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form
+from long_suite import others_slow
 from persample_models import ALONE, EVERY, LANES, ROWS, Build, case_of
 
 RELATIVE_ERROR = 1e-5
@@ -33,7 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same'"),  # torch says so once a process
     pytest.mark.filterwarnings("ignore::bqsgd._src.persample.SlowGradientsWarning"),
 ]
-each_build = pytest.mark.parametrize("build", EVERY, ids=lambda build: build.__name__)
 CASES = [
     pytest.param(
         build, seed, id=f"{seed}-{build.__name__}", marks=[pytest.mark.slow] if seed and place % 4 != seed else []
@@ -76,7 +76,7 @@ def test_every_clip_agrees_with_the_oracle(
     record_property("battery_cases", len(clips))
 
 
-@each_build
+@pytest.mark.parametrize("build", others_slow(EVERY, EVERY[::3]), ids=lambda build: build.__name__)
 def test_measured_sensitivity_never_exceeds_the_stated_one(build: Build) -> None:
     case, seed = case_of(build, 0), 0
     batch_size = SETTINGS[seed][1]
