@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_processes import environment, finish, lines, processes, run_ranks
 
 from bqsgd._src.cli.app import main
 from bqsgd._src.engines.engine import Setup
@@ -29,6 +28,7 @@ from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.named import NamedTask
 from bqsgd._src.tasks.task import Task
 from bqsgd.distributed import join
+from distributed_processes import environment, finish, lines, processes, run_ranks
 from fault_book import counts, seen, together
 
 RANKS, ROUNDS = 4, 250

@@ -5,13 +5,13 @@ Every process has a time limit, and nothing it left is running after the test.
 
 import numpy as np
 import pytest
-from distributed_processes import lines, run_ranks
 from distributed_worker import recording, task
 
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.records.checkpoint import load_checkpoint
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
+from distributed_processes import lines, run_ranks
 from fault_book import counts, not_ok, seen, together, written_down
 
 ENGINE = "torch.distributed"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_processes import run_ranks
 
 from bqsgd._src.codec import encode_frame
 from bqsgd._src.errors import InvalidParameter
@@ -19,6 +18,7 @@ from bqsgd._src.params import Mechanism
 from bqsgd._src.persample import L2
 from bqsgd._src.release import Scheme
 from bqsgd.distributed import BQHookState, PrivateSteps, bq_hook
+from distributed_processes import run_ranks
 
 SCRIPT = Path(__file__).parent / "distributed_hook_worker.py"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from digits_worker import digits_task
-from distributed_processes import lines, run_ranks
 from distributed_worker import recording
 
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
+from distributed_processes import lines, run_ranks
 
 SETTINGS = {
     "clients": 4, "rounds": 5, "batch_size": 32, "levels": 17, "trials": 220, "epsilon": 100.0,

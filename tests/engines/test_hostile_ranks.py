@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from distributed_processes import run_ranks
 
 from bqsgd._src.engines.torch_distributed import engine
 from bqsgd._src.engines.torch_distributed.ranks import MessageKind
 from bqsgd._src.errors import InvalidParameter
+from distributed_processes import run_ranks
 
 SCRIPT = Path(__file__).parent / "hostile_rank_worker.py"
 WORDS = b"no\x1b[2J\x1b]0;owned\x07\r\nround 3: all is well \xe2\x80\xae" + b"x" * 400

@@ -7,10 +7,10 @@ import tomllib
 
 import numpy as np
 import pytest
-from distributed_processes import environment, finish, free_port, processes
 
 from bqsgd._src.cli.app import main
 from bqsgd._src.records.checkpoint import load_checkpoint
+from distributed_processes import environment, finish, free_port, processes
 
 MODULE = """
 import os

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from distributed_processes import lines, run_ranks
 from secure_worker import DIMENSION, SEED, Mischief, small_task, write_keys
 from test_exchange import Rank
 
@@ -19,6 +18,7 @@ from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
+from distributed_processes import lines, run_ranks
 from fault_book import counts, not_ok, seen, together
 
 WORKER = Path(__file__).parent / "secure_worker.py"

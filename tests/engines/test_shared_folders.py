@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from distributed_processes import environment, finish, free_port, processes
 from torch import nn
 
 from bqsgd._src.cli.app import main
@@ -23,6 +22,7 @@ from bqsgd._src.reports.page import read_run
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
 from bqsgd._src.tasks.task import Task
+from distributed_processes import environment, finish, free_port, processes
 
 ROUNDS = 4
 
