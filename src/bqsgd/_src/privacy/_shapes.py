@@ -314,7 +314,10 @@ def _block_heights(line: _Line, log_z: Floats, turns: Complexes, smoothing: floa
     away = (line.corners - line.corners.mean(axis=0)) * np.sqrt(size / size.sum())
     if not np.all(np.isfinite(away)):  # moments overflowed
         return np.full(log_z.size, math.inf)
-    place = np.linalg.svd(np.concatenate([away.real, away.imag], axis=1), full_matrices=False)[0][:, 0]
+    try:
+        place = np.linalg.eigh((away @ away.conj().T).real)[1][:, -1]
+    except np.linalg.LinAlgError:  # the bound without blocks stands
+        return np.full(log_z.size, math.inf)
     place = (place - place.min()) / (np.ptp(place) or 1.0)
     along = (place - place.mean()) @ line.corners / max(float((place - place.mean()) @ place), 1e-300)
     left = line.corners - np.outer(place, along)
