@@ -128,7 +128,7 @@ def test_close_to_the_worst_homogeneous_shape(trials, largest, length):
     assert np.all(ratio < [1.02, 1.02, 2.0])
 
 
-@given(st.integers(64, 3000), st.floats(0.05, 8.0), st.sampled_from([0, 1]), st.floats(1e-14, 1e-6))
+@given(st.integers(8, 3000), st.floats(0.05, 8.0), st.sampled_from([0, 1]), st.floats(1e-14, 1e-6))
 @settings(max_examples=40, deadline=None)
 def test_a_capped_pair_with_the_moved_mass_dominates(trials, shift, order, allowed):
     pair = _shapes._orders(Binomial(trials), shift)[order]
@@ -139,6 +139,32 @@ def test_a_capped_pair_with_the_moved_mass_dominates(trials, shift, order, allow
     for z in np.exp(np.linspace(-2, 4, 13)):
         truth = float(np.maximum(pair.p - z * pair.q, 0).sum())
         assert truth <= moved + float(np.maximum(1 + excess - z, 0) @ q) + 1e-13
+
+
+@pytest.mark.parametrize(("trials", "largest", "length"), [(20, 6.0, 6.0), (63, 9.3, 20.0), (70, 30.0, 30.0)])
+def test_the_caps_pay_for_the_norm_that_the_grid_adds(trials, largest, length):
+    """A shift between two of the grid spends more than its square, and its caps move as much more (step 3)."""
+    corners = _shapes._corners(Binomial(trials), largest, length, 40)
+    lost = coordinate_atoms(Binomial(trials), largest).p_only
+    assert corners.spent > length**2
+    assert corners.moved >= corners.spent * lost / largest**2
+
+
+@given(st.integers(4, 63), st.floats(0.0, 1.0), st.floats(0.02, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_below_the_grid_the_caps_pay_in_both_orders(trials, cap, part):
+    """P(u) against the law with the capped score: it lacks at most u t, or a factor 1 - u t / (1 - u) (step 3)."""
+    u = 0.5 * part
+    pair = _shapes._orders(Binomial(trials), 1.0)[0]
+    score, q, t = _shapes._capped(pair, cap)
+    still = pair.q > 0
+    moved = pair.q[still] * (1 + u * pair.excess[still])
+    order = np.argsort(pair.excess[still], kind="stable")
+    law = q * (1 + u * score)
+    assert law.sum() == pytest.approx(1.0, abs=1e-12)
+    lost = u * float(pair.p[~still].sum())
+    assert lost + np.maximum(moved[order] - law, 0).sum() <= u * t + 1e-15
+    assert np.all(moved[order] >= (1 - u * t / (1 - u)) * law - 1e-15)
 
 
 @given(st.integers(64, 5000), st.floats(0.1, 12.0), st.floats(0.0, 1.0), st.floats(0.5, 6.0), st.floats(0.0, 6.0))

@@ -173,10 +173,11 @@ def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> 
     mixing = float(np.max(np.diff(shifts) ** 2 / (4 * shifts[1:] * shifts[:-1]), initial=0.0))
     spent = min(length**2 * (1 + mixing), dimension * largest**2)
     # A coordinate moves P or Q, never both, and p + q / (1 - q) <= (p + q) / (1 - q). With more trials this is next to
-    # nothing; they count it twice, as they always have, so that plans keep their figures to the last bit.
+    # nothing, unless shifts are long; they count the linear part twice, as they always have, where that is more, so
+    # that plans keep their figures to the last bit.
     moved = (moved_in_all + square * spent) / (1 - moved_in_all)
     if noise.pmf.size > FEW_TRIALS:
-        moved = moved_in_all + square * length**2 + moved_in_all / (1 - moved_in_all)
+        moved = max(moved, moved_in_all + square * length**2 + moved_in_all / (1 - moved_in_all))
     return _Corners(
         shifts=shifts,
         losses=tuple(losses),
