@@ -308,6 +308,13 @@ def test_whitened_features_are_the_matrix_times_the_scattering_features_at_each_
     assert features_shape("whitened", (1, 8, 12)) == found.shape[1:]
 
 
+@pytest.mark.parametrize("side", [4, 8, 28])
+def test_an_image_has_the_same_whitened_features_in_every_place(side):
+    """Images of 4 x 4 pixels have features that lie at every alignment, which decides the last bits of a product."""
+    found = transformed(WHITENED, np.repeat(images(1, 1, side, side), 40, axis=0))
+    np.testing.assert_array_equal(found, found[:1].repeat(40, axis=0))
+
+
 def test_whitened_features_take_grey_images_only():
     for refused in [(3, 32, 32), (8, 8), ()]:
         with pytest.raises(InvalidParameter, match="one channel"):

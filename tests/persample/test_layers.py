@@ -105,6 +105,30 @@ def test_a_tensor_without_coordinates_has_a_clip_of_its_own_and_adds_nothing() -
         clipped(TwoParts(), inputs, PerLayer([L2(1.0), L2(1.0)]))
 
 
+class Lines(nn.Module):
+    """As many coordinates as tensors, one of which has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.zeros(size) for size in (0, 1, 1, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat(list(self.parts))
+
+
+@pytest.mark.parametrize(
+    "clip", [PerLayer(L2(1.0)), PerLayer(Dual(1.0, 0.5)), PerLayer([L2(1e-6), L2(1e-3), L2(1.0), L2(1e3)])], ids=str
+)
+def test_in_units_of_its_ranges_a_record_moves_the_sum_by_no_more_than_stated(clip: PerLayer) -> None:
+    model = Lines()
+    reach = torch.from_numpy(clip.ranges(model))
+    moved = clipped(model, torch.full((1, 4), 1e9), clip)[0] / reach
+    for stated in (clip.sensitivity(batch_size=1), clip.sensitivity(batch_size=1, range=reach.numpy())):
+        assert stated.l2 is not None
+        assert float(moved.norm()) <= stated.l2
+        assert float(moved.abs().max()) <= stated.linf
+
+
 def test_frozen_layers_have_no_clip() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)

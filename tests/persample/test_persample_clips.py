@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from bqsgd._src.release import Relation, Sensitivity
         (PerLayer((L2(3.0), Dual(4.0, 2.0))), {"range": 0.5}, 6 / 32, 10 / 32),
         (PerLayer((L2(3.0), L2(4.0))), {"range": (0.75, 0.8)}, 5 / 32, math.hypot(4, 5) / 32),
         (PerLayer((L2(3.0), L2(4.0))), {}, 1 / 32, math.sqrt(2) / 32),
+        (PerLayer((L2(3.0), L2(4.0))), {"range": np.array([0.5, 0.8])}, 8 / 32, 10 / 32),
         (PerLayer(L2(0.5)), {"range": 0.125}, 4 / 32, 4 / 32),
         (PerLayer(Dual(0.5, 0.125)), {}, 1 / 32, 4 / 32),
         (Normalize(0.5), {"range": 0.125}, 4 / 32, 4 / 32),
@@ -54,9 +56,17 @@ def test_the_batch_mean_moves_by_twice_its_range_whatever_the_batch_size(batch_s
 def test_one_clip_a_parameter_gives_one_range_a_coordinate() -> None:
     clip = PerLayer([Clamp(0.5), L2(2.0)])
     assert clip.ranges(nn.Linear(2, 3)).tolist() == [0.5] * 6 + [2.0] * 3
-    assert PerLayer(L2(1.0)).ranges(nn.Linear(1, 1)).tolist() == [1 / math.sqrt(2)] * 2
+    assert PerLayer(L2(1.0)).ranges(nn.Linear(1, 1)).tolist() == [1.0] * 2
     with pytest.raises(InvalidParameter, match="has 2 clips, the model 1"):
         clip.ranges(nn.Linear(2, 3, bias=False))
+
+
+@pytest.mark.parametrize("make", [L2, Clamp, Scale, Normalize, lambda bound: PerLayer(Dual(bound, bound))])
+def test_a_bound_is_an_ordinary_number_whatever_type_it_has(make: Callable[[object], Clip]) -> None:
+    """In half precision the room that clips leave for rounding, 2^-20 of a bound, is none."""
+    for kind in (np.float16, np.float32, np.float64, np.longdouble, np.int8, int):
+        assert make(kind(1)) == make(1.0)
+        assert type(make(kind(1)).largest) is float
 
 
 @pytest.mark.parametrize("bad", [(), (L2(1.0), PerLayer(L2(1.0))), BatchMean(1.0), (L2(1.0), 1.0), 1.0, "l2", None])

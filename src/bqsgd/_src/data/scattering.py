@@ -162,11 +162,13 @@ def _whitened_chunk(input_shape: tuple[int, ...]) -> Callable[[_Floats], _Floats
     """The features of `SCATTERING` times the matrix, at each position."""
     of_chunk = _chunk_transform(input_shape)
     with MATRIX.open("rb") as file:
-        matrix = torch.from_numpy(np.load(file, allow_pickle=False))
-    # One image at a time, for the same path whatever stands beside it.
-    return lambda pixels: np.stack(
-        [(matrix @ torch.from_numpy(row.reshape(CHANNELS, -1))).numpy().reshape(row.shape) for row in of_chunk(pixels)]
-    )
+        matrix = torch.from_numpy(np.load(file, allow_pickle=False)).clone()
+
+    def whitened(row: _Floats) -> _Floats:
+        # One image at a time, in memory that torch aligns: a library takes the same path for every image.
+        return (matrix @ torch.from_numpy(row).clone().reshape(CHANNELS, -1)).reshape(row.shape).numpy()
+
+    return lambda pixels: np.stack([whitened(row) for row in of_chunk(pixels)])
 
 
 WHITENED = Transform(output_shape=_whitened_shape, chunk_transform=_whitened_chunk)

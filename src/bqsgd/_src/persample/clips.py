@@ -32,7 +32,7 @@ SMALLEST = 1e-12
 """Below this a squared norm would underflow in float32, and a gradient would pass its bound."""
 
 _Range = float | Sequence[float] | npt.NDArray[np.float64]
-"""The encoder's range: one number, one per parameter tensor, or one per coordinate."""
+"""The encoder's range: one number, a list of one per parameter tensor, or an array of one per coordinate."""
 
 _Vector = npt.NDArray[np.float64]
 
@@ -63,6 +63,7 @@ class Clip(ABC):
                 raise InvalidParameter(
                     f"{field.name} must be from {SMALLEST} to {1 / SMALLEST}, got {value!r}; rescale the loss"
                 )
+            object.__setattr__(self, field.name, value)  # NumPy would compute with its numbers in their own precision
 
     @property
     @abstractmethod
@@ -313,14 +314,15 @@ class PerLayer(Clip):
     ) -> Sensitivity:
         """max C_j / (L R_j), and the root of the sum of (C2_j / (L R_j))^2.
 
-        R is the bound of the one clip, or of each tensor's own, unless given. A `range` of another length than `clip`
-        is met with its smallest entry.
+        R is the bound of the one clip, or of each tensor's own, unless given. A list has one R for each clip; a list of
+        another length, or an array, which has one for each coordinate, is met with its smallest entry.
 
         >>> PerLayer((Clamp(0.5), Clamp(2.0))).sensitivity(batch_size=32).linf
         0.03125
         """
         reach = _ranges([clip.usual_range for clip in self._each] if range is None else range)
-        reach = reach if len(reach) == len(self._each) else (min(reach),) * len(self._each)
+        if len(reach) != len(self._each) or isinstance(range, np.ndarray):
+            reach = (min(reach),) * len(self._each)
         each = [
             clip.sensitivity(batch_size=batch_size, range=own, relation=relation)
             for clip, own in zip(self._each, reach, strict=True)
@@ -334,9 +336,11 @@ class PerLayer(Clip):
         return np.concatenate([clip.clipped(own) for clip, own in zip(self.layers(len(sizes)), parts, strict=True)])
 
     def ranges(self, model: nn.Module) -> _Vector:
-        """Each tensor's own R, one per coordinate of the flat gradient: the range to give the encoder."""
+        """The R that `sensitivity` takes if none is given, for every coordinate of the flat gradient."""
         sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        return np.repeat([clip.usual_range for clip in self.layers(len(sizes))], sizes)
+        count = len(self.layers(len(sizes)))
+        each = self._each if isinstance(self.clip, tuple) else self._each * count
+        return np.repeat([clip.usual_range for clip in each], sizes)
 
 
 @dataclass(frozen=True)
