@@ -528,3 +528,32 @@ def test_tracing_takes_a_model_on_its_own() -> None:
         traced(Whole(nn.Linear(4, 3).requires_grad_(False), LOSS, None), Form.of(small_batch()))
     with pytest.raises(InvalidParameter, match="does not depend on a trainable parameter"):
         traced(Whole(nn.Linear(4, 3), lambda outputs, targets: targets * 1.0, None), Form.of(small_batch()))
+
+
+class Pictures(nn.Module):
+    """A convolution and attention, in passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4 * 36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.relu(self.convolution(x)).flatten(2).unsqueeze(1)
+        return self.head(nn.functional.scaled_dot_product_attention(z, z, z).flatten(1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_the_layout_of_weights_changes_no_gradient(traced_before: bool, packed: bool) -> None:
+    torch.manual_seed(0)
+    batch, loss = (torch.randn(3, 3, 6, 6), torch.tensor([0, 1, 2])), nn.CrossEntropyLoss(reduction="none")
+    plain, model = Pictures(), Pictures()
+    model.load_state_dict(plain.state_dict())
+
+    def mean(of: nn.Module) -> Tensor:
+        return clipped_gradients(of, loss, batch, clip=L2(1.0), batch_size=1, packed=packed).mean.clone()
+
+    if traced_before:
+        mean(model)
+    model.to(memory_format=torch.channels_last)
+    assert torch.equal(mean(model), mean(plain))

@@ -74,6 +74,10 @@ class Form:
         return hash((str(self.structure), self.leaves))
 
 
+def _in_order(tensor: Tensor) -> Tensor:
+    return tensor.contiguous() if tensor.layout is torch.strided else tensor
+
+
 class Whole(nn.Module):
     """Model, forward and loss of a batch of one as one module, so that its parameters and buffers can be swapped."""
 
@@ -103,10 +107,11 @@ class Whole(nn.Module):
         return torch.autograd.grad(losses.sum(), trained, allow_unused=True)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The trainable parameters by name, and all other parameters and buffers."""
-        trained = {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
-        held = {name: p.detach() for name, p in self.named_parameters() if not p.requires_grad}
-        return trained, held | dict(self.named_buffers())
+        """The trainable parameters by name, and all other parameters and buffers. Contiguous, however the model keeps
+        them (channels_last): a program is laid out for one layout."""
+        trained = {name: _in_order(p.detach()) for name, p in self.named_parameters() if p.requires_grad}
+        held = {name: _in_order(p.detach()) for name, p in self.named_parameters() if not p.requires_grad}
+        return trained, held | {name: _in_order(buffer) for name, buffer in self.named_buffers()}
 
     def given(self) -> list[Tensor]:
         """All of them, in the order in which a program takes them."""
