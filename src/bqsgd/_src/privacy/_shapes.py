@@ -9,6 +9,7 @@ with all coordinates alike) plus a computed remainder of second order bounds eve
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,8 +45,8 @@ FEW_LINE_END, FEW_LINE_STEP = 60.0, 0.1
 """Ratios of likelihoods reach far beyond e^mu, so terms n != 0 of step 4 vanish only with a finer step."""
 FEW_SMOOTHINGS = (0.004, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0)
 """Curves fall slowly in their tails, so Y may vary more: that damps the far points, where shapes differ most."""
-BLOCKS = 12
-"""Into so many blocks the shapes are cut."""
+BLOCKS = (12, 4)
+"""Into so many blocks the shapes are cut along the direction in which they differ most, and along the next one."""
 NEAR_LINES = 2
 """Blocks are computed on the line that is best without them and on so many neighbours of it on either side."""
 CURVE_STEP, CURVE_END = 0.02, 24.0
@@ -310,34 +311,36 @@ def _heights(line: _Line, log_z: Floats, turns: Complexes, smoothing: float) -> 
 def _block_heights(line: _Line, log_z: Floats, turns: Complexes, smoothing: float) -> Floats:
     """The same as `_heights`, block by block (step 8): the largest bound of the blocks that cover all shapes."""
     weight, beyond = _weights(line.s, smoothing)
-    # The place of each corner, from 0 to 1, along the direction in which the corners differ most. Any places would do.
+    # The places of each corner, from 0 to 1, along the directions in which the corners differ most. Any would do.
     size = np.abs(weight) * np.exp(line.corners.real.mean(axis=0) - line.top[0])
     away = (line.corners - line.corners.mean(axis=0)) * np.sqrt(size / size.sum())
     if not np.all(np.isfinite(away)):  # moments overflowed
         return np.full(log_z.size, math.inf)
     try:
-        place = np.linalg.eigh((away @ away.conj().T).real)[1][:, -1]
+        places = np.linalg.eigh((away @ away.conj().T).real)[1][:, : -1 - len(BLOCKS) : -1].T
     except np.linalg.LinAlgError:  # the bound without blocks stands
         return np.full(log_z.size, math.inf)
-    place = (place - place.min()) / (np.ptp(place) or 1.0)
-    along = (place - place.mean()) @ line.corners / max(float((place - place.mean()) @ place), 1e-300)
-    left = line.corners - np.outer(place, along)
+    places = places - places.min(axis=1, keepdims=True)
+    places = places / np.maximum(places.max(axis=1, keepdims=True), 1e-300)
+    centred = places - places.mean(axis=1, keepdims=True)
+    along = centred @ line.corners / np.maximum((centred**2).sum(axis=1, keepdims=True), 1e-300)
+    left = line.corners - places.T @ along
     start = _middle(left)
     left = left - start
-    scale, half = float(line.top[0]), 0.5 / BLOCKS
-    most = half * np.abs(along.real) + left.real.max(axis=0) + line.error
-    far_off = half * np.abs(along) + np.abs(left).max(axis=0) + line.error
+    scale, halves = float(line.top[0]), 0.5 / np.array(BLOCKS)
+    most = halves @ np.abs(along.real) + left.real.max(axis=0) + line.error
+    far_off = halves @ np.abs(along) + np.abs(left).max(axis=0) + line.error
     first_and_second = line.error + far_off**2 * _second_order(most)
     highest = np.full(log_z.size, -math.inf)
-    for block in range(BLOCKS):
-        centre = start + (block + 0.5) / BLOCKS * along
+    for middle in itertools.product(*((np.arange(blocks) + 0.5) / blocks for blocks in BLOCKS)):
+        centre = start + np.array(middle) @ along
         by_expansion = np.exp(centre.real - scale) * first_and_second
         by_size = np.exp(np.minimum(line.top, centre.real + most) - scale)
         near = by_expansion < by_size
         remainder = float(np.abs(weight) @ (np.where(near, by_expansion, by_size) + line.rounding)) + beyond
         main = weight[near] * np.exp(centre[near] - scale)
         seen = turns[:, near]
-        linear = (seen @ main).real + half * np.abs((seen @ (main * along[near])).real)
+        linear = (seen @ main).real + np.abs((seen @ (main * along[:, near]).T).real) @ halves
         linear = linear + (seen @ (main * left[:, near]).T).real.max(axis=1)
         highest = np.maximum(highest, linear + remainder)  # NaN, if any, stays and is passed over in the end
     result: Floats = np.exp(scale + (1 - line.s[0].real) * log_z) * highest
