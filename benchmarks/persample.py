@@ -55,7 +55,7 @@ TIMES_PLAIN = {
     "Transformer": {"L2": 1.5},
     "LoRA": {"L2": 1.5},
     "ResNet-18": {"L2": 2.0},
-    "ResNet-18 of fewer": {"L2": 2.0},
+    "ResNet-18, few images": {"L2": 2.0},
     "BERT 2x128": {"L2": 2.0},
     "BERT 2x128 LoRA": {"L2": 2.0},
     "GPT-2 2x128": {"L2": 2.0},

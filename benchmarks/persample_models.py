@@ -234,7 +234,7 @@ MODELS: dict[str, Case] = {
         large=True,
         about="GroupNorm, images of 3 x 32 x 32",
     ),
-    "ResNet-18 of fewer": Case(
+    "ResNet-18, few images": Case(
         resnet18, 32, floats(3, 32, 32), clips=TWO_CLIPS, packed=True, large=True, about="the same with 32 images"
     ),
     "LSTM": Case(
