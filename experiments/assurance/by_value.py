@@ -64,8 +64,8 @@ def section(results: dict[str, Any]) -> str:
     lines = [
         "Made by `python -m experiments.assurance.by_value` from `experiments/results/by_value.json`; do not edit.",
         "",
-        f"Epsilon {rounded_up(BUDGET.epsilon, 1)} at delta {BUDGET.delta:g}, {DIMENSION} coordinates in [-1, 1], one message; all "
-        "values may be replaced, and nothing is sampled.",
+        f"Epsilon {rounded_up(BUDGET.epsilon, 1)} at delta {BUDGET.delta:g}, {DIMENSION} coordinates in [-1, 1], one "
+        "message; all values may be replaced, and nothing is sampled.",
         "",
         "| seen | bits | " + " | ".join(f"{name}: error, bits, papers" for name in names) + " |",
         "|---|--:|" + "---|" * len(names),

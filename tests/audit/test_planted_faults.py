@@ -115,7 +115,7 @@ def test_the_results_hold_every_case_with_its_own_claim() -> None:
             assert row["violated"] == (group == "faults")
             claim = case.claim()
             assert row["release"] == json.loads(json.dumps(claim.to_dict()))
-            # The figure claimed when the case was audited; a later accountant may prove less, and the verdict must stand.
+            # What was claimed when the case was audited. Today's accountant may prove less, and the verdict must stand.
             today = Accountant().compose(claim).epsilon(planted.DELTA)
             assert 0.99 * row["claimed_epsilon"] <= today <= 1.001 * row["claimed_epsilon"]
             assert row["violated"] or row["epsilon_lower"] <= today

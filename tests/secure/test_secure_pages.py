@@ -364,5 +364,7 @@ def test_the_accuracies_of_the_page_are_those_of_the_runs():
     assert shown == {
         name
         for name, row in points.items()
-        if name == row["preset"] and name.startswith(("mnist-eps3", "fashion-eps3")) and not name.endswith(("bit", "whitened"))
+        if name == row["preset"]
+        and name.startswith(("mnist-eps3", "fashion-eps3"))
+        and not name.endswith(("bit", "whitened"))
     }
