@@ -173,9 +173,8 @@ def _corners(noise: NoiseLaw, largest: float, length: float, dimension: int) -> 
         )
     mixing = float(np.max(np.diff(shifts) ** 2 / (4 * shifts[1:] * shifts[:-1]), initial=0.0))
     spent = min(length**2 * (1 + mixing), dimension * largest**2)
-    # A coordinate moves P or Q, never both, and p + q / (1 - q) <= (p + q) / (1 - q). With more trials this is next to
-    # nothing, unless shifts are long; they count the linear part twice, as they always have, where that is more, so
-    # that plans keep their figures to the last bit.
+    # A coordinate moves P or Q, never both, and p + q / (1 - q) <= (p + q) / (1 - q). With more trials the linear part
+    # is next to nothing; it is counted twice where that is more, so that plans do not get a smaller figure than before.
     moved = (moved_in_all + square * spent) / (1 - moved_in_all)
     if noise.pmf.size > FEW_TRIALS:
         moved = max(moved, moved_in_all + square * length**2 + moved_in_all / (1 - moved_in_all))
