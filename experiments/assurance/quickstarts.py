@@ -4,7 +4,7 @@ python -m experiments.assurance.quickstarts     # packages and CIFAR-10 into .qu
 
 Flower's app asks for "uoft-cs/cifar10", and a folder of that name beside it is taken in the place of the hub: the real
 images and labels, in the same columns. NVFlare's job finds torchvision's files in the folder that it names itself.
-torchvision is the published wheel, of which its Python part runs here (`quickstart_site/sitecustomize.py`).
+torchvision is the published wheel, but only its Python part runs here (`quickstart_site/sitecustomize.py`).
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def compare_by_value(
 
         def within(x: float) -> bool:
             check_time()
-            with suppress(AccountingError, InvalidParameter):  # a parameter out of range is none within the budget
+            with suppress(AccountingError, InvalidParameter):  # a parameter out of range does not meet the budget
                 law = by_value.composed(make(x), dimension=terms.dimension, rounds=rounds)
                 return float(law.get_epsilon_for_delta(budget.delta)) <= budget.epsilon
             return False
@@ -321,7 +321,7 @@ def compare_by_value(
 
 
 def _least(mechanisms: list[Any]) -> Any:
-    """The mechanism of least error; None if there is none."""
+    """The mechanism with the least error, or None if no mechanism meets the budget."""
     return min((one for one in mechanisms if one is not None), key=lambda one: one.error, default=None)
 
 
