@@ -91,7 +91,14 @@ CURVES = {
     "cifar10-eps3-sums-100": (1,),
 }
 """Preset -> N of the points beside its own at which a message carries one in N coordinates."""
-FITTED = ("mnist-eps3", "mnist-eps3-100", "mnist-eps3-sums", "fashion-eps3")
+FITTED = (
+    "mnist-eps3",
+    "mnist-eps3-100",
+    "mnist-eps3-sums",
+    "fashion-eps3",
+    "cifar10-imagenet-eps1",
+    "cifar10-imagenet-eps1-sums",
+)
 POINTS = (
     Point(preset="mnist-eps3-sums", target=0.987),
     Point(preset="mnist-eps3-sums-100", target=0.987),
