@@ -147,6 +147,11 @@ def test_refusals(task, settings, tmp_path):
     (tmp_path / "config.toml").write_text(kept.replace("name = ", "# "))
     with pytest.raises(InvalidParameter, match="does not name its run"):
         Run.resume(task, folder=tmp_path)
+    for edit in (("learning_rate = ", "learning_rate = 1"), ("epsilon = 30.0", "epsilon = 31.0")):
+        assert edit[0] in kept
+        (tmp_path / "config.toml").write_text(kept.replace(*edit))
+        with pytest.raises(CheckpointError, match="not as it was when the checkpoint was written"):
+            Run.resume(task, folder=tmp_path)
     (tmp_path / "config.toml").write_text(kept)
     (tmp_path / "ledgers/client-0002.ledger").unlink()
     with pytest.raises(LedgerError, match="no ledger"):

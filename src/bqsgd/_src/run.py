@@ -17,7 +17,9 @@ again when their noise is new; with seeded noise they are the same bytes, and th
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import logging
 import math
 import platform
@@ -77,6 +79,7 @@ _log = logging.getLogger("bqsgd.run")
 _DATA = "data"
 """The table of config.toml that holds the settings of a named task."""
 _WIDTHS = "sum_widths"
+_SETTINGS = "settings_sha256"
 _BEST = "best"
 """The array of a checkpoint that holds the best model so far."""
 _TOTALS = ("bytes_up", "bytes_down", "bytes_up_float32", "bytes_down_float32")
@@ -243,6 +246,11 @@ class Run:
                 if state.get("run") != config.run.name:
                     raise CheckpointError(
                         f"the checkpoint in {path} is of run {state.get('run')!r}, not {config.run.name!r}"
+                    )
+                if state.get(_SETTINGS, digest := _digest(config)) != digest:  # older checkpoints have none
+                    raise CheckpointError(
+                        f"{path / CONFIG} is not as it was when the checkpoint was written; put the settings back, or "
+                        "start a new run in another folder"
                     )
                 run.server.restore(arrays, round=round_of(state))
                 run._restore_widths(state.get(_WIDTHS))
@@ -486,7 +494,12 @@ class Run:
         """Write the state to the folder; it is durable when this returns."""
         if self.folder is not None:
             elapsed = time.monotonic() - self._started
-            state: dict[str, Any] = {"round": self.round, "run": self.config.run.name, "elapsed_seconds": elapsed}
+            state: dict[str, Any] = {
+                "round": self.round,
+                "run": self.config.run.name,
+                _SETTINGS: _digest(self.config),
+                "elapsed_seconds": elapsed,
+            }
             if self._sums:
                 # Without groups it is one state, as in checkpoints from before there were groups.
                 widths = [sums.widths.state() for sums in self._sums if sums.widths is not None]
@@ -603,6 +616,10 @@ def stored_settings(folder: Path) -> tuple[Config, Mapping[str, Any]]:
     if config.run.name is None:
         raise InvalidParameter(f"{folder / CONFIG} does not name its run, so it cannot be resumed")
     return config, data
+
+
+def _digest(config: Config) -> str:
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def _epoch_file(group: int) -> str:
