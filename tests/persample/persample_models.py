@@ -393,6 +393,13 @@ def wide_attention(draw: random.Random) -> Case:
     return Case(model, (torch.randn(SAMPLES, 32, 128), labels()))
 
 
+def wide_convolutions(draw: random.Random) -> Case:
+    """Convolutions that are large enough for weights that are laid out once for all samples."""
+    first = nn.Conv2d(24, 128, 3, padding=1, bias=draw.random() < 0.5)
+    second = nn.Conv2d(128, 160, 3, stride=2, bias=draw.random() < 0.5)
+    return headed(nn.Sequential(first, nn.GroupNorm(4, 128), second, nn.PReLU()), 24, 13, 13)
+
+
 def encoder(draw: random.Random) -> Case:
     width = 2 * draw.randint(1, 4)
     first = draw.random() < 0.5
@@ -528,7 +535,7 @@ LANES: list[Build] = [
 """What our own loops take, in float32."""
 ROWS: list[Build] = [
     conv_around, transposed_conv, padded_pooling, group_norm, elu, prelu, in_place, tied_conv,
-    tied_table, weight_normed, weight_normed_conv, attention, wide_attention, encoder, binary_loss,
+    tied_table, weight_normed, weight_normed_conv, attention, wide_attention, wide_convolutions, encoder, binary_loss,
     smoothed_labels, loss_of_positions,
 ]  # fmt: skip
 """What goes through torch's kernels in rows."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample.gradients import road_of
-from bqsgd._src.persample.layouts import ONEDNN, with_fewer_views
+from bqsgd._src.persample.layouts import ONEDNN, convolve_packed, with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Whole, program_of, side_by_side
@@ -215,6 +215,42 @@ def test_large_products_go_through_onednn_without_python_and_values_stay():
     assert without_python is not body
     for found, right in zip(without_python(*given), program.body(outputs)(*given), strict=True):
         torch.testing.assert_close(found, right)
+
+
+CONVOLUTIONS = [
+    ((96, 12, 12), {"out_channels": 40, "kernel_size": 3, "padding": 1}),
+    ((96, 13, 9), {"out_channels": 200, "kernel_size": (3, 2), "stride": (2, 3), "padding": (2, 0), "bias": False}),
+    ((200, 10, 8), {"out_channels": 190, "kernel_size": 1, "stride": 1, "padding": 1}),
+    ((200, 17, 16), {"out_channels": 190, "kernel_size": 1, "stride": 2, "bias": False}),
+    ((64, 20, 20), {"out_channels": 80, "kernel_size": 3, "dilation": 2, "stride": 2, "padding": "valid"}),
+    ((64, 20, 20), {"out_channels": 48, "kernel_size": 5, "padding": 3, "stride": 4}),
+]
+
+
+@pytest.mark.parametrize(("image", "how"), CONVOLUTIONS)
+def test_large_convolutions_go_through_onednn_with_weights_laid_out_once(image, how):
+    """And the gradients of their inputs, at points that no window reads too."""
+    torch.manual_seed(3)
+    convolutions = nn.Conv2d(image[0], image[0], 3, padding=1), nn.Conv2d(image[0], **how)
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.LazyLinear(2))
+    x, y = torch.randn(1, *image), torch.tensor([1])
+    model(x)
+    program = program_of(model, LOSS, None, Form.of((x, y)))
+    outputs = [gradient.node for gradient in program.gradients]
+    given = [value.detach() for value in program.prelude()(*Whole(model, LOSS, None).given())]
+    expected = program.body(outputs)(*given, x, y)
+    prelude, body = program.prelude(), program.body(outputs)
+    convolve_packed(prelude, body, len(given))
+    with torch.no_grad():
+        shared = prelude(*Whole(model, LOSS, None).given())
+        body = with_fewer_views(body, len(shared), [*shared, x, y])
+        found = native(body)(*shared, x, y)
+    kinds = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._convolution_transpose_pointwise.default
+    counts = [len(body.graph.find_nodes(op="call_function", target=kind)) for kind in kinds]
+    assert counts == [2 * ONEDNN, 1 * ONEDNN]
+    assert len(shared) - len(given) == sum(counts)
+    for each, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
 
 
 class Attending(nn.Module):

@@ -34,7 +34,7 @@ TELLING: list[tuple[Build, torch.dtype]] = [
         "linear", "wide_linear", "linear_sequence", "conv2d", "pooling", "embedding_mean", "layer_norm", "gelu",
         "lstm", "dictionary", "linear_loss",  # over lanes
         "group_norm", "padded_pooling", "transposed_conv", "attention", "wide_attention", "encoder",
-        "loss_of_positions",  # in passes
+        "wide_convolutions", "loss_of_positions",  # in passes
         "branches_on_values",  # alone
     )),
     *((getattr(models, name), torch.float64) for name in ("wide_linear", "conv2d", "wide_table", "layer_norm")),

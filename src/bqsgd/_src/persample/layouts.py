@@ -1,4 +1,4 @@
-"""The same program laid out for speed: fewer views, and products of matrices by the faster library.
+"""The same program laid out for speed: fewer views, and products and convolutions by the faster library.
 
 The order of operations stays as it is, and a view is a view of a sample's own tensor still.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from bqsgd._src.persample.program import shape_of
 from bqsgd._src.runtime.threads import in_own_threads
 
-aten = torch.ops.aten
+aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _VIEWS = {
     *_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default,
@@ -26,6 +26,8 @@ _VIEWS = {
 LARGE = 1 << 21
 """Multiplications from which on oneDNN computes a product: it fills the vectors of every processor, which the library
 behind `mm` does on some only, and needs ten microseconds to begin."""
+SMALL = 20480
+"""Entries of an image up to which torch does not have oneDNN convolve it."""
 ONEDNN = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")
 
 
@@ -96,8 +98,80 @@ def _use_onednn(graph: Any) -> None:
             with graph.inserting_before(node):
                 weight = graph.call_function(aten.t.default, (right,))
             weight.meta["val"] = right.meta["val"].t()
-            node.target = torch.ops.mkldnn._linear_pointwise.default
-            node.args = (left, weight, bias[0] if bias else None, "none", [], "")
+            node.target = mkldnn._linear_pointwise.default
+            node.args = (left, weight, bias[0] if bias else None, *_ALONE)
+
+
+def convolve_packed(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) -> None:
+    """Have oneDNN compute the large convolutions of the body, with weights that the prelude lays out for it once for
+    all samples: doing that for each sample takes longer than to convolve a small image.
+
+    shared: values that the body has of the prelude; those that are added come after them.
+    """
+    graph: Any = body.graph
+    inputs, returned = graph.find_nodes(op="placeholder"), prelude.graph.output_node()
+    given: dict[Any, Any] = dict(zip(inputs[:shared], returned.args[0], strict=True))  # type: ignore[arg-type]
+
+    def packed(operation: Any, weight: fx.Node, *how: Any) -> fx.Node:
+        with prelude.graph.inserting_before(returned):
+            made = prelude.graph.call_function(operation, (given[weight], *how))
+        returned.args = ([*returned.args[0], made],)  # type: ignore[misc, list-item]
+        with graph.inserting_before(inputs[shared]):
+            return graph.placeholder(made.name)  # type: ignore[no-any-return]
+
+    for node in list(graph.nodes) if ONEDNN else ():
+        if node.target is aten.convolution.default and node.args[1] in given and _is_large(node, *node.args):
+            x, weight, bias, *sides = node.args[:6]
+            stride, padding, dilation = map(_of_axes, sides)
+            how = padding, stride, dilation, 1
+            own = packed(mkldnn._reorder_convolution_weight.default, weight, *how, [*shape_of(x)])
+            node.target, node.args = mkldnn._convolution_pointwise.default, (x, own, bias, *how, *_ALONE)
+        elif node.target is aten.convolution_backward.default and node.args[2] in given and _is_large(*node.args):
+            with graph.inserting_before(node):
+                parts = _backward(graph, packed, *node.args)
+            for user in list(node.users):
+                if user.args[1] in parts:
+                    parts[user.args[1]].meta = user.meta
+                    user.replace_all_uses_with(parts[user.args[1]])
+            node.args = *node.args[:-1], [wanted and n not in parts for n, wanted in enumerate(node.args[-1])]
+    prelude.recompile()
+
+
+_ALONE = "none", [], ""
+"""No operation after a product of oneDNN's."""
+
+
+def _is_large(error: fx.Node, x: fx.Node, weight: fx.Node, bias: Any, *how: Any) -> bool:
+    """Whether it pays to have oneDNN compute the convolution of an image, which has these errors at its output."""
+    axes, like = shape_of(weight)[2:], x.meta["val"]
+    taken = how[3:6:2] == (False, 1) and len(axes) == 2 and like.dtype == torch.float32 and like.device.type == "cpu"
+    return taken and shape_of(error).numel() * shape_of(weight)[1:].numel() >= LARGE
+
+
+def _of_axes(values: Sequence[int]) -> list[int]:
+    return [*values] * 2 if len(values) == 1 else [*values]
+
+
+def _backward(graph: Any, packed: Any, error: Any, x: Any, weight: Any, sizes: Any, *how: Any) -> dict[int, fx.Node]:
+    """The gradients that oneDNN computes: 0 of the input, 1 of the weight."""
+    parts, (of_input, of_weight, _) = {}, how[-1]
+    stride, padding, dilation = map(_of_axes, how[:3])
+    if of_input:
+        ends = zip(shape_of(x)[2:], shape_of(error)[2:], shape_of(weight)[2:], padding, stride, dilation, strict=True)
+        beyond = [
+            size + 2 * side - gap * (taps - 1) - 1 - (out - 1) * step for size, out, taps, side, step, gap in ends
+        ]
+        how = padding, beyond, stride, dilation, 1  # beyond: points that no window reads
+        own = packed(mkldnn._reorder_convolution_transpose_weight.default, weight, *how, [*shape_of(error)])
+        operation = mkldnn._convolution_transpose_pointwise.default
+        parts[0] = graph.call_function(operation, (error, own, None, *how, *_ALONE))
+    if of_weight and shape_of(x).numel() <= SMALL:  # a product of the errors and of the patches of the input
+        patches = graph.call_function(aten.im2col.default, (x, [*shape_of(weight)[2:]], dilation, padding, stride))
+        right = graph.call_function(aten.select.int, (patches, 0, 0))
+        left = graph.call_function(aten.reshape.default, (error, [shape_of(error)[1], -1]))
+        product = graph.call_function(mkldnn._linear_pointwise.default, (left, right, None, *_ALONE))
+        parts[1] = graph.call_function(aten.view.default, (product, [*shape_of(weight)]))
+    return parts
 
 
 class _Layouts(fx.Interpreter):
@@ -112,6 +186,7 @@ class _Layouts(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if isinstance(value, Tensor) and n.target not in _VIEWS and value.storage_offset() == 0:
+        plain = isinstance(value, Tensor) and value.layout is torch.strided and n.target not in _VIEWS
+        if plain and value.storage_offset() == 0:
             self.layouts[n] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return value

@@ -20,7 +20,7 @@ from bqsgd._src.persample import program as programs
 from bqsgd._src.persample._kernels.loops import usable
 from bqsgd._src.persample.device import dense, name_of
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered, factor_of, nodes_of, working
-from bqsgd._src.persample.layouts import with_fewer_views
+from bqsgd._src.persample.layouts import convolve_packed, with_fewer_views
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.program import Program, Whole, shape_of, side_by_side
 from bqsgd._src.runtime.generators import alone, generators_kept
@@ -33,6 +33,8 @@ SIDE_BY_SIDE = 8
 weights are read less often."""
 AT_ONCE, AT_ONCE_BYTES = 64, 28 << 20
 """Passes, and bytes of their gradients, that a thread holds at most; then they are clipped and added up."""
+FEW, FEW_BYTES = 4, 256 << 20
+"""The same for large models, whose weights take longer to read than a few gradients more."""
 WIDE = 1 << 15
 """Coordinates of a gradient from which on its factors are kept instead, where they are much smaller."""
 _ALIGNMENT = 64
@@ -50,16 +52,20 @@ class PassesRoad:
         self.draws, self._prelude = program.draws, program.prelude()
         self._outputs = outputs_of(program, tables=device is not None, products=device is None)
         returned = [node for output in self._outputs for node in output.nodes]
-        fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // (1 + sum(4 * shape_of(node).numel() for node in returned))))
+        each = 1 + sum(4 * shape_of(node).numel() for node in returned)
+        fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // each), min(FEW, FEW_BYTES // each))
         self._at_once = fitting - fitting % min(fitting, SIDE_BY_SIDE)
-        body, count = program.body(returned), len(program.shared)
+        body = program.body(returned)
+        if device is None:
+            convolve_packed(self._prelude, body, len(program.shared))
         errors = []
         for bounded in (False, True):  # what raises here, whatever the sample, would raise for every sample
             leaves = [made_up(node, 1, bounded=bounded)[0] for node in program.leaves]
             try:
                 with alone, generators_kept(), repeatable, torch.no_grad():
                     shared = self._prelude(*whole.randomised())
-                    laid_out = partial(side_by_side, with_fewer_views(body, count, [*shared, *leaves]), count)
+                    body = with_fewer_views(body, len(shared), [*shared, *leaves])
+                    laid_out = partial(side_by_side, body, len(shared))
                     self._for = lru_cache(lambda samples, laid_out=laid_out: native(laid_out(samples)))
                     self._run(shared, leaves, [range(1)], raises=True)
                 return
