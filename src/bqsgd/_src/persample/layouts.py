@@ -137,7 +137,7 @@ def convolve_packed(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) 
     prelude.recompile()
 
 
-_ALONE = "none", [], ""
+_ALONE: tuple[Any, ...] = "none", [], ""
 """No operation after a product of oneDNN's."""
 
 
