@@ -12,21 +12,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils
 from torch import Tensor
 
+from bqsgd._src.persample._kernels.contiguous import BLOCK_SAMPLES
 from bqsgd._src.persample.factors import Dense, Outer, Piece, Scattered, Summed, TableRows, micro_batch
 from bqsgd._src.runtime.compiling import njit
 from bqsgd._src.runtime.threads import in_threads, recycled
+from bqsgd._src.runtime.vectors import INT32, LANES, Emit, tile
 from bqsgd._src.subset import Subset, rotate_rows, transform_row
+
+CACHED = 1 << 20
+"""Kept coordinates at a time, about: few enough to be added up while they are still in the caches."""
 
 
 def kept_parts(pieces: Sequence[Piece], samples: int, subset: Subset, double: bool) -> Iterator[tuple[int, Piece]]:
-    """As many samples at a time as the scratch takes, and their kept coordinates, of all parameters together."""
+    """Some samples at a time, and their kept coordinates, of all parameters together; valid until the next ones."""
     parameters, kept = slice(0, len(subset.subsets.shapes)), subset.subsets.kept
-    size = micro_batch(kept)
+    size = min(micro_batch(kept), BLOCK_SAMPLES * max(1, CACHED // (BLOCK_SAMPLES * kept)))
+    held = recycled((min(samples, size), kept), np.float64 if double else np.float32)
     for start in range(0, samples, size):
         part, at = slice(start, min(start + size, samples)), 0
-        out = recycled((part.stop - start, kept), np.float64 if double else np.float32)
+        out = held[: part.stop - start]
         for piece in pieces:
             span = subset.span(piece.parameters.start, piece.parameters.stop)
             out[:, at : span.start] = 0  # of parameters that the loss does not use
@@ -71,11 +79,23 @@ def _array(values: Tensor) -> Any:
     )
 
 
+@tile
+def _fetch(emit: Emit, x: Any, at: Any, count: Any) -> None:
+    """Ask for so many vectors of x before they are read: memory is slower than what is done to a sample."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT32, INT32, INT32])
+    function = cgutils.get_or_insert_function(emit.builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
+    how = [ir.Constant(INT32, value) for value in (0, 3, 1)]  # for reading, into all caches, as data
+    with emit.count(count) as loop:
+        place = emit.builder.bitcast(emit.at(emit.at(x, at), loop.index, LANES), kind.args[0])
+        emit.builder.call(function, [place, *how])
+
+
 @njit(nogil=True, cache=True)
 def _multiply(
     inputs: Any, errors: Any, signs: Any, rotated: bool, edges: Any, columns: Any, out: Any, start: int, stop: int
 ) -> None:
     scratch = np.empty(inputs.shape[1], inputs.dtype)  # one sample's inputs: they stay in the nearest cache
+    flat, vectors, outputs = inputs.reshape(-1), inputs.shape[1] // LANES, errors.shape[1]
     for sample in range(start, stop):
         row = inputs[sample]
         if rotated:
@@ -83,11 +103,14 @@ def _multiply(
                 scratch[i] = row[i] * signs[i]
             transform_row(scratch)
             row = scratch
-        own = out[sample, edges[0] : edges[-1]]
-        for n in range(own.size):  # apart from the products, which the compiler then makes vectors of
-            own[n] = row[columns[n]]
-        for output in range(errors.shape[1]):
+        for output in range(outputs):
+            if sample + 1 < stop:  # a part of the next sample's inputs
+                first, last = vectors * output // outputs, vectors * (output + 1) // outputs
+                _fetch(flat, (sample + 1) * inputs.shape[1] + first * LANES, last - first)
             error, part = errors[sample, output], out[sample, edges[output] : edges[output + 1]]
+            own = columns[edges[output] - edges[0] : edges[output + 1] - edges[0]]
+            for n in range(part.size):  # apart from the products, which the compiler then makes vectors of
+                part[n] = row[own[n]]
             for n in range(part.size):
                 part[n] *= error
 
