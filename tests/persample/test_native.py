@@ -10,7 +10,7 @@ from torch import nn
 
 from bqsgd._src.persample import L2, clipped_gradients
 from bqsgd._src.persample.gradients import road_of
-from bqsgd._src.persample.layouts import ONEDNN, convolve_packed, with_fewer_views
+from bqsgd._src.persample.layouts import ONEDNN, lay_out
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.passes import PassesRoad
 from bqsgd._src.persample.program import Form, Whole, program_of, side_by_side
@@ -173,23 +173,6 @@ def test_work_in_our_threads_may_ask_for_our_threads_again():
     assert all(name.startswith("bqsgd-") for name, _ in inner)
 
 
-def test_one_view_stands_for_a_chain_of_them_and_values_stay(case):
-    model, batch = case
-    program = program_of(model, LOSS, None, Form.of(batch))
-    outputs = [gradient.node for gradient in program.gradients]
-    with torch.no_grad():
-        given = *program.prelude()(*Whole(model, LOSS, None).given()), *(leaf[:1] for leaf in batch)
-        before = program.body(outputs)
-        after = with_fewer_views(program.body(outputs), len(program.shared), given)
-        for found, right in zip(after(*given), before(*given), strict=True):
-            torch.testing.assert_close(found, right)
-            assert found.is_contiguous()
-    assert {node.target for node in after.graph.nodes}.isdisjoint(
-        {aten.view.default, aten.transpose.int, aten.t.default}
-    )
-    assert 2 * len(after.graph.find_nodes(op="call_function", target=aten.as_strided.default)) < len(before.graph.nodes)
-
-
 def test_a_view_of_the_models_own_tensors_follows_them_where_they_lie(case):
     """A parameter that starts in the middle of its memory: only what an operation returns is read by its place."""
     model, batch = case
@@ -208,7 +191,8 @@ def test_large_products_go_through_onednn_without_python_and_values_stay():
     given = *program.prelude()(*Whole(case.model, LOSS, None).given()), *(leaf[:1] for leaf in case.batch)
     given = [value.detach() for value in given]
     outputs = [gradient.node for gradient in program.gradients]
-    body = with_fewer_views(program.body(outputs), len(program.shared), given)
+    body = program.body(outputs)
+    lay_out(program.prelude(), body, len(program.shared))
     products = body.graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default)
     assert len(products) == 2 * ONEDNN  # forward, and the gradient of the weight
     without_python = native(body)
@@ -240,16 +224,16 @@ def test_large_convolutions_go_through_onednn_with_weights_laid_out_once(image, 
     given = [value.detach() for value in program.prelude()(*Whole(model, LOSS, None).given())]
     expected = program.body(outputs)(*given, x, y)
     prelude, body = program.prelude(), program.body(outputs)
-    convolve_packed(prelude, body, len(given))
+    lay_out(prelude, body, len(given))
     with torch.no_grad():
         shared = prelude(*Whole(model, LOSS, None).given())
-        body = with_fewer_views(body, len(shared), [*shared, x, y])
         found = native(body)(*shared, x, y)
     kinds = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._convolution_transpose_pointwise.default
     counts = [len(body.graph.find_nodes(op="call_function", target=kind)) for kind in kinds]
     assert counts == [2 * ONEDNN, 1 * ONEDNN]
     assert len(shared) - len(given) == sum(counts)
     for each, right in zip(found, expected, strict=True):
+        assert each.is_contiguous()
         torch.testing.assert_close(each, right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
 
 

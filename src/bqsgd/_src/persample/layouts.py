@@ -1,6 +1,6 @@
-"""The same program laid out for speed: fewer views, and products and convolutions by the faster library.
+"""The same program laid out for speed: products and convolutions by the faster library, results where loops read them.
 
-The order of operations stays as it is, and a view is a view of a sample's own tensor still.
+The order of operations stays as it is, and so does what each of them reads.
 """
 
 from __future__ import annotations
@@ -10,19 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from bqsgd._src.persample.program import shape_of
-from bqsgd._src.runtime.threads import in_own_threads
 
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
-_VIEWS = {
-    *_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.select.int,
-    aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
-}  # fmt: skip
-"""Operations that return a part of their input as it lies in memory."""
 LARGE = 1 << 21
 """Multiplications from which on oneDNN computes a product: it fills the vectors of every processor, which the library
 behind `mm` does on some only, and needs ten microseconds to begin."""
@@ -31,64 +23,35 @@ SMALL = 20480
 ONEDNN = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")
 
 
-def with_fewer_views(body: fx.GraphModule, shared: int, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The body with one view in the place of a chain of them, with large products by oneDNN, with contiguous second
-    factors of products by groups, and with contiguous outputs, which the loops read in place.
+def lay_out(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) -> None:
+    """Have oneDNN compute the large products and convolutions of the body, and make second factors of products by
+    groups contiguous, and outputs, which the loops read in place.
 
-    inputs: of a made-up sample, the `shared` values first. They show how operations lay out what they return, which
-    follows from shapes alone.
+    shared: values that the body has of the prelude; weights that are added to them come after them.
     """
     graph: Any = body.graph
-    _use_onednn(graph)
-    seen = _Layouts(body)
-    in_own_threads(lambda _: seen.run(*inputs), 1)
-    for node in graph.find_nodes(op="placeholder")[:shared]:
-        seen.layouts.pop(node, None)  # the model's own tensors may lie elsewhere next time
-    found: dict[fx.Node, tuple[fx.Node, Any]] = {}
-    nothing: Any = (None, None)
-    views: dict[object, fx.Node] = {}
-
-    def read(node: fx.Node) -> fx.Node:
-        """The value of a node in one view of what it is a part of."""
-        base, value = found.get(node, (node, None))
-        if base is node:
-            return node
-        how = list(value.shape), list(value.stride()), value.storage_offset()
-        if (base, str(how)) not in views:
-            with graph.inserting_after(base):
-                views[base, str(how)] = graph.call_function(aten.as_strided.default, (base, *how))
-                views[base, str(how)].meta = {"val": value}
-        return views[base, str(how)]
+    if ONEDNN:
+        _use_onednn(graph)
+        _convolve_packed(prelude, graph, shared)
 
     def contiguous(node: fx.Node) -> fx.Node:
         return graph.call_function(aten.contiguous.default, (node,))  # type: ignore[no-any-return]
 
     for node in list(graph.nodes):
-        base, value = found.get(node.args[0], nothing) if node.args and isinstance(node.args[0], fx.Node) else nothing
-        if value is not None and node.target in _VIEWS:
-            try:
-                found[node] = base, node.target(value, *node.args[1:], **node.kwargs)
-                continue
-            except RuntimeError:  # entries that a transposed product does not have beside each other
-                node.target = aten.reshape.default
-        if isinstance(value, (list, tuple)):
-            found[node] = base, value[node.args[1]]
-            continue
-        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), read)
-        if node in seen.layouts:
-            found[node] = node, seen.layouts[node]
         with graph.inserting_before(node):
             if node.op == "output":
                 node.args = ([contiguous(value) for value in node.args[0]],)
             elif node.target is aten.bmm.default and node.args[1].meta["val"].stride(-1) != 1:
                 node.args = node.args[0], contiguous(node.args[1])
+            elif node.target in (aten.view.default, aten._unsafe_view.default):
+                node.target = aten.reshape.default  # entries may lie otherwise than where the program was traced
     graph.eliminate_dead_code()
     body.recompile()
-    return body
+    prelude.recompile()
 
 
 def _use_onednn(graph: Any) -> None:
-    for node in list(graph.nodes) if ONEDNN else ():
+    for node in list(graph.nodes):
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
             continue
         *bias, left, right = node.args
@@ -102,13 +65,9 @@ def _use_onednn(graph: Any) -> None:
             node.args = (left, weight, bias[0] if bias else None, *_ALONE)
 
 
-def convolve_packed(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) -> None:
-    """Have oneDNN compute the large convolutions of the body, with weights that the prelude lays out for it once for
-    all samples: doing that for each sample takes longer than to convolve a small image.
-
-    shared: values that the body has of the prelude; those that are added come after them.
-    """
-    graph: Any = body.graph
+def _convolve_packed(prelude: fx.GraphModule, graph: Any, shared: int) -> None:
+    """Weights of large convolutions are laid out by the prelude, once for all samples: doing that for each sample takes
+    longer than to convolve a small image."""
     inputs, returned = graph.find_nodes(op="placeholder"), prelude.graph.output_node()
     given: dict[Any, Any] = dict(zip(inputs[:shared], returned.args[0], strict=True))  # type: ignore[arg-type]
 
@@ -119,7 +78,7 @@ def convolve_packed(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) 
         with graph.inserting_before(inputs[shared]):
             return graph.placeholder(made.name)  # type: ignore[no-any-return]
 
-    for node in list(graph.nodes) if ONEDNN else ():
+    for node in list(graph.nodes):
         if node.target is aten.convolution.default and node.args[1] in given and _is_large(node, *node.args):
             x, weight, bias, *sides = node.args[:6]
             stride, padding, dilation = map(_of_axes, sides)
@@ -134,7 +93,6 @@ def convolve_packed(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) 
                     parts[user.args[1]].meta = user.meta
                     user.replace_all_uses_with(parts[user.args[1]])
             node.args = *node.args[:-1], [wanted and n not in parts for n, wanted in enumerate(node.args[-1])]
-    prelude.recompile()
 
 
 _ALONE: tuple[Any, ...] = "none", [], ""
@@ -170,23 +128,5 @@ def _backward(graph: Any, packed: Any, error: Any, x: Any, weight: Any, sizes: A
         right = graph.call_function(aten.select.int, (patches, 0, 0))
         left = graph.call_function(aten.reshape.default, (error, [shape_of(error)[1], -1]))
         product = graph.call_function(mkldnn._linear_pointwise.default, (left, right, None, *_ALONE))
-        parts[1] = graph.call_function(aten.view.default, (product, [*shape_of(weight)]))
+        parts[1] = graph.call_function(aten.reshape.default, (product, [*shape_of(weight)]))
     return parts
-
-
-class _Layouts(fx.Interpreter):
-    """Runs a body, and notes the layout of every tensor that starts where its memory starts."""
-
-    def __init__(self, body: fx.GraphModule) -> None:
-        super().__init__(body)
-        self.layouts: dict[fx.Node, Tensor] = {}
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(aten.reshape.default if target in _RESHAPES else target, args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        plain = isinstance(value, Tensor) and value.layout is torch.strided and n.target not in _VIEWS
-        if plain and value.storage_offset() == 0:
-            self.layouts[n] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return value

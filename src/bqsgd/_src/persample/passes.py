@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +20,7 @@ from bqsgd._src.persample import program as programs
 from bqsgd._src.persample._kernels.loops import usable
 from bqsgd._src.persample.device import dense, name_of
 from bqsgd._src.persample.factors import Dense, Factor, Piece, Scattered, factor_of, nodes_of, working
-from bqsgd._src.persample.layouts import convolve_packed, with_fewer_views
+from bqsgd._src.persample.layouts import lay_out
 from bqsgd._src.persample.native import native
 from bqsgd._src.persample.program import Program, Whole, shape_of, side_by_side
 from bqsgd._src.runtime.generators import alone, generators_kept
@@ -56,17 +56,15 @@ class PassesRoad:
         fitting = max(1, min(AT_ONCE, AT_ONCE_BYTES // each), min(FEW, FEW_BYTES // each))
         self._at_once = fitting - fitting % min(fitting, SIDE_BY_SIDE)
         body = program.body(returned)
-        if device is None:
-            convolve_packed(self._prelude, body, len(program.shared))
+        lay_out(self._prelude, body, len(program.shared))
+        count = len(self._prelude.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._for = lru_cache(lambda samples: native(side_by_side(body, count, samples)))
         errors = []
         for bounded in (False, True):  # what raises here, whatever the sample, would raise for every sample
             leaves = [made_up(node, 1, bounded=bounded)[0] for node in program.leaves]
             try:
                 with alone, generators_kept(), repeatable, torch.no_grad():
                     shared = self._prelude(*whole.randomised())
-                    body = with_fewer_views(body, len(shared), [*shared, *leaves])
-                    laid_out = partial(side_by_side, body, len(shared))
-                    self._for = lru_cache(lambda samples, laid_out=laid_out: native(laid_out(samples)))
                     self._run(shared, leaves, [range(1)], raises=True)
                 return
             except Exception as error:
