@@ -308,8 +308,7 @@ def _mm(x: Any, y: Any, bias: Array | None = None) -> Array:
     shift = None if bias is None else bias[:, 0]
     few = isinstance(y, np.ndarray) and y.shape[-1] == 1 and y.shape[1] <= FEW_OUTPUTS
     if few and isinstance(x, Leaf) and x.shape[0] == 1:
-        found = rows_product(np.ascontiguousarray(y[:, :, 0].T), x.rows, shift)
-        return np.pad(found, [(0, 0), (0, x.lanes - found.shape[1])])[None]
+        return rows_product(y[:, :, 0].T, x.rows, shift, x.lanes)[None]
     x, y = array_of(x), array_of(y)
     if x.shape[-1] == y.shape[-1] == 1:  # as an error that is the same for all samples: the loops fill whole vectors
         return _mm(np.repeat(x, LANES, -1), y, bias)[..., :1]
@@ -511,7 +510,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.erf.default: kernels.erf,
     aten.sigmoid.default: _sigmoid,
     aten.sigmoid_backward.default: lambda error, output: error * ((ONE - output) * output),
-    aten.tanh_backward.default: lambda error, output: kernels.tanh_backward(*np.broadcast_arrays(error, output)),
+    aten.tanh_backward.default: lambda error, output: error * (ONE - output * output),
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.mean.dim: _mean,

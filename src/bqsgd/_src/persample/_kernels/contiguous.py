@@ -99,8 +99,9 @@ def _run_rows(w: Any, x: Any, features: int, bias: Any, start: int, stop: int, o
                 out[row, block + sample] = _halves(sums, sample * wide + row * LANES) + bias[row]
 
 
-def rows_product(w: np.ndarray, x: Tensor | np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """(rows, samples) bias + w x of (rows, features) weights and (samples, features) contiguous samples, in float32.
+def rows_product(w: np.ndarray, x: Tensor | np.ndarray, bias: np.ndarray | None, lanes: int = 0) -> np.ndarray:
+    """(rows, samples) bias + w x of (rows, features) weights and (samples, features) contiguous samples, in float32;
+    with zeros up to so many lanes.
 
     For few rows: each of them is kept in 16 lanes a sample while the features pass by.
     """
@@ -108,9 +109,10 @@ def rows_product(w: np.ndarray, x: Tensor | np.ndarray, bias: np.ndarray | None)
     (samples, features), rows = values.shape, len(w)
     if values.dtype != np.float32 or not values.flags.c_contiguous:
         raise ValueError(f"x must be contiguous float32, got {values.dtype} with strides {values.strides}")
-    filled = np.pad(w, [(0, -rows % STRIP), (0, -features % LANES)])
+    filled = np.zeros((rows + -rows % STRIP, features + -features % LANES), np.float32)
+    filled[:rows, :features] = w
     packed = np.ascontiguousarray(filled.reshape(-1, STRIP, filled.shape[1] // LANES, LANES).swapaxes(1, 2))
-    shift, out = np.zeros(rows, np.float32) if bias is None else bias, np.empty((rows, samples), np.float32)
+    shift, out = np.zeros(rows, np.float32) if bias is None else bias, np.zeros((rows, max(samples, lanes)), np.float32)
     fixed = packed, values.reshape(-1), features, shift
     in_threads(lambda start, stop: _run_rows(*fixed, start, stop, out), samples, each=features)
     return out

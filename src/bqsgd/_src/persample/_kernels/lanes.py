@@ -303,12 +303,6 @@ def _tanh(x: Any, out: Any) -> None:
         out[at] = v if abs(v) < f(0.0004) or v != v else found
 
 
-@njit(nogil=True, cache=True)
-def _tanh_backward(error: Any, output: Any, out: Any) -> None:
-    for at in range(error.size):
-        out[at] = error[at] * (np.float32(1) - output[at] * output[at])
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def _exp(x: Any, out: Any) -> None:
     """Cephes' `expf`: 2^n times a polynomial of the rest, within one unit in the last place; 0 where it underflows."""
@@ -346,12 +340,12 @@ def _rounded(function: Any) -> Callable[..., None]:
 
 
 def _entrywise(loop: Callable[..., None]) -> Callable[..., np.ndarray]:
-    """A loop over entries as a function of arrays: every entry is one fixed function of theirs."""
+    """A loop over entries as a function of an array: every entry is one fixed function of its own."""
 
-    def function(*given: np.ndarray) -> np.ndarray:
-        out = np.empty(given[0].shape, np.float32)
-        flat = *(np.ascontiguousarray(x).reshape(-1) for x in given), out.reshape(-1)
-        in_threads(lambda start, stop: loop(*(part[start:stop] for part in flat)), out.size, each=1)
+    def function(x: np.ndarray) -> np.ndarray:
+        out = np.empty(x.shape, np.float32)
+        flat, found = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
+        in_threads(lambda start, stop: loop(flat[start:stop], found[start:stop]), out.size, each=1)
         return out
 
     return function
@@ -359,8 +353,6 @@ def _entrywise(loop: Callable[..., None]) -> Callable[..., np.ndarray]:
 
 tanh, exp = _entrywise(_tanh), _entrywise(_exp)
 log, log1p, erf = (_entrywise(_rounded(function)) for function in (np.log, np.log1p, math.erf))
-tanh_backward = _entrywise(_tanh_backward)
-"""(error, output) -> error (1 - output^2)."""
 
 
 @njit(nogil=True, cache=True)
