@@ -146,7 +146,7 @@ OTHER_PATHS = {
 }
 HERE = Path(__file__).parent
 FEATURES = "test_the_features_of_an_image_depend_on_nothing_but_that_image"
-QUICK = "cancel or group_norm or padded_pooling or attention"
+QUICK = "cancel or group_norm or padded_pooling or attention or wide_conv"
 """One model of each sort of torch's kernels; the loops of lanes are ours and heed none of these variables."""
 
 
