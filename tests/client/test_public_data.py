@@ -36,4 +36,5 @@ def test_named_features_say_what_their_network_saw(monkeypatch):
     monkeypatch.setattr("bqsgd._src.tasks.named.load_shares", lambda *_, **__: share)
     named = {features: NamedTask.of(dataset="digits", features=features) for features in FEATURES}
     said = {features: each.task(Config.of(clients=1)).public_data for features, each in named.items()}
-    assert said == {"none": "", "scattering": "", "whitened": "", "imagenet": "ImageNet"}
+    pretrained = dict.fromkeys(("imagenet", "imagenet-pair"), "ImageNet")
+    assert said == {"none": "", "scattering": "", "whitened": ""} | pretrained

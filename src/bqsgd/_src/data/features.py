@@ -27,10 +27,15 @@ from bqsgd._src.params import check_choice, check_int
 from bqsgd._src.runtime.modes import one_thread
 from bqsgd._src.storage import draft, open_regular, write_all
 
-FEATURES = ("none", "scattering", "whitened", "imagenet")
-PUBLIC_DATA = {"imagenet": "ImageNet"}
+FEATURES = ("none", "scattering", "whitened", "imagenet", "imagenet-pair")
+PUBLIC_DATA = {"imagenet": "ImageNet", "imagenet-pair": "ImageNet"}
 """Data that the transform was trained on. A guarantee assumes that they are public."""
-_FILES = {"scattering": "scattering-3", "whitened": "whitened-1", "imagenet": "imagenet-2"}
+_FILES = {
+    "scattering": "scattering-3",
+    "whitened": "whitened-1",
+    "imagenet": "imagenet-2",
+    "imagenet-pair": "imagenet-pair-1",
+}
 """Names of the cache files. Raise the number whenever the values change, or old files would be read."""
 _WORTH_SHOWING = 2000
 """Fewer samples are done before anybody reads a progress bar."""
@@ -134,10 +139,10 @@ def features_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _transform(name: str) -> Transform:
     """The transform of this name. Imported here because it loads torch and compiled loops."""
-    if check_choice("features", name, FEATURES) == "imagenet":
-        from bqsgd._src.data.pretrained import IMAGENET
+    if check_choice("features", name, FEATURES) in PUBLIC_DATA:
+        from bqsgd._src.data.pretrained import TRANSFORMS
 
-        return IMAGENET
+        return TRANSFORMS[name]
     from bqsgd._src.data.scattering import SCATTERING, WHITENED
 
     return WHITENED if name == "whitened" else SCATTERING

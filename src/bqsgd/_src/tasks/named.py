@@ -50,8 +50,8 @@ class NamedTask(Group):
     data_folder: str | None = setting(None, "Folder that holds the files of the data set.")
     features: str = setting(
         "none",
-        "none; scattering: fixed wavelet features; whitened: those for fewer rounds; or imagenet: of a network trained "
-        "on ImageNet.",
+        "none; scattering: fixed wavelet features; whitened: those for fewer rounds; imagenet: of a network trained on "
+        "ImageNet; or imagenet-pair: of two.",
         choices=FEATURES,
     )
     model: str | None = setting(
