@@ -113,6 +113,8 @@ POINTS = (
     Point(preset="cifar10-imagenet-eps059-sums", target=0.85),
     Point(preset="cifar10-imagenet-eps1"),
     Point(preset="cifar10-imagenet-eps1-sums"),
+    Point(preset="cifar10-imagenet-pair-eps1-sums", target=0.91),
+    Point(preset="cifar10-imagenet-pair-eps1"),
     Point(preset="cifar10-imagenet-eps01-one-message"),
     Point(preset="mnist-eps1-sums", target=0.985),
     Point(preset="fashion-eps1-sums", target=0.885),

