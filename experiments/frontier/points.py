@@ -110,6 +110,7 @@ POINTS = (
     Point(preset="fashion-eps3-100"),
     Point(preset="cifar10-eps3-sums", target=0.693),
     Point(preset="cifar10-eps3-sums-100", target=0.693),
+    Point(preset="cifar10-eps1-sums", target=0.723),
     Point(preset="cifar10-imagenet-eps059-sums", target=0.85),
     Point(preset="cifar10-imagenet-eps1"),
     Point(preset="cifar10-imagenet-eps1-sums"),

@@ -280,6 +280,7 @@ def _factors(norms: Tensor, clip: float) -> Tensor:
 
 
 CIFAR = {"features": "scattering", "rate": 0.2, "rounds": 200, "noise": 4.11, "learning_rate": 0.4, "average": 0.98}
+CIFAR_1 = CIFAR | {"rate": 1.0, "rounds": 60, "noise": 28.9, "average": 0.9}
 MNIST = {"features": "scattering", "rate": 0.1366, "rounds": 300, "noise": 3.47, "learning_rate": 0.5}
 EACH = MNIST | {"noise": 6.9, "learning_rate": 0.2}
 IMAGENET = {"features": "imagenet", "rate": 1.0, "rounds": 50, "noise": 42.9, "learning_rate": 1.0, "average": 0.9}
@@ -392,6 +393,10 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "Fashion-MNIST, scattering, epsilon 3, each of a hundred": (
         "fashion-mnist",
         [EACH | {"noise": 34.7, "learning_rate": value} for value in (0.05, 0.1, 0.025)],
+    ),
+    "CIFAR-10, scattering, epsilon 1, sums": (
+        "cifar-10",
+        [CIFAR_1, CIFAR_1 | {"learning_rate": 0.8}, CIFAR_1 | {"learning_rate": 0.2}, CIFAR_1 | {"centre": True}],
     ),
     "CIFAR-10, ImageNet features, epsilon 0.59, sums": (
         "cifar-10",
