@@ -488,7 +488,7 @@ def model_steps(folder: Path) -> Reader:
                 numbers = np.arange(20, dtype=np.uint32) % (1 << width)
                 aggregate = Aggregate(messages=4, width=width, numbers=numbers)
                 gradient, variance = descent.gradient(aggregate, round=round)
-                state, step = descent.step(state, gradient, variance=variance, round=round)
+                state, step = descent.step(state, gradient, model=after, variance=variance, round=round)
                 after = moved(after, step)
             parts.append(aggregate.part())
         remembered, last = descent.memory(state), held.round + len(parts)

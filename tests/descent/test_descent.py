@@ -55,7 +55,9 @@ class Sender:
             one = aggregate or self.aggregate()
             if one.messages:
                 gradient, variance = self.descent.gradient(one, round=self.round)
-                self.state, step = self.descent.step(self.state, gradient, variance=variance, round=self.round)
+                self.state, step = self.descent.step(
+                    self.state, gradient, model=self.model, variance=variance, round=self.round
+                )
                 self.model = moved(self.model, step)
             self.parts.append(one.part())
             self.round += 1

@@ -139,15 +139,16 @@ def test_cohorts_without_whole_models_lead_to_the_model_of_one_process(task, set
     assert records[3].bytes_down < 0.5 * records[0].bytes_down  # they are two rounds behind
 
 
-def test_least_squares_leads_to_the_model_of_one_process(task, settings, tmp_path):
+@pytest.mark.parametrize(("method", "rounds"), [("least-squares", 1), ("centred", 3)])
+def test_a_linear_method_leads_to_the_model_of_one_process(task, settings, tmp_path, method, rounds):
     own = replace(task, make_model=lambda: models.build("linear", input_shape=(1, 8, 8), classes=10, seed=0))
-    changes = {"method": "least-squares", "rounds": 1, "rate": 1.0, "batch_size": 300}
+    changes = {"method": method, "rounds": rounds, "rate": 1.0, "batch_size": 300}
     made = Federation(own, tmp_path, **flat(settings(**changes)))
     served = made.serve(folder=tmp_path / "server")
     with Run.start(own, settings(**changes), force=True) as run:
         list(run.rounds())
     np.testing.assert_array_equal(served.model, run.model)
-    assert made.spent() == dict.fromkeys(range(4), 1)
+    assert made.spent() == dict.fromkeys(range(4), rounds)
 
 
 @pytest.mark.slow

@@ -171,19 +171,20 @@ class Accumulator:
         weight: float = 1.0,
         mechanism: Mechanism | None = None,
         subset: Subset | None = None,
+        kept: Kept | None = None,
         client: int | None = None,
         round: int | None = None,
     ) -> Header:
         """Check a frame as `decode_frame` does and add `weight` times its values; returns its header.
 
         subset: which coordinates of the (rotated) vector the frame carries; None for all. What it carries is added as
-        an unbiased estimate of the vector.
+        an unbiased estimate of the vector. kept: what the frame says of a subset, if it is added as it is.
 
         Raises:
             FrameError: the frame was refused and nothing was added.
             InvalidParameter: weight is not positive and finite.
         """
-        kept = None if subset is None else subset.subsets.header
+        kept = kept if subset is None else subset.subsets.header
         dimension = self.total.size if kept is None else kept.dimension
         weight, range = check_positive("weight", weight), check_range(range, dimension)
         checked = _checked(

@@ -164,6 +164,19 @@ def build(name: str, *, input_shape: tuple[int, ...], classes: int, seed: int, a
     return model
 
 
+def only_layer(model: nn.Module) -> nn.Linear | None:
+    """The linear layer that scores two classes or more, if the model is this layer on its flattened inputs.
+
+    None if the model is anything else, or if a parameter of the layer is not trained.
+    """
+    layers = [layer for layer in model.modules() if not isinstance(layer, (nn.Sequential, nn.Flatten, nn.Identity))]
+    plain = isinstance(model, (nn.Sequential, nn.Linear)) and len(layers) == 1
+    layer = layers[0] if plain else None
+    if not isinstance(layer, nn.Linear) or layer.out_features < 2:
+        return None
+    return layer if all(parameter.requires_grad for parameter in layer.parameters()) else None
+
+
 def default_for(input_shape: tuple[int, ...], *, features: str = "none") -> str:
     """The model of a run that names none: `cnn` for 28 x 28 images, `linear` on fixed features, `mlp` otherwise."""
     if features != "none":

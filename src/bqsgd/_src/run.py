@@ -146,7 +146,14 @@ class Run:
             # At one rate a batch grows with the client's samples, so equal weights give every sample the same weight.
             choice = "equal"
         weights = client_weights(choice, self.engine.samples, claimed=self.engine.claimed, sizes=sizes)
-        self.server = Server(model=initial, weights=weights, config=config, least_squares=problem, subsets=subsets)
+        self.server = Server(
+            model=initial,
+            weights=weights,
+            config=config,
+            least_squares=problem,
+            subsets=subsets,
+            centre=self._objective.centre,
+        )
         self._sums = [] if sums is None else self._sum_rounds(sums)
         """The secure sums of every group of clients."""
         self.cohorts = Cohorts(config, self.engine.samples, choose=choose)
@@ -172,7 +179,7 @@ class Run:
                 rounds=self.config.run.rounds,
                 key_rounds=self.config.secure.key_rounds,
                 last_epoch=None if self.folder is None else EpochFile(self.folder / _epoch_file(group)),
-                widths=Widths(plan, dimension=self.server.dimension),
+                widths=Widths(plan, dimension=self.server.dimension, first=int(self.server.descent.measures(0))),
             )
             for group, (agreement, plan) in enumerate(zip(sums.agreements, self.server.sums, strict=True))
         ]

@@ -31,7 +31,7 @@ from bqsgd._src.errors import BudgetExhausted, Infeasible, InvalidParameter, Mod
 from bqsgd._src.ledger import Ledger
 from bqsgd._src.ledger.history import Earlier
 from bqsgd._src.ledger.spending import Charge, Spending
-from bqsgd._src.models import dimension_of, load_vector
+from bqsgd._src.models import dimension_of
 from bqsgd._src.noise import NoiseSource
 from bqsgd._src.planner.search import PlanningTooLong, cpu_seconds
 from bqsgd._src.release import Scheme, Unit
@@ -43,6 +43,7 @@ from bqsgd._src.secure.masks import model_digest
 from bqsgd._src.secure.messages import is_sum_message
 from bqsgd._src.settings.client_plan import client_terms, public_size, release_in, sum_plan
 from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.groups import CENTRED
 from bqsgd._src.settings.node_limits import NodeLimits
 from bqsgd._src.text import one_line
 from bqsgd._src.wire.model_change import receive_model
@@ -139,13 +140,15 @@ class Client:
     def _check_objective(self) -> None:
         """Check that samples are clipped as the ledger will count them: a larger clip would leave no trace."""
         config, objective = self.config, self.objective
-        made = (objective.clip, objective.batch_size, objective.unit, objective.packed, objective.subsets)
+        centred = objective.centre is not None
+        made = (objective.clip, objective.batch_size, objective.unit, objective.packed, objective.subsets, centred)
         privacy, clients = config.privacy, config.clients
-        subsets = subsets_of(config, objective.model)
-        if made != (config.message_clip, privacy.batch_size, privacy.unit, clients.packed_rows, subsets):
+        unit, packed, subsets = privacy.unit, clients.packed_rows, subsets_of(config, objective.model)
+        centred = config.run.method == CENTRED
+        if made != (config.message_clip, privacy.batch_size, unit, packed, subsets, centred):
             raise InvalidParameter(
-                "the objective was made with another clip, batch size, unit, packed_rows or one_in than these settings "
-                "count: make it with objective_of and the settings of this client"
+                "the objective was made with another clip, batch size, unit, packed_rows, one_in or method than these "
+                "settings count: make it with objective_of and the settings of this client"
             )
 
     def answer(self, message: bytes | bytearray | memoryview) -> Reply:
@@ -185,7 +188,11 @@ class Client:
         """The server's steps, to be repeated."""
         sums = sum_plan(self.config, dimension=self.objective.dimension) if self.config.sends_sums else None
         return Descent(
-            config=self.config, dimension=dimension_of(self.model), subsets=self.objective.subsets, sums=sums
+            config=self.config,
+            dimension=dimension_of(self.model),
+            subsets=self.objective.subsets,
+            sums=sums,
+            centre=self.objective.centre,
         )
 
     @cached_property
@@ -231,7 +238,7 @@ class Client:
                 check_noise(self.sums, charge.release, rule=self._rule, seeded=self.sources.seeded)
                 digest = model_digest(model, self.config.summed)
                 outlet = partial(masked_vector, self.sums, range=self.range, model=digest)
-            self._prepare(model)
+            self._prepare(model, round)
             self._look_first(charge)
             self._follow_schedule(charge)
             draws = self.samples.draws or self.objective.draws
@@ -332,7 +339,7 @@ class Client:
         self.samples.rest()
         self._form = self._last = None
 
-    def _prepare(self, model: npt.NDArray[np.float32]) -> None:
+    def _prepare(self, model: npt.NDArray[np.float32], round: int) -> None:
         """Raise now what the model and the settings alone would raise later."""
         with self.sender.timed("gradients"), full_precision():
             is_first = self._form is None
@@ -342,7 +349,7 @@ class Client:
             if is_first or self.terms.unit is Unit.SAMPLE:
                 self.objective.check(form)
             self._form = form
-            load_vector(self.model, model)
+            self.objective.load(model, round=round)
 
     def _values(self, round: int) -> Values:
         """The clipped mean gradient, or the clipped update after several local steps."""

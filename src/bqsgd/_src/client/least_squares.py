@@ -9,6 +9,7 @@ depend on the length of the features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bqsgd._src.client.centred import Centred
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.models import dimension_of, trainable
+from bqsgd._src.models import dimension_of, only_layer, trainable
 from bqsgd._src.persample.clips import L2, Clip
 from bqsgd._src.persample.gradients import ClippedGradients
 from bqsgd._src.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension
@@ -26,7 +28,7 @@ from bqsgd._src.persample.program import Forward, LossFunction
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.modes import Autocast
 from bqsgd._src.settings.config import Config
-from bqsgd._src.settings.groups import LEAST_SQUARES
+from bqsgd._src.settings.groups import CENTRED, LEAST_SQUARES
 from bqsgd._src.subset import Subsets
 
 
@@ -45,24 +47,19 @@ class LeastSquares:
         Raises:
             InvalidParameter: the model is not one linear layer, or it has too many inputs.
         """
-        layers = [layer for layer in model.modules() if not isinstance(layer, (nn.Sequential, nn.Flatten, nn.Identity))]
-        plain = isinstance(model, (nn.Sequential, nn.Linear))
-        if not plain or len(layers) != 1 or not isinstance(layers[0], nn.Linear) or layers[0].out_features < 2:
+        layer = only_layer(model)
+        if layer is None:
             raise InvalidParameter(
                 "least squares fits a linear model of the inputs to the classes: the model must be one nn.Linear with "
-                f"an output per class, after nn.Flatten if need be, got {type(model).__name__}; fixed features "
-                "(--features) go into the inputs"
+                "an output per class and all parameters trainable, after nn.Flatten if need be, got "
+                f"{type(model).__name__}; fixed features (--features) go into the inputs"
             )
-        layer = layers[0]
         if layer.in_features > MOST_FEATURES:
             raise InvalidParameter(
                 f"{layer.in_features} features have {layer.in_features * (layer.in_features + 1) // 2} second moments; "
                 f"least squares takes at most {MOST_FEATURES} features"
             )
-        problem = cls(features=layer.in_features, classes=layer.out_features, offset=layer.bias is not None)
-        if dimension_of(model) != problem.classes * (problem.features + problem.offset):
-            raise InvalidParameter("least squares needs every parameter of the linear layer to be trainable")
-        return problem
+        return cls(features=layer.in_features, classes=layer.out_features, offset=layer.bias is not None)
 
     @property
     def dimension(self) -> int:
@@ -127,8 +124,9 @@ class Moments(Objective):
 
 
 def objective_of(config: Config, model: nn.Module, loss_fn: LossFunction, forward: Forward | None = None) -> Objective:
-    """What a sample adds to a client's message: its clipped gradient, or its moments."""
-    return (Moments if config.run.method == LEAST_SQUARES else Objective)(
+    """What a sample adds to a client's message: its clipped gradient, its features in a round, or its moments."""
+    kinds: dict[str, Callable[..., Objective]] = {LEAST_SQUARES: Moments, CENTRED: partial(Centred, config=config)}
+    return kinds.get(config.run.method, Objective)(
         model,
         loss_fn,
         clip=config.message_clip,

@@ -15,13 +15,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bqsgd._src.client.samples import Part
 from bqsgd._src.client.values import Values
-from bqsgd._src.models import device_of, dimension_of, trainable
+from bqsgd._src.descent.centre import Centre
+from bqsgd._src.models import device_of, dimension_of, load_vector, trainable
 from bqsgd._src.persample import BatchMean, Clip, clipped_gradients
 from bqsgd._src.persample._kernels.grid import Grid
 from bqsgd._src.persample.gradients import Road, road_of
@@ -74,6 +76,8 @@ class Objective:
         self._clipped = partial(
             clipped_gradients, model, loss_fn, clip=clip, forward=forward, batch_size=self._divisor, packed=packed
         )
+        self.centre: Centre | None = None
+        """How the centre of the features is measured; None if it is not."""
         self.autocast: Autocast | None = None
         """The mode of torch.autocast in which forward and loss run; None for off. See `in_callers_autocast`."""
         self.draws = False
@@ -87,6 +91,14 @@ class Objective:
     def dimension(self) -> int:
         """Coordinates of what a sample adds."""
         return dimension_of(self.model) if self.subsets is None else self.subsets.kept
+
+    def load(self, model: npt.NDArray[np.float32], *, round: int) -> None:
+        """Take over the server's model of `round`.
+
+        Raises:
+            InvalidParameter, NonFiniteInput: the vector does not fit or is not finite.
+        """
+        load_vector(self.model, model)
 
     def check(self, data: Any) -> None:
         """Find out how samples of the form of `data` go through model and loss. The values of `data` are not read.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bqsgd._src.descent.centre import Centre
 from bqsgd._src.descent.optimizers import Adam, Sgd, State, optimizer_of, schedule
 from bqsgd._src.errors import ModelMessageError, ModelNotHeld, NonFiniteInput
 from bqsgd._src.planner.sums import SumPlan
@@ -36,13 +37,18 @@ class Descent:
     """How a run turns aggregates into models.
 
     dimension: of the model. subsets: the coordinates that messages carry; None for all. sums: the plan of the run's
-    secure sums, if it has them.
+    secure sums, if it has them. centre: of the features, in a centred run.
     """
 
     config: Config
     dimension: int
     subsets: Subsets | None
     sums: SumPlan | None
+    centre: Centre | None = None
+
+    def measures(self, round: int) -> bool:
+        """Whether the messages of a round measure the centre, and carry no subset of a gradient."""
+        return self.centre is not None and self.centre.measured_in(round)
 
     @property
     def optimizer(self) -> Sgd | Adam:
@@ -80,7 +86,7 @@ class Descent:
 
     def whole(self, values: _Array, *, round: int) -> _Array:
         """The estimate of a round's gradient from the coordinates that all clients have sent."""
-        if self.subsets is None:
+        if self.subsets is None or self.measures(round):
             return values
         return self.subsets.drawn(round=round, client=None).estimate(values)
 
@@ -93,14 +99,20 @@ class Descent:
             survivors = aggregate.messages
             values = self.sums.mean(aggregate.numbers, survivors=survivors, width=aggregate.width)
             # A kept coordinate is multiplied by one_in, and one in one_in is kept.
-            variance = self.sums.variance(survivors) * self.config.range**2 * self.config.clients.one_in
+            share = 1 if self.measures(round) else self.config.clients.one_in
+            variance = self.sums.variance(survivors) * self.config.range**2 * share
         return self.whole(values * self.config.range, round=round), variance
 
-    def step(self, state: State, gradient: _Array, *, variance: float, round: int) -> tuple[State, _Array]:
+    def step(
+        self, state: State, gradient: _Array, *, model: npt.NDArray[np.float32], variance: float, round: int
+    ) -> tuple[State, _Array]:
         """The optimizer's next state, and the step to subtract from the model of `round`."""
+        if self.centre is not None and self.measures(round):
+            return state, self.centre.first_step(model, gradient, variance=variance)
         settings = self.config.server
         rate = settings.learning_rate * schedule(settings.schedule, round=round, rounds=self.config.run.rounds)
-        return self.optimizer.update(state, gradient, learning_rate=rate, noise_variance=variance)
+        state, step = self.optimizer.update(state, gradient, learning_rate=rate, noise_variance=variance)
+        return state, step if self.centre is None else self.centre.step(model, step)
 
     def receive(self, message: bytes | bytearray | memoryview, *, held: ModelMessage | None) -> ModelMessage:
         """The model of a round with what the optimizer remembers, from a whole model or by repeating steps.
@@ -152,7 +164,7 @@ class Descent:
         try:
             # A hostile server's memory may overflow; the caller looks at the result.
             with np.errstate(all="ignore"):
-                state, step = self.step(state, gradient, variance=variance, round=round)
+                state, step = self.step(state, gradient, model=model, variance=variance, round=round)
                 return moved(model, step), state
         except NonFiniteInput as error:
             raise ModelMessageError("the steps lead to a gradient with NaN or infinity") from error

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from bqsgd._src.client.least_squares import LeastSquares
 from bqsgd._src.codec import Accumulator, decode_frame
+from bqsgd._src.descent.centre import Centre
 from bqsgd._src.descent.descent import Descent, moved
 from bqsgd._src.descent.optimizers import State, average, optimizer_of
 from bqsgd._src.errors import BqsgdError, FrameError, InvalidParameter
@@ -33,6 +34,7 @@ from bqsgd._src.server.sums import SumOutcome
 from bqsgd._src.server.way_down import WayDown
 from bqsgd._src.settings.client_plan import sum_plans
 from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.groups import CENTRED
 from bqsgd._src.subset import Subsets
 from bqsgd._src.wire.frame import Buffer, Frame, Header, read_frame
 from bqsgd._src.wire.model_message import model_bytes
@@ -87,6 +89,7 @@ class Server:
         config: the run's settings.
         least_squares: the problem to solve, if the frames contain moments instead of gradients.
         subsets: which coordinates the frames carry, if not all.
+        centre: how the centre of the features is measured, in a centred run.
         clock: a clock in seconds, for the deadline.
 
     The mean is a running sum in O(d) memory; robust rules keep the frames until the round closes. Floating-point sums
@@ -101,6 +104,7 @@ class Server:
         config: Config,
         least_squares: LeastSquares | None = None,
         subsets: Subsets | None = None,
+        centre: Centre | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if model.ndim != 1 or model.dtype != np.float32:
@@ -113,6 +117,8 @@ class Server:
         self.least_squares, self.subsets = least_squares, subsets
         if subsets is not None and subsets.dimension != model.size:
             raise InvalidParameter(f"subsets of {subsets.dimension} coordinates do not fit a model of {model.size}")
+        if (centre is not None) != (config.run.method == CENTRED):
+            raise InvalidParameter("a centred run needs the sizes of its centre, and no other run has one")
         self.whole = model.size if least_squares is None else least_squares.dimension
         """Coordinates that a round estimates."""
         self.dimension = self.whole if subsets is None else subsets.kept
@@ -122,7 +128,7 @@ class Server:
         self.sums = sum_plans(config, dimension=self.dimension)
         """The plans of a round's secure sums, one for each group of clients; none in a run without secure sums."""
         repeated = self.sums[0] if config.sends_sums else None
-        self.descent = Descent(config=config, dimension=model.size, subsets=subsets, sums=repeated)
+        self.descent = Descent(config=config, dimension=model.size, subsets=subsets, sums=repeated, centre=centre)
         self.way_down = WayDown(
             self.model, bits=config.server.down_bits, descent=self.descent if self._steps_are_shorter else None
         )
@@ -141,6 +147,11 @@ class Server:
             return False
         between = -(-self.config.clients.count // self.config.asked)
         return STEPS_HEADER_BYTES + between * self.descent.step_bytes < model_bytes(self.model.size)
+
+    @property
+    def _subsets_now(self) -> Subsets | None:
+        """The subsets of coordinates in this round; None if messages carry all, or features."""
+        return None if self.descent.measures(self.round) else self.subsets
 
     @property
     def _largest_reach(self) -> float:
@@ -175,7 +186,8 @@ class Server:
     @property
     def best_model(self) -> npt.NDArray[np.float32]:
         """The model to use: the exponential average if the run keeps one, else the current model."""
-        return self.model if self.averaged is None else self.averaged.astype(np.float32)
+        model = self.model if self.averaged is None else self.averaged.astype(np.float32)
+        return model if self.descent.centre is None else self.descent.centre.plain(model)
 
     def open_round(self, asked: Iterable[int] | None = None) -> dict[int, bytes]:
         """Begin a round in which these clients are asked (all by default); returns client -> the message for it.
@@ -193,12 +205,13 @@ class Server:
             raise InvalidParameter(f"a round must ask at least one client, all of this run; {reason}")
         messages = {client: self._message(client) for client in numbers}
         size = sum(map(len, messages.values()))
+        estimated = self.whole if self._subsets_now is not None else self.dimension
         self._open = _OpenRound(
             opened=self._clock(),
             asked=frozenset(numbers),
             bytes_models=size,
             bytes_down=size,
-            sum=Accumulator(self.whole) if self.config.server.aggregation == "mean" else None,
+            sum=Accumulator(estimated) if self.config.server.aggregation == "mean" else None,
         )
         return messages
 
@@ -273,8 +286,9 @@ class Server:
         if limit is not None and arrived - current.opened > limit:
             raise FrameError(f"it came after the deadline of {limit:g} s")
         if current.sum is not None:
-            subset = None if self.subsets is None else self.subsets.drawn(round=self.round, client=header.client)
-            current.sum.add(checked, range=self.range, weight=self.weights[header.client], subset=subset)
+            subsets = self._subsets_now
+            subset = None if subsets is None else subsets.drawn(round=self.round, client=header.client)
+            current.sum.add(checked, range=self.range, weight=self.weights[header.client], subset=subset, kept=kept)
         else:
             # Decoded only to find errors: refuse the frame now, since one bad frame at the close would cost the round.
             decode_frame(checked, range=self.range, kept=kept)
@@ -362,7 +376,7 @@ class Server:
         if self.least_squares is not None:
             state, step = self.state, self.model - solve(self.least_squares, gradient, noise_variance=variance)
         else:
-            state, step = self.descent.step(self.state, gradient, variance=variance, round=self.round)
+            state, step = self.descent.step(self.state, gradient, model=self.model, variance=variance, round=self.round)
         # Checked before anything is assigned, so that the server still holds the last good model and state.
         with np.errstate(over="ignore"):
             diverged = not bool(np.isfinite(moved(self.model, step)).all())
@@ -393,8 +407,8 @@ class Server:
     def _gradient(self, current: _OpenRound) -> npt.NDArray[np.float64]:
         if current.sum is None:
             return self.descent.whole(self._robust(current), round=self.round)
-        gradient = current.sum.mean()
-        return gradient if self.subsets is None else self.subsets.rotated_back(gradient, round=self.round)
+        gradient, subsets = current.sum.mean(), self._subsets_now
+        return gradient if subsets is None else subsets.rotated_back(gradient, round=self.round)
 
     def _robust(self, current: _OpenRound) -> npt.NDArray[np.float64]:
         """What the robust rule makes of the frames."""
@@ -420,13 +434,14 @@ class Server:
 
     def _read_variance(self, current: _OpenRound) -> float:
         """The variance of the noise if something reads it, else 0."""
-        is_read = self.least_squares is not None or self.config.server.subtract_noise
+        adam = self.config.server.subtract_noise
+        is_read = adam or self.least_squares is not None or self.descent.measures(self.round)
         return self._noise_variance(current) if is_read else 0.0
 
     def _noise_variance(self, current: _OpenRound) -> float:
         """The variance of the noise in a coordinate of the mean; public. Uncoarsened: sum p_i^2 (R / s_i)^2 m_i / 4."""
         # A kept coordinate is multiplied by one_in, and one in one_in is kept.
-        share = 1 if self.subsets is None else self.subsets.one_in
+        share = 1 if self._subsets_now is None else self.config.clients.one_in
         if self.sums:
             groups = sorted(current.totals)
             survivors = [len(current.totals[group].survivors) for group in groups]

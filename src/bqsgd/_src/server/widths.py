@@ -35,10 +35,11 @@ class Widths:
     Args:
         plan: of the sums. If it has a window, the width is always that of the plan.
         dimension: coordinates of a sum.
+        first: the first round whose sums say how large those of later rounds are.
     """
 
-    def __init__(self, plan: SumPlan, *, dimension: int) -> None:
-        self._plan, self._dimension = plan, dimension
+    def __init__(self, plan: SumPlan, *, dimension: int, first: int = 0) -> None:
+        self._plan, self._dimension, self._first = plan, dimension, first
         self.width = plan.width
         """The width of the key batch."""
         self.last_round = -1 if plan.adapts else _NO_END
@@ -66,7 +67,7 @@ class Widths:
     def observe(self, total: Total, *, round: int) -> None:
         """Learn from the sum of a round; the key batch ends with it if the sum came near the edge of the modulus."""
         plan, survivors = self._plan, len(total.survivors)
-        if not plan.adapts:
+        if not plan.adapts or round < self._first:
             return
         largest = float(abs(plan.mean(total.lanes, survivors=survivors, width=total.width)).max())
         deviation = math.sqrt(plan.variance(survivors) + plan.rounding)

@@ -8,7 +8,7 @@ the table of its group.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from bqsgd._src.planner.search import LEAST_FINE_BITS
 from bqsgd._src.release import Scheme, Unit
 from bqsgd._src.settings.group import Group, by_group, read_tables
 from bqsgd._src.settings.groups import (
+    CENTRED,
     LEAST_SQUARES,
     ClientSettings,
     ClipSettings,
@@ -85,6 +86,18 @@ class Config:
             self._check_secure()
         if self.run.method == LEAST_SQUARES:
             self._check_least_squares()
+        if self.run.method == CENTRED:
+            self._check_centred()
+
+    def _check_centred(self) -> None:
+        """Raise if a setting does not go with a first round of features and later ones of a sample's gradients."""
+        rules = (
+            (self.run.rounds > 1, "measures the centre in the first of its rounds: set rounds = 2 or more"),
+            (self.privacy.unit == Unit.SAMPLE, "hides one sample: set unit = 'sample'"),
+            (self.clip.rule in ("dual", "l2"), "scales features to a norm: set clip = 'dual' or 'l2'"),
+            (self.server.down_bits is None, "sends the centre in the model, whole: leave out down_bits"),
+        )
+        _check_rules(CENTRED, rules)
 
     def _check_least_squares(self) -> None:
         """Raise if a setting needs steps, rounds or gradients, which one message of moments does not have."""
@@ -103,9 +116,7 @@ class Config:
             (self.secure.groups == 1, "takes one sum, in full precision: leave out groups"),
             (server.down_bits is None, "does not use the model that is sent down: leave out down_bits"),
         )
-        for holds, text in rules:
-            if not holds:
-                raise InvalidParameter(f"method = 'least-squares' {text}")
+        _check_rules(LEAST_SQUARES, rules)
 
     def _check_secure(self) -> None:
         """Raise if a setting needs single messages, or clients that differ, which a secure sum does not have."""
@@ -259,6 +270,12 @@ class Config:
     def from_dict(cls, tables: Mapping[str, Any]) -> Config:
         """Rebuild from the tables of `to_dict`. An unknown name is refused, never ignored."""
         return cls.of(**read_tables(CONFIG_GROUPS, tables))
+
+
+def _check_rules(method: str, rules: Iterable[tuple[bool, str]]) -> None:
+    for holds, text in rules:
+        if not holds:
+            raise InvalidParameter(f"method = {method!r} {text}")
 
 
 _SUMMED = (

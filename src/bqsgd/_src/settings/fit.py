@@ -72,7 +72,7 @@ def _fitted(config: Config, federation: Federation, settings: Mapping[str, Any])
     fitted: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     if privacy.mechanism is not None:
         return fitted  # levels and trials are fixed, and with them the noise that the rest would be fitted to
-    if "one_in" not in settings and clip.scales and config.run.method != LEAST_SQUARES:
+    if "one_in" not in settings and clip.scales and config.run.method == "sgd":
         fitted["one_in"] = federation.one_in(budget, rounds=config.run.rounds)
     # The modulus of sums follows what was released, so their range need not be narrow; least squares has one round.
     if clip.range is None and clip.scales and (not config.secure.on or config.run.method == LEAST_SQUARES):

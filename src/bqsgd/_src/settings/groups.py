@@ -19,7 +19,7 @@ from bqsgd._src.secure.graph import Thresholds, thresholds
 from bqsgd._src.settings.group import Group, file_setting, setting
 from bqsgd._src.wire.model_change import FEWEST_BITS, MOST_BITS
 
-LEAST_SQUARES = "least-squares"
+CENTRED, LEAST_SQUARES = "centred", "least-squares"
 SCHEDULES = ("constant", "linear", "cosine")
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum")
 """The server's aggregation rules. Only the mean can be computed from a running sum."""
@@ -359,8 +359,9 @@ class RunSettings(Group):
     title = "Run"
     method: str = setting(
         "sgd",
-        "sgd: rounds of gradients. least-squares: one message per client, and the server solves for a linear model.",
-        choices=("sgd", LEAST_SQUARES),
+        "sgd: rounds of gradients. centred: the first round measures the mean of a linear model's features. "
+        "least-squares: one message per client, and the server solves for a linear model.",
+        choices=("sgd", CENTRED, LEAST_SQUARES),
     )
     rounds: int = setting(
         ROUNDS, "Rounds to train. Default: 300; 60 for fewer than 10,000 samples.", between=(1, 2**40)
