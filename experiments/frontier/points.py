@@ -27,6 +27,7 @@ from bqsgd._src.privacy.guarantee import rounded_up
 from bqsgd._src.records.record import Summary
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config
+from bqsgd._src.settings.groups import CENTRED
 from bqsgd._src.tasks.named import NamedTask, plain_settings, preset, settings_of
 from bqsgd._src.tasks.resolve import resolve
 
@@ -45,6 +46,8 @@ class Point:
     """Levels and trials of a sum in so many bits, as `bqsgd plan --secure --bits` finds them."""
     one_in: int | None = None
     """In place of the preset's own: a message carries one in so many coordinates."""
+    centred: bool = False
+    """Whether the first round measures the centre of the features (`--method centred`)."""
     fitted: bool = False
     """Whether the recipe chooses the range and the share of the coordinates, instead of the preset."""
     target: float | None = None
@@ -54,7 +57,7 @@ class Point:
         """Of its runs."""
         bits = "" if self.bits is None else f"-{self.bits}bits"
         share = "" if self.one_in is None else f"-one-in-{self.one_in}"
-        return self.preset + bits + share + ("-fitted" if self.fitted else "")
+        return self.preset + bits + share + "-centred" * self.centred + "-fitted" * self.fitted
 
     def settings(self, seed: int, *, quick: bool) -> tuple[NamedTask, Config]:
         """Its settings with this seed."""
@@ -65,6 +68,8 @@ class Point:
             settings |= {"bits": self.bits}
         if self.one_in is not None:
             settings |= {"one_in": self.one_in}
+        if self.centred:
+            settings |= {"method": CENTRED}
         if self.fitted and not quick:
             chosen = resolve({name: value for name, value in settings.items() if name not in ("range", "one_in")})
             assert isinstance(chosen.source, NamedTask)
@@ -99,6 +104,8 @@ FITTED = (
     "cifar10-imagenet-eps1",
     "cifar10-imagenet-eps1-sums",
 )
+MEASURED = ("cifar10-eps3-sums", "cifar10-imagenet-eps059-sums", "cifar10-imagenet-eps1-sums")
+"""Presets of the points whose first round measures the centre of the features."""
 POINTS = (
     Point(preset="mnist-eps3-sums", target=0.987),
     Point(preset="mnist-eps3-sums-100", target=0.987),
@@ -133,6 +140,7 @@ POINTS = (
         for bits, pair in ((8, (6, 183)), (7, (4, 90)), (6, (2, 43)))
     ),
     *(Point(preset=preset, one_in=one_in) for preset, curve in CURVES.items() for one_in in curve),
+    *(Point(preset=preset, centred=True) for preset in MEASURED),
     *(Point(preset=preset, fitted=True) for preset in FITTED),
 )
 _TRUSTED, _SUMS = "server trusted with all data", "server sees only sums"

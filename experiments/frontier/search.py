@@ -29,6 +29,7 @@ from torch.nn.functional import conv2d, cross_entropy, group_norm, layer_norm, l
 from bqsgd import data
 from bqsgd._src.data.features import whole_features
 from bqsgd._src.data.scattering import constants, each_position, opponents, transform_for
+from bqsgd._src.settings.groups import CENTRED
 from bqsgd._src.tasks.named import presets
 from experiments import lab
 
@@ -449,7 +450,10 @@ SHARES: dict[str, list[dict[str, Any]]] = {
     ],
     "Coordinates, Fashion-MNIST, sums": [share("fashion-eps3-sums", one_in) for one_in in (10, 20)],
     "Coordinates, CIFAR-10, ImageNet features, epsilon 1, sums": [
-        share("cifar10-imagenet-eps1-sums", one_in) for one_in in (10, 5, 3, 1)
+        *(share("cifar10-imagenet-eps1-sums", one_in) for one_in in (10, 5, 3, 1)),
+        share("cifar10-imagenet-eps1-sums", 1, method=CENTRED),
+        share("cifar10-imagenet-eps1-sums", 1, learning_rate=1.5),
+        share("cifar10-imagenet-eps1-sums", 1, method=CENTRED, learning_rate=1.5),
     ],
     "Coordinates, CIFAR-10, features of two networks, epsilon 1, sums": [
         share("cifar10-imagenet-pair-eps1-sums", 1),
@@ -460,10 +464,21 @@ SHARES: dict[str, list[dict[str, Any]]] = {
         share("cifar10-imagenet-pair-eps1", 7, bits=3, range=0.0008),
     ],
     "Coordinates, CIFAR-10, ImageNet features, epsilon 0.59, sums": [
-        share("cifar10-imagenet-eps059-sums", one_in, range=0.004) for one_in in (10, 5, 3)
+        *(share("cifar10-imagenet-eps059-sums", one_in, range=0.004) for one_in in (10, 5, 3, 1)),
+        share("cifar10-imagenet-eps059-sums", 1, range=0.004, method=CENTRED),
     ],
     "Coordinates, CIFAR-10, scattering, epsilon 3, sums": [
-        share("cifar10-eps3-sums", one_in) for one_in in (10, 20, 1, 3, 5)
+        *(share("cifar10-eps3-sums", one_in) for one_in in (10, 20, 1, 3, 5)),
+        share("cifar10-eps3-sums", 10, method=CENTRED),
+        share("cifar10-eps3-sums", 1, method=CENTRED, range=0.02),
+    ],
+    "Centre, Fashion-MNIST, whitened features, epsilon 3, sums": [
+        share("fashion-eps3-sums-whitened", 7),
+        share("fashion-eps3-sums-whitened", 7, method=CENTRED),
+    ],
+    "Centre, MNIST, whitened features, epsilon 1, sums": [
+        share("mnist-eps1-sums-whitened", 10),
+        share("mnist-eps1-sums-whitened", 10, method=CENTRED),
     ],
 }
 """What every coordinate gives is in the questions above, except for ImageNet features in sums at epsilon 1."""

@@ -32,7 +32,8 @@ def table(fields: dict[str, Any]) -> str:
             f"{' or '.join(methods)}. The largest of the runs and clients; noise from the operating system. Bits: as "
             "measured, headers and keys included. A run is `bqsgd train --preset NAME`; one with other bits is the "
             "preset with `--bits`, of sums with the levels and trials that `bqsgd plan --secure --bits` finds; one "
-            "with another share of the coordinates has `--one-in`; in one that is fitted the recipe "
+            "with another share of the coordinates has `--one-in`, a centred one `--method centred`; in one that is "
+            "fitted the recipe "
             "chooses the range and the share.",
         ]
         if any(row["changed"] for row in rows):
