@@ -141,6 +141,7 @@ POINTS = (
     ),
     *(Point(preset=preset, one_in=one_in) for preset, curve in CURVES.items() for one_in in curve),
     *(Point(preset=preset, centred=True) for preset in MEASURED),
+    Point(preset="cifar10-imagenet-pair-eps1-sums", centred=True, target=0.91),
     *(Point(preset=preset, fitted=True) for preset in FITTED),
 )
 _TRUSTED, _SUMS = "server trusted with all data", "server sees only sums"

@@ -425,6 +425,10 @@ QUESTIONS: dict[str, tuple[str, list[dict[str, Any]]]] = {
             PAIR | {"noise": 0.0},
         ],
     ),
+    "CIFAR-10, features of two networks, epsilon 1, each of four": (
+        "cifar-10",
+        [PAIR | {"noise": 54.0, "learning_rate": value} for value in (1.5, 3.0)],
+    ),
     "CIFAR-10, ImageNet features, epsilon 1, each of four": (
         "cifar-10",
         [EACH_1 | {"learning_rate": value} for value in (0.5, 0.25, 1.0)],
@@ -458,6 +462,7 @@ SHARES: dict[str, list[dict[str, Any]]] = {
     "Coordinates, CIFAR-10, features of two networks, epsilon 1, sums": [
         share("cifar10-imagenet-pair-eps1-sums", 1),
         share("cifar10-imagenet-pair-eps1-sums", 3),
+        share("cifar10-imagenet-pair-eps1-sums", 1, method=CENTRED),
     ],
     "Coordinates, CIFAR-10, features of two networks, epsilon 1, each of four": [
         share("cifar10-imagenet-pair-eps1", 1, bits=3),
