@@ -24,8 +24,8 @@ ONEDNN = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")
 
 
 def lay_out(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) -> None:
-    """Have oneDNN compute the large products and convolutions of the body, and make second factors of products by
-    groups contiguous, and outputs, which the loops read in place.
+    """Have oneDNN compute the large products and convolutions of the body, and make its outputs contiguous, which the
+    loops read in place.
 
     shared: values that the body has of the prelude; weights that are added to them come after them.
     """
@@ -33,18 +33,12 @@ def lay_out(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) -> None:
     if ONEDNN:
         _use_onednn(graph)
         _convolve_packed(prelude, graph, shared)
-
-    def contiguous(node: fx.Node) -> fx.Node:
-        return graph.call_function(aten.contiguous.default, (node,))  # type: ignore[no-any-return]
-
-    for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            if node.op == "output":
-                node.args = ([contiguous(value) for value in node.args[0]],)
-            elif node.target is aten.bmm.default and node.args[1].meta["val"].stride(-1) != 1:
-                node.args = node.args[0], contiguous(node.args[1])
-            elif node.target in (aten.view.default, aten._unsafe_view.default):
-                node.target = aten.reshape.default  # entries may lie otherwise than where the program was traced
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # entries may lie otherwise than where the program was traced
+    returned = graph.output_node()
+    with graph.inserting_before(returned):
+        returned.args = ([graph.call_function(aten.contiguous.default, (value,)) for value in returned.args[0]],)
     graph.eliminate_dead_code()
     body.recompile()
     prelude.recompile()
