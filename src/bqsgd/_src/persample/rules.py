@@ -8,7 +8,6 @@ of `docs/accounting.md` is a statement about this file. What a rule cannot take 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -286,23 +285,6 @@ def _dropout(x: Array, p: float, train: bool | None) -> tuple[Array, Array]:
 # Products of weights and samples.
 
 
-_packed: dict[tuple[int, bool], tuple[weakref.ref[Array], np.ndarray]] = {}
-"""Weights as the loop reads them, as long as the array exists: a recurrent layer uses the same ones in every step."""
-KEPT_BYTES = 1 << 20
-"""Larger ones are made again: next to their product that takes little time, and they would double the memory."""
-
-
-def _strips(weights: Array, *, turned: bool) -> np.ndarray:
-    key = id(weights), turned
-    known = _packed.get(key)
-    if known is not None and known[0]() is weights:  # another array may have the number of one that is gone
-        return known[1]
-    strips = kernels.strips_of(weights[:, :, 0].T if turned else weights[:, :, 0])
-    if strips.nbytes <= KEPT_BYTES:
-        _packed[key] = weakref.ref(weights, lambda _: _packed.pop(key, None)), strips
-    return strips
-
-
 def _mm(x: Any, y: Any, bias: Array | None = None) -> Array:
     """Of weights and samples, on either side; a product of two samples' matrices has no loop."""
     shift = None if bias is None else bias[:, 0]
@@ -315,12 +297,13 @@ def _mm(x: Any, y: Any, bias: Array | None = None) -> Array:
     if y.shape[-1] == 1:
         (positions, terms, lanes), outputs = x.shape, y.shape[1]
         turned = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(terms, positions * lanes)
-        found = kernels.product(_strips(y, turned=True), outputs, turned, shift)
+        found = kernels.product(y[:, :, 0].T, turned, shift)
         return found.reshape(outputs, positions, lanes).swapaxes(0, 1)
     if x.shape[-1] == 1 and bias is None:
         terms, positions, lanes = y.shape
         flat = np.ascontiguousarray(y).reshape(terms, positions * lanes)
-        return kernels.product(_strips(x, turned=False), len(x), flat, None).reshape(len(x), positions, lanes)
+        found = kernels.product(x[:, :, 0], flat, None)
+        return found.reshape(len(x), positions, lanes)
     raise NotLanes("a product of two matrices of each sample")
 
 

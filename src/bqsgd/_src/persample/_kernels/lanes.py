@@ -26,6 +26,8 @@ from bqsgd._src.runtime.vectors import LANES, WIDE, WORD, Emit, tile
 STRIP = 6
 MANY = 4 if WIDE else 1
 """A tile of a product: 6 rows by 64 samples in 24 of 32 registers, or by 16 in 12 of 16."""
+AT_ONCE = 1 << 18
+"""Weights that a thread copies at a time, about: in the order in which the loop reads them."""
 TILES = 4
 """Pieces of work that a convolution has at least."""
 DEPTH = 256
@@ -107,49 +109,47 @@ def _pack_tiles(x: Any, stride: int, terms: int, start: int, stop: int, packed: 
 
 
 @njit(nogil=True, cache=True)
-def _fill_strips(w: Any, start: int, stop: int, strips: Any) -> None:
-    """w (rows, terms) -> strips start..stop of (terms / 256, rows / 6, 256, 6), zeros beyond the last row."""
+def _fill_strips(w: Any, first: int, count: int, strips: Any) -> None:
+    """w (rows, terms), from row `first` on -> `count` strips of (terms / 256, strips, 256, 6), zeros beyond rows."""
     rows, terms = w.shape
     for begin in range(0, terms, DEPTH):
-        for strip in range(start, stop):
-            part, used = strips[begin // DEPTH, strip], min(STRIP, rows - strip * STRIP)
+        for strip in range(count):
+            part, low = strips[begin // DEPTH, strip], first + strip * STRIP
             for term in range(min(DEPTH, terms - begin)):
                 for row in range(STRIP):
-                    part[term, row] = w[strip * STRIP + row, begin + term] if row < used else np.float32(0)
+                    part[term, row] = w[low + row, begin + term] if low + row < rows else np.float32(0)
 
 
 @njit(nogil=True, cache=True)
-def _run_product(strips: Any, terms: int, packed: Any, bias: Any, start: int, stop: int, out: Any) -> None:
-    """Rows of strips start..stop of out = bias + w x, from strips (terms / 256, rows / 6, 256, 6) and packed x."""
-    flat, target, wide, order = strips.reshape(-1), out.reshape(-1), out.shape[1], np.arange(DEPTH)
-    done, vectors = 0, wide // LANES
-    while done < vectors:
-        count = _block(vectors - done)
-        for begin in range(0, terms, DEPTH):
-            lane_at = done * terms // count + begin  # in vectors of the tile
-            for strip in range(start, stop):
-                row_at, out_at = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP, strip * STRIP * wide
-                _run_tile(count, flat, row_at, order, packed, lane_at, order, 0, min(DEPTH, terms - begin), bias, strip * STRIP, begin == 0, target, out_at + done * LANES, wide)  # fmt: skip  # noqa: E501
-        done += count
+def _run_product(w: Any, packed: Any, bias: Any, start: int, stop: int, out: Any) -> None:
+    """Rows of strips start..stop, of 6 rows each, of out = bias + w x, from packed x."""
+    terms, target, wide, order = w.shape[1], out.reshape(-1), out.shape[1], np.arange(DEPTH)
+    most = max(1, AT_ONCE // (terms * STRIP))
+    strips = np.empty((-(-terms // DEPTH), min(most, stop - start), DEPTH, STRIP), np.float32)
+    flat, vectors = strips.reshape(-1), wide // LANES
+    for first in range(start, stop, most):
+        items, done = min(most, stop - first), 0
+        _fill_strips(w, first * STRIP, items, strips)
+        while done < vectors:
+            count = _block(vectors - done)
+            for begin in range(0, terms, DEPTH):
+                lane_at = done * terms // count + begin  # in vectors of the tile
+                for strip in range(items):
+                    row_at, row = (begin // DEPTH * strips.shape[1] + strip) * DEPTH * STRIP, (first + strip) * STRIP
+                    _run_tile(count, flat, row_at, order, packed, lane_at, order, 0, min(DEPTH, terms - begin), bias, row, begin == 0, target, row * wide + done * LANES, wide)  # fmt: skip  # noqa: E501
+            done += count
 
 
-def strips_of(w: np.ndarray) -> np.ndarray:
-    """(rows, terms) weights, which may be transposed in memory, as the loop reads them."""
-    rows, terms = w.shape
-    strips = np.empty((-(-terms // DEPTH), -(-rows // STRIP), DEPTH, STRIP), np.float32)
-    w = w if w.flags.c_contiguous or w.flags.f_contiguous else np.ascontiguousarray(w)
-    in_threads(lambda start, stop: _fill_strips(w, start, stop, strips), strips.shape[1], each=terms * STRIP)
-    return strips
-
-
-def product(strips: np.ndarray, rows: int, x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """(rows, lanes) bias + w x of the weights in strips and (terms, lanes) x."""
-    (terms, lanes), count = x.shape, strips.shape[1]
-    packed, flat, shift = np.empty(x.size, np.float32), x.reshape(-1), np.zeros(count * STRIP, np.float32)
+def product(w: np.ndarray, x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """(rows, lanes) bias + w x of (rows, terms) weights, which may be transposed in memory, and (terms, lanes) x."""
+    (rows, terms), lanes = w.shape, x.shape[1]
+    count, flat = -(-rows // STRIP), x.reshape(-1)
+    packed, shift = np.empty(x.size, np.float32), np.zeros(count * STRIP, np.float32)
     in_threads(lambda start, stop: _pack_tiles(flat, lanes, terms, start, stop, packed), terms, each=lanes)
     if bias is not None:
         shift[:rows] = bias
-    out, fixed = np.empty((count * STRIP, lanes), np.float32), (strips, terms, packed, shift)
+    w = w if w.flags.c_contiguous or w.flags.f_contiguous else np.ascontiguousarray(w)
+    out, fixed = np.empty((count * STRIP, lanes), np.float32), (w, packed, shift)
     in_threads(lambda start, stop: _run_product(*fixed, start, stop, out), count, each=terms * STRIP * lanes)
     return out[:rows]
 
