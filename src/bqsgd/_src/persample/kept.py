@@ -8,6 +8,7 @@ a kept coordinate is one product: the (batch, outputs, inputs) gradients are nev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def _keep(piece: Piece, part: slice, subset: Subset, out: Any, span: slice) -> N
                 whole = np.concatenate([_array(tensor).reshape(-1) for tensor in tensors])[None]
                 row[span] = _gathered(whole, subset, piece.parameters)
         case Outer() as outer:
-            _products(outer, part, subset, piece.parameters, out, span)
+            _products(outer, part, subset, piece.parameters.start, out)
         case Summed() | TableRows() as built:
             # All coordinates of a few samples at a time, because they may be many more than the kept ones.
             size = micro_batch(built.coordinates)
@@ -115,22 +116,22 @@ def _multiply(
                 part[n] *= error
 
 
-def _products(outer: Outer, part: slice, subset: Subset, parameters: slice, out: Any, span: slice) -> None:
+@lru_cache(maxsize=16)
+def _picked(subset: Subset, number: int, outputs: int, width: int) -> tuple[Any, Any]:
+    """Where the kept coordinates of each row of a matrix begin in a message, and the columns that they are in."""
+    places = _places(subset, slice(number, number + 1))
+    edges = subset.span(number, number + 1).start + np.searchsorted(places, np.arange(outputs + 1) * width)
+    # Unsigned: the loop need not look for indices from the end. Narrow: more of them stay in the nearest cache.
+    return edges, (places % width).astype(np.uint16 if width <= 1 << 16 else np.uint32)
+
+
+def _products(outer: Outer, part: slice, subset: Subset, number: int, out: Any) -> None:
     """The kept coordinates of e_b a_b^T: those of e_b (R a_b)^T, with R the rotation of a row."""
-    number, places = parameters.start, _places(subset, parameters)
     inputs, errors = (side[part].detach().cpu().reshape(len(out), -1).numpy() for side in (outer.a, outer.e))
     width = inputs.shape[1]
-    fixed = (
-        inputs,
-        errors,
-        subset.signs[number],
-        subset.subsets.rotated,
-        span.start + np.searchsorted(places, np.arange(errors.shape[1] + 1) * width),
-        # Unsigned: the loop need not look for indices from the end. Narrow: more of them stay in the nearest cache.
-        (places % width).astype(np.uint16 if width <= 1 << 16 else np.uint32),
-        out,
-    )
-    in_threads(lambda start, stop: _multiply(*fixed, start, stop), len(out), each=8 * width + len(places))
+    edges, columns = _picked(subset, number, errors.shape[1], width)
+    fixed = inputs, errors, subset.signs[number], subset.subsets.rotated, edges, columns, out
+    in_threads(lambda start, stop: _multiply(*fixed, start, stop), len(out), each=8 * width + len(columns))
 
 
 def _rotate(rows: Any, subset: Subset, number: int) -> None:
