@@ -104,7 +104,7 @@ FITTED = (
     "cifar10-imagenet-eps1",
     "cifar10-imagenet-eps1-sums",
 )
-MEASURED = ("cifar10-eps3-sums", "cifar10-imagenet-eps059-sums", "cifar10-imagenet-eps1-sums")
+MEASURED = ("cifar10-eps3-sums", "cifar10-eps1-sums", "cifar10-imagenet-eps059-sums", "cifar10-imagenet-eps1-sums")
 """Presets of the points whose first round measures the centre of the features."""
 POINTS = (
     Point(preset="mnist-eps3-sums", target=0.987),
