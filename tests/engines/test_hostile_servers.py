@@ -126,7 +126,7 @@ def test_what_is_wrong_with_the_model_or_the_loss_is_raised_before_the_spend(uni
             with pytest.raises(InvalidParameter, match="BatchNorm"):
                 client.update(model, 0)
         else:
-            client._prepare(model)
+            client._prepare(model, 0)
         assert torch.equal(mixing[1].running_var, before), "the trial leaves no trace"
         wide = make_client("linear", unit, clip, data, ledger=ledger, model=nn.Linear(5, 2), seed=None)
         with pytest.raises(InvalidParameter, match="cannot be multiplied"):
@@ -146,7 +146,7 @@ def test_the_trial_changes_no_random_draw():
     torch.manual_seed(5)
     expected = torch.rand(4)
     torch.manual_seed(5)
-    client._prepare(np.zeros(8, np.float32))
+    client._prepare(np.zeros(8, np.float32), 0)
     assert torch.equal(torch.rand(4), expected)
 
 
