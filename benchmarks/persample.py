@@ -68,11 +68,14 @@ HEADINGS = ("plain, ms", *PER_SAMPLE, PACKED, *OPACUS, "vmap")
 
 
 def best_seconds(steps: dict[str, Step], threads: int) -> dict[str, float]:
-    """The best of interleaved turns; a rival that has used up its patience sits the later turns out."""
+    """The best of interleaved turns; a rival that has used up its patience sits the later turns out.
+
+    Every second turn goes backwards: the threads of a step that has just ended spin on the cores of the next one.
+    """
     clock = time.process_time if threads == 1 else time.perf_counter
     best, spent = dict.fromkeys(steps, float("inf")), dict.fromkeys(steps, 0.0)
     for turn in range(TURNS):
-        for name, step in steps.items():
+        for name, step in reversed(steps.items()) if turn % 2 else steps.items():
             if spent[name] > PATIENCE_SECONDS and turn >= LEAST_TURNS:
                 continue
             start, wall = clock(), time.perf_counter()
