@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bqsgd._src.client.client import Client, client_sender
-from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.settings.config import Config
 

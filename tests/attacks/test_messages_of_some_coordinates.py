@@ -11,8 +11,8 @@ import torch
 from neighbours import LOSS
 from torch import nn
 
-from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.values import clip_update
 from bqsgd._src.codec import Accumulator, decode_frame, encode_frame
 from bqsgd._src.errors import FrameError, InvalidParameter, ModelMessageError

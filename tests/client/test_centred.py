@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bqsgd._src.client.client import Client
-from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import Part
 from bqsgd._src.descent.centre import Centre
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
@@ -58,7 +58,7 @@ def task(**changes):
 
 
 def trained(config, folder=None, *, killed_after=None, on=None):
-    """A run to its end, or one whose process is gone after so many rounds."""
+    """A run, to its end or killed after so many rounds."""
     records = []
     with contextlib.suppress(KeyError), Run.start(on or task(), config, folder=folder, force=True) as run:
         for record in run.rounds():

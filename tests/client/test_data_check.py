@@ -9,7 +9,7 @@ from torch import nn
 
 from bqsgd._src.cli.app import main
 from bqsgd._src.client.data_check import findings
-from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.run import Run
 from bqsgd._src.settings.config import Config

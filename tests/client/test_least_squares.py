@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from bqsgd._src.client.least_squares import LeastSquares, objective_of
+from bqsgd._src.client.least_squares import LeastSquares
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import Part
 from bqsgd._src.errors import InvalidParameter, NonFiniteInput
 from bqsgd._src.ledger import Ledger

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.persample.clips import Dual
 from bqsgd._src.settings.config import Config

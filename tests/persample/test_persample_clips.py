@@ -63,7 +63,7 @@ def test_one_clip_a_parameter_gives_one_range_a_coordinate() -> None:
 
 @pytest.mark.parametrize("make", [L2, Clamp, Scale, Normalize, lambda bound: PerLayer(Dual(bound, bound))])
 def test_a_bound_is_an_ordinary_number_whatever_type_it_has(make: Callable[[object], Clip]) -> None:
-    """In half precision the room that clips leave for rounding, 2^-20 of a bound, is none."""
+    """In half precision a bound less 2^-20 of it is the bound itself, which leaves no room for rounding."""
     for kind in (np.float16, np.float32, np.float64, np.longdouble, np.int8, int):
         assert make(kind(1)) == make(1.0)
         assert type(make(kind(1)).largest) is float

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.sums import SumSetup
 from bqsgd._src.errors import Infeasible, InvalidParameter
 from bqsgd._src.ledger import Ledger

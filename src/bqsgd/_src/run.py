@@ -37,7 +37,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from bqsgd import __version__
-from bqsgd._src.client.least_squares import LeastSquares, message_dimension
+from bqsgd._src.client.least_squares import LeastSquares
+from bqsgd._src.client.objectives import message_dimension
 from bqsgd._src.client.sums import SumSetup, with_roster
 from bqsgd._src.engines.engine import MakeEngine, Setup
 from bqsgd._src.engines.in_process import in_process

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bqsgd._src.audit.bound import Scores
 from bqsgd._src.audit.encoder import CANARY_SIZE, Inputs, LikelihoodRatio
 from bqsgd._src.client.client import Client, client_sender
-from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.codec import codes_of, decode_frame
 from bqsgd._src.errors import InvalidParameter

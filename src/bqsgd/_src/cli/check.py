@@ -29,7 +29,7 @@ def check(
       bqsgd check my_module:task --delta 1e-6
     """
     from bqsgd._src.client.data_check import findings
-    from bqsgd._src.client.least_squares import objective_of
+    from bqsgd._src.client.objectives import objective_of
     from bqsgd._src.client.samples import reader_of
     from bqsgd._src.errors import InvalidParameter
     from bqsgd._src.params import check_delta

@@ -50,6 +50,8 @@ class Centred(Objective):
         InvalidParameter: the model is not one linear layer with an offset, or the samples have a form of their own.
     """
 
+    centre: Centre
+
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, *, config: Config, forward: Forward | None, **settings: Any
     ) -> None:
@@ -62,13 +64,13 @@ class Centred(Objective):
             )
         self._less = _LessCentre(layer)
         super().__init__(self._less, loss_fn, **settings)
-        self.centre = self._centre = Centre.of(config, classes=layer.out_features, features=layer.in_features)
+        self.centre = Centre.of(config, classes=layer.out_features, features=layer.in_features)
         # Made without values, so that nothing is drawn: torch's generator belongs to the user.
         features = nn.Linear(layer.in_features, 1, bias=False, device="meta").to_empty(device=layer.weight.device)
         nn.init.zeros_(features.weight)
         self._features = Objective(
             nn.Sequential(nn.Flatten(), features),
-            partial(_scaled, scale=self._centre.scale),
+            partial(_scaled, scale=self.centre.scale),
             **settings | {"subsets": None},
         )
         self._measures = True
@@ -83,7 +85,7 @@ class Centred(Objective):
         super().check(data)
         self._features.check(data)
         targets = tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), data[-1])
-        outputs = torch.linspace(-1, 1, self._centre.classes, device=self._less.centre.device)[None]
+        outputs = torch.linspace(-1, 1, self.centre.classes, device=self._less.centre.device)[None]
         if not torch.allclose(self.loss_fn(outputs, targets), self.loss_fn(outputs + 1, targets), atol=1e-4):
             raise InvalidParameter(
                 "method = 'centred' needs a loss that depends on the differences of a sample's outputs alone, as "
@@ -93,9 +95,9 @@ class Centred(Objective):
     def load(self, model: npt.NDArray[np.float32], *, round: int) -> None:
         """Take over the model of `round`, on features less the centre that it holds."""
         load_vector(self.model, model)
-        self._measures = self._centre.measured_in(round)
+        self._measures = self.centre.measured_in(round)
         if not self._measures:
-            centre, relative = self._centre.relative(model)
+            centre, relative = self.centre.relative(model)
             load_vector(self.model, relative)
             self._less.centre.copy_(torch.from_numpy(centre))
 
@@ -104,4 +106,4 @@ class Centred(Objective):
         if not self._measures:
             return super().mean(parts, subset)
         mean, lost = self._features.mean(parts)
-        return self._centre.message(mean), lost
+        return self.centre.message(mean), lost

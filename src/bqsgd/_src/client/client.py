@@ -19,8 +19,8 @@ import torch
 
 from bqsgd._src.client.data_check import log_findings
 from bqsgd._src.client.draws import Purpose, Rows, Sources, draw_batch
-from bqsgd._src.client.least_squares import subsets_of
 from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.objectives import subsets_of
 from bqsgd._src.client.samples import Reader
 from bqsgd._src.client.sender import Outlet, Sender
 from bqsgd._src.client.sums import answer_step, check_noise, masked_vector

@@ -9,7 +9,6 @@ depend on the length of the features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,19 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bqsgd._src.client.centred import Centred
 from bqsgd._src.client.objective import Objective
 from bqsgd._src.errors import InvalidParameter
-from bqsgd._src.models import dimension_of, only_layer, trainable
+from bqsgd._src.models import only_layer
 from bqsgd._src.persample.clips import L2, Clip
 from bqsgd._src.persample.gradients import ClippedGradients
 from bqsgd._src.persample.moments import MOST_FEATURES, clipped_moments, moments_dimension
-from bqsgd._src.persample.program import Forward, LossFunction
+from bqsgd._src.persample.program import LossFunction
 from bqsgd._src.release import Unit
 from bqsgd._src.runtime.modes import Autocast
-from bqsgd._src.settings.config import Config
-from bqsgd._src.settings.groups import CENTRED, LEAST_SQUARES
-from bqsgd._src.subset import Subsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +60,6 @@ class LeastSquares:
     def dimension(self) -> int:
         """Coordinates of a client's message."""
         return moments_dimension(self.features, self.classes)
-
-
-def message_dimension(config: Config, model: nn.Module) -> int:
-    """Coordinates of what a client sends: those of the model, a subset of them, or the moments of its inputs."""
-    if config.run.method == LEAST_SQUARES:
-        return LeastSquares.of(model).dimension
-    return config.kept(dimension_of(model))
-
-
-def subsets_of(config: Config, model: nn.Module) -> Subsets | None:
-    """Which coordinates messages carry; None if all."""
-    return Subsets.of(trainable(model), one_in=config.clients.one_in, rotated=config.rotates)
 
 
 class Moments(Objective):
@@ -121,18 +104,3 @@ class Moments(Objective):
         floating = inputs.dtype in (torch.float32, torch.float64)
         rows = inputs.dim() > 1 and classes.dim() == 1
         return whole and floating and rows and inputs.shape[1:].numel() == self.problem.features
-
-
-def objective_of(config: Config, model: nn.Module, loss_fn: LossFunction, forward: Forward | None = None) -> Objective:
-    """What a sample adds to a client's message: its clipped gradient, its features in a round, or its moments."""
-    kinds: dict[str, Callable[..., Objective]] = {LEAST_SQUARES: Moments, CENTRED: partial(Centred, config=config)}
-    return kinds.get(config.run.method, Objective)(
-        model,
-        loss_fn,
-        clip=config.message_clip,
-        batch_size=config.privacy.batch_size,
-        forward=forward,
-        unit=Unit(config.privacy.unit),
-        packed=config.clients.packed_rows,
-        subsets=subsets_of(config, model),
-    )

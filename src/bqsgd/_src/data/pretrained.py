@@ -178,11 +178,11 @@ def _chunk_transform(variants: tuple[Variant, ...], input_shape: tuple[int, ...]
                 # A copy, because the address of an image in the chunk depends on its place among the others, and a
                 # library may choose its path by the alignment of the memory.
                 image = torch.from_numpy(pixels.copy())[None]
-                found = [
+                parts = [
                     functional.layer_norm(model(enlarged(image, variant)).mean(0), (WIDTH,))
                     for model, variant in zip(models, variants, strict=True)
                 ]
-                features[row] = torch.cat(found).numpy()
+                features[row] = torch.cat(parts).numpy()
         return features
 
     return of_chunk

@@ -15,8 +15,8 @@ from torch import nn
 
 from bqsgd._src.client.client import Client, client_sender
 from bqsgd._src.client.files import client_folder, client_ledger, client_log
-from bqsgd._src.client.least_squares import objective_of
 from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.client.sums import SumSetup
 from bqsgd._src.errors import InvalidParameter

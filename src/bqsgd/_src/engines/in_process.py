@@ -14,7 +14,7 @@ import numpy as np
 
 from bqsgd._src.client.client import Client
 from bqsgd._src.client.files import run_register
-from bqsgd._src.client.least_squares import objective_of
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import Fetched
 from bqsgd._src.engines.engine import FEW, Engine, Setup, check_known, make_client
 from bqsgd._src.errors import InvalidParameter

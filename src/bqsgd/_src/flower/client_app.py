@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 
 from bqsgd._src.client.client import Client, client_sender
 from bqsgd._src.client.files import private_log_at
-from bqsgd._src.client.least_squares import message_dimension, objective_of
+from bqsgd._src.client.objectives import message_dimension, objective_of
 from bqsgd._src.client.samples import reader_of
 from bqsgd._src.client.sums import SumSetup, answer_step
 from bqsgd._src.errors import BqsgdError, Infeasible, InvalidParameter

@@ -21,6 +21,8 @@ behind `mm` does on some only, and needs ten microseconds to begin."""
 SMALL = 20480
 """Entries of an image up to which torch does not have oneDNN convolve it."""
 ONEDNN = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")
+_ALONE: tuple[Any, ...] = "none", [], ""
+"""No operation after a product of oneDNN's."""
 
 
 def lay_out(prelude: fx.GraphModule, body: fx.GraphModule, shared: int) -> None:
@@ -87,10 +89,6 @@ def _convolve_packed(prelude: fx.GraphModule, graph: Any, shared: int) -> None:
                     parts[user.args[1]].meta = user.meta
                     user.replace_all_uses_with(parts[user.args[1]])
             node.args = *node.args[:-1], [wanted and n not in parts for n, wanted in enumerate(node.args[-1])]
-
-
-_ALONE: tuple[Any, ...] = "none", [], ""
-"""No operation after a product of oneDNN's."""
 
 
 def _is_large(error: fx.Node, x: fx.Node, weight: fx.Node, bias: Any, *how: Any) -> bool:

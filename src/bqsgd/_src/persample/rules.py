@@ -297,13 +297,13 @@ def _mm(x: Any, y: Any, bias: Array | None = None) -> Array:
     if y.shape[-1] == 1:
         (positions, terms, lanes), outputs = x.shape, y.shape[1]
         turned = np.ascontiguousarray(x.swapaxes(0, 1)).reshape(terms, positions * lanes)
-        found = kernels.product(y[:, :, 0].T, turned, shift)
-        return found.reshape(outputs, positions, lanes).swapaxes(0, 1)
+        products = kernels.product(y[:, :, 0].T, turned, shift)
+        return products.reshape(outputs, positions, lanes).swapaxes(0, 1)
     if x.shape[-1] == 1 and bias is None:
         terms, positions, lanes = y.shape
         flat = np.ascontiguousarray(y).reshape(terms, positions * lanes)
-        found = kernels.product(x[:, :, 0], flat, None)
-        return found.reshape(len(x), positions, lanes)
+        products = kernels.product(x[:, :, 0], flat, None)
+        return products.reshape(len(x), positions, lanes)
     raise NotLanes("a product of two matrices of each sample")
 
 

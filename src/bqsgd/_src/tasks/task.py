@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bqsgd._src.client.least_squares import LeastSquares, objective_of
+from bqsgd._src.client.least_squares import LeastSquares
 from bqsgd._src.client.objective import Objective
+from bqsgd._src.client.objectives import objective_of
 from bqsgd._src.client.samples import Reader, reader_of
 from bqsgd._src.errors import InvalidParameter
 from bqsgd._src.models import device_of, dimension_of, load_vector

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bqsgd._src.client.client import Client
-from bqsgd._src.client.least_squares import message_dimension
+from bqsgd._src.client.objectives import message_dimension
 from bqsgd._src.client.sums import SumSetup, most_sum_bytes, with_roster
 from bqsgd._src.descent.optimizers import optimizer_of
 from bqsgd._src.engines.engine import Setup, make_client

@@ -344,8 +344,8 @@ def _entrywise(loop: Callable[..., None]) -> Callable[..., np.ndarray]:
 
     def function(x: np.ndarray) -> np.ndarray:
         out = np.empty(x.shape, np.float32)
-        flat, found = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
-        in_threads(lambda start, stop: loop(flat[start:stop], found[start:stop]), out.size, each=1)
+        entries, results = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
+        in_threads(lambda start, stop: loop(entries[start:stop], results[start:stop]), out.size, each=1)
         return out
 
     return function
